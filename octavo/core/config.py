@@ -1,0 +1,105 @@
+"""All engine options in one validated model; command-line flags, files and environment variables follow from it."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from octavo.core.errors import ConfigError
+
+
+class EngineConfig(BaseModel):
+    """Options of an engine. Every description states its unit; the defaults suit one machine and one user."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(
+        description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
+    )
+    tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Type of weights, activations and KV cache; auto: as the checkpoint, float16 and GGUF as bfloat16.",
+    )
+    device: Literal["auto", "cpu"] = Field("auto", description="Where the model runs.")
+    kernels: Literal["auto", "reference"] = Field(
+        "auto", description="Kernel backend; auto takes the fastest that this machine can run."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences that run at once.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Token budget: most tokens computed in one step, prompts and decodes together."
+    )
+    enable_chunked_prefill: bool = Field(
+        True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the memory that is free after the weights are loaded, given to the KV cache.",
+    )
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
+    )
+    watermark: float = Field(
+        0.01,
+        ge=0,
+        lt=1,
+        description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
+    )
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads that compute; default: all cores.")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> EngineConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence decodes one token a step"
+            )
+        if (
+            not self.enable_chunked_prefill
+            and self.max_model_len is not None
+            and self.max_num_batched_tokens < self.max_model_len
+        ):
+            raise ValueError(
+                f"with enable_chunked_prefill off, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at "
+                f"least max_model_len ({self.max_model_len}), or the longest prompts could never run"
+            )
+        return self
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """Builds an ``EngineConfig``; an unknown option is refused with the nearest right name.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or contradicts another.
+    """
+    known = list(EngineConfig.model_fields)
+    for name in options:
+        if name not in EngineConfig.model_fields:
+            raise ConfigError(unknown_option(name, known))
+    try:
+        return EngineConfig(**options)
+    except ValidationError as e:
+        raise ConfigError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+
+
+def unknown_option(name: str, known: list[str]) -> str:
+    """The message for an option that does not exist."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def _readable(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}, not {error['input']!r}" if where else message

@@ -1,0 +1,52 @@
+"""Every error that Octavo raises on purpose.
+
+Each class also derives from the built-in exception that a caller would guess, so ``except ValueError`` catches a bad
+value and ``except OctavoError`` catches everything that is ours. A message says what was wrong, with which value, and
+what would be right.
+"""
+
+
+class OctavoError(Exception):
+    """Base of all errors raised on purpose by Octavo."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine option is unknown, out of range, or contradicts another."""
+
+
+class InvalidRequestError(OctavoError, ValueError):
+    """A prompt or its sampling parameters cannot be served; only this request fails."""
+
+
+class ModelNotFoundError(OctavoError, FileNotFoundError):
+    """The name given for a model is no folder, no file, no built-in name and no reachable hub id."""
+
+    def __str__(self) -> str:  # FileNotFoundError would print its errno form
+        return str(self.args[0]) if self.args else ""
+
+
+class DownloadError(OctavoError, OSError):
+    """A model could not be fetched, or what came is not what was expected."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsupportedModelError(OctavoError, ValueError):
+    """The checkpoint is readable but its architecture or one of its settings is not supported."""
+
+
+class WeightError(OctavoError, ValueError):
+    """A weight file is missing, truncated, of the wrong shape or type; the message names the tensor or file."""
+
+
+class TokenizerError(OctavoError, ValueError):
+    """The tokenizer or the chat template is missing, unreadable or failed."""
+
+
+class InsufficientMemoryError(OctavoError, MemoryError):
+    """The weights or the smallest useful KV cache do not fit; the message says how much is needed."""
+
+
+class WorkerError(OctavoError, RuntimeError):
+    """A worker failed while it executed a step; the requests of that step end with an error."""

@@ -1,0 +1,50 @@
+"""What a network needs to know of itself: the facts of config.json, without its many spellings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and its scaling."""
+
+    theta: float = 10000.0
+    #: default, linear, dynamic, yarn, llama3, longrope.
+    rope_type: str = "default"
+    #: Share of the head that is rotated.
+    partial_rotary_factor: float = 1.0
+    #: The scaling's own parameters, under the names config.json gives them.
+    scaling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and settings of a decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    #: Longest sequence in tokens.
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    #: Bias on q, k and v; on the attention's output; on the MLP.
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    #: RMS norm on each head of q and k before the rotation.
+    qk_norm: bool = False
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    #: For each layer the attention window in tokens, or None for the whole context.
+    sliding_windows: tuple[int | None, ...] = ()
+    #: float32, bfloat16 or float16: what the checkpoint says its weights are.
+    checkpoint_dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None

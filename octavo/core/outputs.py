@@ -1,0 +1,73 @@
+"""What a user gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Logprob of one token at one position."""
+
+    logprob: float
+    #: 1 is the most likely token of the vocabulary.
+    rank: int
+    decoded_token: str | None = None
+
+
+#: Token id -> logprob: the chosen token first, then the most likely ones.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request; seconds, on the clock of ``time.monotonic()``."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    #: Prompt tokens whose KV entries were found instead of computed.
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step that computed something of it."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    #: "stop", "length", "abort" or "error"; None while it goes on.
+    finish_reason: str | None = None
+    #: The stop string or stop token id that ended it; None for the end-of-sequence token.
+    stop_reason: str | int | None = None
+    #: Why, if ``finish_reason`` is "error".
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state after a step, or its end."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    #: One entry a prompt token; the first is None, as nothing comes before it.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

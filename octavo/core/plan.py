@@ -1,0 +1,83 @@
+"""The two messages between scheduler and workers: the plan of a step and its result.
+
+A plan is the whole truth that a worker gets. It carries changes only: a worker remembers the tokens and block tables
+of the sequences it has met, and appends the tokens it samples itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.core.sampling_params import SamplingParams
+
+
+class NewSequence(msgspec.Struct, array_like=True):
+    """A sequence that the workers do not hold: just admitted, or back from preemption by recompute."""
+
+    seq_id: int
+    #: Every token known so far: the prompt, and what was generated before a preemption.
+    token_ids: list[int]
+    num_prompt_tokens: int
+    #: Tokens whose KV entries are already in the blocks.
+    num_computed: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: list[int]
+    bad_words_ids: list[list[int]]
+
+
+class StepPlan(msgspec.Struct):
+    """What every worker does in one step, in this order: forget, copy blocks, add, grow tables, run, sample."""
+
+    step: int
+    #: Sequences the workers forget: finished, aborted, preempted.
+    forget: list[int] = []
+    new: list[NewSequence] = []
+    #: (sequence id, block ids appended to its block table).
+    new_blocks: list[tuple[int, list[int]]] = []
+    #: Scheduled sequences; those with one token to compute (decodes) come first.
+    seq_ids: list[int] = []
+    #: Tokens to compute for each of ``seq_ids``. A sequence whose last known token is computed samples one.
+    num_tokens: list[int] = []
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens computed in this step, over all sequences."""
+        return sum(self.num_tokens)
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs at one position, of the model's own distribution (natural logarithm)."""
+
+    #: The token that stands there, its logprob, and its rank (1 is the most likely).
+    token_id: int
+    logprob: float
+    rank: int
+    #: The most likely tokens, best first.
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class SequenceResult(msgspec.Struct, array_like=True):
+    """What a step adds to one sequence beyond its token."""
+
+    logprobs: PositionLogprobs | None = None
+    #: First prompt position that ``prompt_logprobs`` covers (position 0 has none).
+    prompt_start: int = 0
+    prompt_logprobs: list[PositionLogprobs] = []
+    #: The sequence cannot go on; it ends with this message, its neighbours do not notice.
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct):
+    """What came of a plan."""
+
+    step: int
+    #: Sequences that sampled, in the order of the plan, and their tokens.
+    seq_ids: list[int] = []
+    token_ids: list[int] = []
+    #: By sequence id; absent for a sequence with nothing to add.
+    extras: dict[int, SequenceResult] = {}
+    #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
+    seconds: float = 0.0
+    kernel_seconds: float = 0.0

@@ -1,0 +1,177 @@
+"""What a request asks of sampling: one validated, serialisable record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+
+#: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is a float32 tensor
+#: [vocab_size] of this request's next token; the return value takes its place.
+LogitsProcessor = Callable[..., Any]
+
+MAX_LOGPROBS = 100
+MAX_STOPS = 64
+MAX_CANDIDATES = 256
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
+    """Sampling parameters of one request; the names are those users of this field already type.
+
+    >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
+
+    Order of application to the logits: custom processors, allowed tokens, bad words, minimum tokens, logit bias,
+    penalties, temperature, min-p, top-k, top-p, choice. Logprobs are those of the model's own distribution, before
+    any of these.
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong type.
+    """
+
+    #: Number of completions of the prompt.
+    n: int = 1
+    #: Added to the logit of every token already generated (once each).
+    presence_penalty: float = 0.0
+    #: Added for each time a token was generated.
+    frequency_penalty: float = 0.0
+    #: Logits of tokens in prompt or output are divided (positive) or multiplied (negative) by it. 1 is off.
+    repetition_penalty: float = 1.0
+    #: 0 is greedy.
+    temperature: float = 1.0
+    #: Smallest set of most likely tokens whose probability reaches this. 1 is off.
+    top_p: float = 1.0
+    #: Number of most likely tokens kept. 0 or -1 is off.
+    top_k: int = 0
+    #: Tokens less likely than this share of the most likely one's probability are dropped. 0 is off.
+    min_p: float = 0.0
+    #: Fixes the random numbers of this request; completion ``i`` of ``n`` uses ``seed + i``.
+    seed: int | None = None
+    #: Texts that end the generation.
+    stop: str | list[str] | None = None
+    #: Token ids that end the generation.
+    stop_token_ids: list[int] | None = None
+    #: Words (texts) that are never generated.
+    bad_words: list[str] | None = None
+    #: Keep the stop string (or stop token's text) in the output.
+    include_stop_str_in_output: bool = False
+    #: Go on after the end-of-sequence token.
+    ignore_eos: bool = False
+    #: Most tokens to generate. None: as many as the context length allows.
+    max_tokens: int | None = 16
+    #: No end-of-sequence and no stop token before this many generated tokens.
+    min_tokens: int = 0
+    #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's.
+    logprobs: int | None = None
+    #: The same for each prompt token.
+    prompt_logprobs: int | None = None
+    #: False returns token ids only and skips detokenizing (stop strings cannot be used then).
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    #: Added to the logits of these token ids, each within [-100, 100].
+    logit_bias: dict[int, float] | None = None
+    #: Only these token ids may be generated.
+    allowed_token_ids: list[int] | None = None
+    #: Called on this request's logits before all else; runs in the engine's process only.
+    logits_processors: list[LogitsProcessor] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_CANDIDATES)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+
+    def _check_lists(self) -> None:
+        _texts("stop", self.stop)
+        _texts("bad_words", self.bad_words)
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True")
+        _token_ids("stop_token_ids", self.stop_token_ids)
+        _token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must not be empty; leave it None to allow every token")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+            # JSON has no integer keys, so a client's {"50256": -100} arrives with text keys.
+            try:
+                self.logit_bias = {int(k): v for k, v in self.logit_bias.items()}
+            except (TypeError, ValueError):
+                raise InvalidRequestError("logit_bias must map token ids to numbers") from None
+            _token_ids("logit_bias", list(self.logit_bias))
+            for token, bias in self.logit_bias.items():
+                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        for f in self.logits_processors or ():
+            if not callable(f):
+                raise InvalidRequestError(f"logits_processors must be callables, not {f!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Refuses what is not a finite number in [low, high], or in (low, high] if ``above``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
+    if value < low or value > high or (above and value == low):
+        if high == math.inf:
+            raise InvalidRequestError(f"{name} must be {'greater than' if above else 'at least'} {low:g}, not {value}")
+        raise InvalidRequestError(f"{name} must be in {'(' if above else '['}{low:g}, {high:g}], not {value}")
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidRequestError(f"{name} must be {limit}, not {value}")
+
+
+def _texts(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list) or not all(isinstance(t, str) and t for t in value):
+        raise InvalidRequestError(f"{name} must be a list of non-empty texts, not {value!r}")
+    if len(value) > MAX_STOPS:
+        raise InvalidRequestError(f"{name} may hold at most {MAX_STOPS} texts, not {len(value)}")
+
+
+def _token_ids(name: str, value: Sequence[int] | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError(f"{name} must be a list of token ids, not {value!r}")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidRequestError(f"{name} must hold token ids (integers from 0), not {token!r}")

@@ -1,0 +1,1 @@
+"""Kernel backends behind one interface; ``load_kernels`` chooses one."""

@@ -1,0 +1,108 @@
+"""The arithmetic that a model is made of, as one interface with several backends.
+
+A backend is chosen once at start. Layers hold the backend and call it; nothing else computes on tensors of activations.
+Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV heads, D head size, E hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """KV cache of one layer. The layout belongs to the backend that made it."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which tokens of a step belong to which sequence, and where the KV entries lie.
+
+    Sequence ``s`` owns rows ``query_start[s]:query_start[s + 1]`` of the step's flat tensors; they are its last tokens:
+    positions ``seq_lens[s] - query_len .. seq_lens[s] - 1``.
+    """
+
+    #: int32 [S + 1]
+    query_start: Tensor
+    #: int32 [S]: tokens in context, those of this step included.
+    seq_lens: Tensor
+    #: int32 [S, max_blocks]; entries past a sequence's own blocks are 0 and never read.
+    block_tables: Tensor
+    #: int64 [T]: block * block_size + offset of each new token.
+    slots: Tensor
+    #: int64 [T]: position of each new token in its sequence.
+    positions: Tensor
+    #: The first sequences of the batch that have one token each.
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+
+
+class Kernels(ABC):
+    """A backend. All tensors are contiguous unless said otherwise; outputs are new tensors unless said otherwise."""
+
+    name: str
+
+    @abstractmethod
+    def make_cache(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[LayerCache]:
+        """The KV cache, one entry a layer."""
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Takes weight [out, in] (and bias [out]) into the form that ``linear`` wants; the caller drops its own."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """x [T, in] times the packed weight, plus bias: [T, out]; accumulated in float32."""
+
+    @abstractmethod
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of table [vocab, E] for ids int64 [T]: [T, E]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); may reuse the inputs' memory."""
+
+    @abstractmethod
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
+
+        cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
+        paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
+        """
+
+    @abstractmethod
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """x [T, 2 * I] (gate, then up): silu(gate) * up, [T, I]."""
+
+    @abstractmethod
+    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Writes k and v [T, K, D] (last dimension contiguous) to their slots."""
+
+    @abstractmethod
+    def paged_attention(
+        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
+
+        With a window, a token attends to itself and the ``window - 1`` tokens before it.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies block to block (source, target), in every layer."""
