@@ -55,6 +55,9 @@ class EngineConfig(BaseModel):
         description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+    time_kernels: bool = Field(
+        False, description="Time every kernel call, so that a step's share of time outside kernels is known."
+    )
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads that compute; default: all cores.")
 
     @model_validator(mode="after")

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Scalings of the rotary embedding that can be computed.
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its scaling."""
 
     theta: float = 10000.0
-    #: default, linear, dynamic, yarn, llama3, longrope.
+    #: One of ``ROPE_TYPES``.
     rope_type: str = "default"
     #: Share of the head that is rotated.
     partial_rotary_factor: float = 1.0
-    #: The scaling's own parameters, under the names config.json gives them.
+    #: The scaling's own parameters, under the names config.json gives them, and its max_position_embeddings.
     scaling: dict[str, Any] = field(default_factory=dict)
 
 

@@ -48,12 +48,10 @@ class Sequence:
     """The scheduler's record of one sequence.
 
     Invariant: ``0 <= num_computed <= len(token_ids)``; the KV entries of the first ``num_computed`` tokens are in the
-    blocks of ``block_ids``, position ``p`` in block ``block_ids[p // block_size]``.
+    blocks of its block table, which the block manager keeps under ``seq_id``.
     """
 
     __slots__ = (
-        "block_ids",
-        "error",
         "first_scheduled_time",
         "num_computed",
         "num_preemptions",
@@ -61,7 +59,7 @@ class Sequence:
         "request",
         "seq_id",
         "status",
-        "stop_reason",
+        "stop_token_ids",
         "token_ids",
     )
 
@@ -71,10 +69,8 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
-        self.block_ids: list[int] = []
         self.status = SequenceStatus.WAITING
-        self.stop_reason: int | None = None
-        self.error: str | None = None
+        self.stop_token_ids = frozenset(request.stop_token_ids)
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
 

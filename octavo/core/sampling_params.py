@@ -11,12 +11,15 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 
 #: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is a float32 tensor
-#: [vocab_size] of this request's next token; the return value takes its place.
+#: [vocab_size] of this request's next token; the return value takes its place. One that can be called with two
+#: arguments is.
 LogitsProcessor = Callable[..., Any]
 
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_CANDIDATES = 256
+#: A lower temperature is greedy.
+MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
@@ -25,8 +28,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
 
     Order of application to the logits: custom processors, allowed tokens, bad words, minimum tokens, logit bias,
-    penalties, temperature, min-p, top-k, top-p, choice. Logprobs are those of the model's own distribution, before
-    any of these.
+    penalties (repetition, then frequency and presence), temperature, min-p, top-k, top-p, choice. Logprobs are those of
+    the model's own distribution, before any of these. Where tokens tie at a top-k or top-p threshold, the lower token
+    ids stay.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong type.
@@ -34,13 +38,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
 
     #: Number of completions of the prompt.
     n: int = 1
-    #: Added to the logit of every token already generated (once each).
+    #: Subtracted from the logit of every token already generated (once each).
     presence_penalty: float = 0.0
-    #: Added for each time a token was generated.
+    #: Subtracted for each time a token was generated.
     frequency_penalty: float = 0.0
     #: Logits of tokens in prompt or output are divided (positive) or multiplied (negative) by it. 1 is off.
     repetition_penalty: float = 1.0
-    #: 0 is greedy.
+    #: 0 (or below 1e-5) is greedy.
     temperature: float = 1.0
     #: Smallest set of most likely tokens whose probability reaches this. 1 is off.
     top_p: float = 1.0
@@ -79,6 +83,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     logits_processors: list[LogitsProcessor] | None = None
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks every field; also called when a request arrives, as fields may have been assigned since.
+
+        Raises:
+            InvalidRequestError: naming the field, its value and what would be right.
+        """
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         self._check_numbers()
@@ -124,12 +136,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
                 raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
             # JSON has no integer keys, so a client's {"50256": -100} arrives with text keys.
             try:
-                self.logit_bias = {int(k): v for k, v in self.logit_bias.items()}
-            except (TypeError, ValueError):
-                raise InvalidRequestError("logit_bias must map token ids to numbers") from None
+                self.logit_bias = {int(k) if isinstance(k, str) else k: v for k, v in self.logit_bias.items()}
+            except ValueError:
+                raise InvalidRequestError(
+                    f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
+                ) from None
             _token_ids("logit_bias", list(self.logit_bias))
             for token, bias in self.logit_bias.items():
                 _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
+            raise InvalidRequestError(f"logits_processors must be a list of callables, not {self.logits_processors!r}")
         for f in self.logits_processors or ():
             if not callable(f):
                 raise InvalidRequestError(f"logits_processors must be callables, not {f!r}")
@@ -137,17 +153,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """Refuses what is not a finite number in [low, high], or in (low, high] if ``above``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
         raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
     if value < low or value > high or (above and value == low):
         if high == math.inf:
             raise InvalidRequestError(f"{name} must be {'greater than' if above else 'at least'} {low:g}, not {value}")
         raise InvalidRequestError(f"{name} must be in {'(' if above else '['}{low:g}, {high:g}], not {value}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:

@@ -1,0 +1,1 @@
+"""Request life cycle: input processing, the step loop, detokenizing, stop strings, outputs."""

@@ -1,0 +1,1 @@
+"""Where the work runs: here, one worker in this process."""

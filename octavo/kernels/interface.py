@@ -67,6 +67,10 @@ class Kernels(ABC):
         """x [T, in] times the packed weight, plus bias: [T, out]; accumulated in float32."""
 
     @abstractmethod
+    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
+        """As ``linear`` with a float32 result, for logits: rounded to bfloat16, the best two often tie."""
+
+    @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of table [vocab, E] for ids int64 [T]: [T, E]."""
 
@@ -76,7 +80,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may reuse the inputs' memory."""
+        """(norm(x + residual), x + residual); may reuse the inputs' memory.
+
+        The sum is float32 whatever x is: rounding the residual stream to bfloat16 in every layer is most of the error
+        of a network in that type. The norm has the weight's type.
+        """
 
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Layers that every network is built of; each knows its share in a tensor-parallel group."""

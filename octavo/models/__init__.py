@@ -1,0 +1,1 @@
+"""The networks, and what config.json says about them."""

@@ -1,0 +1,1 @@
+"""One worker: weights, KV tensors, the batch of rows, forward, sampling."""

@@ -1,0 +1,76 @@
+# Everything happens in .venv of this folder. A set-up step leaves a stamp there and is not repeated until
+# pyproject.toml (or the script of the step) changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs clean
+
+help:
+	@echo "make demo     set up, fetch the demo model and let it answer a few questions"
+	@echo "make test     set up and run the test suite"
+	@echo "make lint     check style and types"
+	@echo "make format   format the code and sort the imports"
+	@echo "make docs     write docs/options.md anew"
+	@echo "make clean    remove the virtual environment and what tools left behind"
+	@echo
+	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
+
+demo: $(VENV)/.installed
+	@$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.installed-test
+	@echo "== running the test suite"
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	@echo "== ruff check"
+	@$(BIN)/ruff check .
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	@$(BIN)/ruff check --fix --exit-zero --quiet .
+	@$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	@$(BIN)/python scripts/gen_options.py
+
+clean:
+	@echo "== removing $(VENV), caches and build folders"
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: Octavo needs Python 3.11 or newer" \
+	  "(PYTHON=/path/to/python3.12 make ...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is" \
+	  "$$($(PYTHON) --version): Octavo needs Python 3.11 or newer (PYTHON=/path/to/python3.12 make ...)" >&2; exit 1; }
+	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot create a virtual environment;" \
+	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created pyproject.toml scripts/install_torch.py
+	@$(BIN)/python scripts/install_torch.py
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "== installing octavo and what it needs"
+	@$(BIN)/python -m pip install -qq --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "== installing what the tests need"
+	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	@echo "== installing what the checks need"
+	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@touch $@

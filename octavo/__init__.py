@@ -1,0 +1,76 @@
+"""Octavo serves large language models: paged KV cache, continuous batching, answers that do not depend on the company.
+
+>>> from octavo import LLM, SamplingParams
+>>> llm = LLM(model="smollm2-135m")
+>>> outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=16))
+>>> print(outputs[0].outputs[0].text)
+
+Public names are imported on first use, so that ``import octavo`` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+    from octavo.core.errors import (
+        ConfigError,
+        DownloadError,
+        InsufficientMemoryError,
+        InvalidRequestError,
+        ModelNotFoundError,
+        OctavoError,
+        TokenizerError,
+        UnsupportedModelError,
+        WeightError,
+        WorkerError,
+    )
+    from octavo.core.outputs import CompletionOutput, RequestOutput
+    from octavo.core.sampling_params import SamplingParams
+    from octavo.engine.llm import LLM
+    from octavo.engine.llm_engine import LLMEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "DownloadError",
+    "EngineConfig",
+    "InsufficientMemoryError",
+    "InvalidRequestError",
+    "LLMEngine",
+    "ModelNotFoundError",
+    "OctavoError",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "WeightError",
+    "WorkerError",
+    "__version__",
+]
+
+_ELSEWHERE = {
+    "LLM": "octavo.engine.llm",
+    "LLMEngine": "octavo.engine.llm_engine",
+    "EngineConfig": "octavo.core.config",
+    "SamplingParams": "octavo.core.sampling_params",
+    "RequestOutput": "octavo.core.outputs",
+    "CompletionOutput": "octavo.core.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "octavo.core.errors")), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,188 @@
+"""``octavo chat``: a conversation in the terminal, answers shown as they come."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, refuse_words, take_model
+from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import LLMEngine
+
+#: As much as the context holds; less dice than the plain distribution of a small model.
+DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
+
+#: Without sense where one answer is shown as text.
+LEAVE_OUT = ("n", "logprobs", "prompt_logprobs", "detokenize")
+
+COMMANDS = ("/reset", "/system", "/exit", "/help")
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system message (nothing: take it away) and forget the conversation
+/exit          leave (Ctrl-D too)
+Ctrl-C stops an answer.
+"""
+
+EXAMPLE = """\
+examples:
+  octavo chat smollm2-135m
+  octavo chat smollm2-135m --system "Answer in one sentence." --temperature 0
+  echo "What is the capital of France?" | octavo chat smollm2-135m
+
+In the conversation:
+  """ + HELP.replace("\n", "\n  ").rstrip(" ")
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo chat",
+        usage="octavo chat [options] MODEL",
+        description="A conversation in the terminal; where standard input is piped, each line is a question.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should answer")
+    add_engine_flags(parser, renamed={"seed": "--engine-seed"})
+    add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Talks until the user leaves; 1 if a question could not be answered."""
+    config = read_engine_config(arguments, take_model(arguments))
+    refuse_words(arguments)
+    try:
+        params = read_sampling_params(arguments, DEFAULTS)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+    from octavo.engine.llm_engine import LLMEngine
+
+    conversation = Conversation(LLMEngine.from_config(config), params, arguments.system)
+    if sys.stdin.isatty():
+        print(f"{config.model}: type a question; /help shows what else", file=sys.stderr)
+    for line in _lines():
+        if line.startswith("/"):
+            if not _obey(conversation, line):
+                break
+        elif line:
+            conversation.ask(line)
+    return EXIT_FAILED if conversation.failures else 0
+
+
+class Conversation:
+    """Owns the messages exchanged so far. Invariant: after the system message, questions and answers alternate."""
+
+    def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+        self.engine = engine
+        self.params = params
+        self.failures = 0
+        self._turn = 0
+        self.reset(system)
+
+    def reset(self, system: str | None) -> None:
+        """Begins anew, with this system message or with none."""
+        self.system = system
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def ask(self, question: str) -> None:
+        """Prints the answer as it comes. A question that cannot be served is reported and forgotten."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        self._turn += 1
+        request_id = f"turn-{self._turn}"
+        try:
+            self.engine.add_request(request_id, self.engine.tokenizer.encode_chat(messages), self.params)
+        except InvalidRequestError as e:
+            self._report(f"{e} (/reset forgets the conversation)")
+            return
+        answer, error = self._stream(request_id)
+        if error is not None:
+            self._report(error)
+        else:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _stream(self, request_id: str) -> tuple[str, str | None]:
+        """Prints until the request ends or Ctrl-C is pressed; returns the answer (or its beginning) and an error."""
+        shown = ""
+        error = None
+        try:
+            with _interrupts() as interrupts:
+                while self.engine.has_unfinished_requests():
+                    outputs = self.engine.step()
+                    if interrupts:
+                        last = self.engine.abort_request(request_id)
+                        outputs = outputs if last is None else [last]
+                    for output in outputs:
+                        text, error = output.outputs[0].text, output.outputs[0].error
+                        print(text[len(shown) :], end="", flush=True)
+                        shown = text
+        finally:
+            self.engine.abort_request(request_id)
+        print(flush=True)
+        return shown, error
+
+    def _report(self, message: str) -> None:
+        self.failures += 1
+        print(f"octavo: error: {message}", file=sys.stderr)
+
+
+def _obey(conversation: Conversation, line: str) -> bool:
+    """Does what a line like ``/reset`` says; False to leave."""
+    command, _, rest = line.partition(" ")
+    if command == "/exit":
+        return False
+    if command == "/reset":
+        conversation.reset(conversation.system)
+    elif command == "/system":
+        conversation.reset(rest.strip() or None)
+    elif command == "/help":
+        print(HELP, end="", file=sys.stderr)
+    else:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+        print(f"unknown command {command}; {hint}", file=sys.stderr)
+    return True
+
+
+def _lines() -> Iterator[str]:
+    """The lines typed, stripped, until the end of the input. Ctrl-C at the prompt drops the line."""
+    if not sys.stdin.isatty():
+        for raw in sys.stdin.buffer:
+            yield raw.decode("utf-8", errors="replace").strip()
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives input() line editing and history, where Python has it
+    while True:
+        try:
+            yield input("> ").strip()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects Ctrl-C instead of letting it break into a step; the second one ends the program as usual."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)

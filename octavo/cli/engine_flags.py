@@ -1,0 +1,83 @@
+"""Flags for engine options, made from the fields of ``EngineConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from octavo.cli.parsing import Arguments, Parser
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import parse_option, resolve_config
+
+PREFIX = "engine"
+
+
+def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
+    """Adds ``--model``, ``--config`` and a flag for every engine option.
+
+    Args:
+        parser: takes the flags; an option that is not given leaves nothing behind.
+        renamed: option -> flag, where the plain name is taken by another option of the command.
+    """
+    parser.add_argument("--model", metavar="MODEL", help=EngineConfig.model_fields["model"].description)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of engine options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
+    )
+    group = parser.add_argument_group("engine options")
+    for name, field in EngineConfig.model_fields.items():
+        if name == "model":
+            continue
+        flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
+        common: dict[str, Any] = {
+            "dest": f"{PREFIX}:{name}",
+            "default": argparse.SUPPRESS,
+            "help": help_text(field.description or "", field.default),
+        }
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        else:
+            group.add_argument(flag, type=_reader(name), metavar=value_kind(field), **common)
+
+
+def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
+    """The engine's options from flags, variables and file.
+
+    Raises:
+        ConfigError: see ``resolve_config``.
+    """
+    overrides = arguments.group(PREFIX)
+    if model is not None:
+        overrides["model"] = model
+    return resolve_config(overrides, config_file=arguments.config)
+
+
+def help_text(description: str, default: object) -> str:
+    """A flag's help; a default of None speaks for itself in the description."""
+    text = description if default is None else f"{description} (default: {default})"
+    return text.replace("%", "%%")
+
+
+def value_kind(field: FieldInfo) -> str:
+    """What a value looks like, for help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
+    kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or [field.annotation]
+    if typing.get_origin(field.annotation) is Literal:
+        return "|".join(str(kind) for kind in kinds)
+    return {int: "N", float: "X", bool: "true|false"}.get(kinds[0], "TEXT")
+
+
+def _reader(name: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse_option(name, text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    return read

@@ -1,0 +1,210 @@
+"""``octavo generate``: completes prompts, all of them as one batch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
+from octavo.cli.prompts import Job, read_jobs
+from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
+from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
+from octavo.core.outputs import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import LLMEngine
+
+#: 16 tokens, the default of SamplingParams, cut most sentences short.
+DEFAULTS = {"max_tokens": 128}
+
+EXAMPLE = """\
+examples:
+  octavo generate smollm2-135m "The capital of France is" "Two and two make" --temperature 0
+  octavo generate smollm2-135m --chat "Name three rivers." --max-tokens 64
+  octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
+  echo "Once upon a time" | octavo generate smollm2-135m
+
+A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
+sampling parameters of its own. With --json, one line a request is written, in the order of the prompts, and a last
+line {"summary": ...}. A prompt that cannot be served fails alone: the others are answered and the exit code is 1.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo generate",
+        usage="octavo generate [options] MODEL [PROMPT ...]",
+        description="Completes prompts, all of them as one batch. MODEL may also be given as --model, in OCTAVO_MODEL\n"
+        "or in a configuration file; a first word is always MODEL, unless --model is there.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
+    parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
+    add_json_flag(parser)
+    add_engine_flags(parser, renamed={"seed": "--engine-seed"})
+    add_sampling_flags(parser, defaults=DEFAULTS)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Completes the prompts; 1 if any failed."""
+    config = read_engine_config(arguments, take_model(arguments))
+    try:
+        sampling = {**DEFAULTS, **arguments.group(PREFIX)}
+        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+    with ExitStack() as stack:
+        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+        start = time.monotonic()
+        from octavo.engine.llm_engine import LLMEngine
+
+        engine = LLMEngine.from_config(config)
+        figures = Figures(load_seconds=time.monotonic() - start)
+        start = time.monotonic()
+        for job, output in complete(engine, jobs):
+            figures.count(job, output)
+            if json_out is not None:
+                _write_line(json_out, _as_json(job, output))
+            else:
+                _print_text(job, output, alone=len(jobs) == 1)
+        figures.seconds = time.monotonic() - start
+        if json_out is not None:
+            _write_line(json_out, {"summary": figures.as_json()})
+    print(figures.as_text(), file=sys.stderr)
+    return EXIT_FAILED if figures.failed else 0
+
+
+def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput | None]]:
+    """Runs all jobs as one batch; gives each back, in order, as soon as it and those before it have ended.
+
+    A job that was refused has its ``error`` set and no output.
+    """
+    for job in jobs:
+        if job.error is None:
+            try:
+                prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
+                engine.add_request(str(job.index), prompt, job.params, streaming=False)
+            except (InvalidRequestError, TokenizerError) as e:
+                job.error = str(e)
+    ended: dict[str, RequestOutput] = {}
+    for job in jobs:
+        if job.error is not None:
+            yield job, None
+            continue
+        request_id = str(job.index)
+        while request_id not in ended:
+            if not engine.has_unfinished_requests():
+                raise WorkerError(f"the engine has no more work, but request {request_id} has not ended")
+            ended.update((output.request_id, output) for output in engine.step())
+        result = ended.pop(request_id)
+        job.error = next((o.error for o in result.outputs if o.finish_reason == "error"), None)
+        yield job, result
+
+
+class Figures:
+    """Sums over all requests. Times in seconds."""
+
+    def __init__(self, load_seconds: float) -> None:
+        self.load_seconds = load_seconds
+        self.seconds = 0.0
+        self.requests = self.failed = self.prompt_tokens = self.output_tokens = 0
+
+    def count(self, job: Job, output: RequestOutput | None) -> None:
+        """Adds a request that has ended."""
+        self.requests += 1
+        self.failed += job.error is not None
+        if output is not None:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.output_tokens += sum(len(o.token_ids) for o in output.outputs)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Speed of the whole batch, computing the prompts included."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    def as_json(self) -> dict[str, float]:
+        """For the summary line."""
+        return {
+            "requests": self.requests,
+            "failed": self.failed,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "load_seconds": self.load_seconds,
+            "seconds": self.seconds,
+            "output_tokens_per_second": self.output_tokens_per_second,
+        }
+
+    def as_text(self) -> str:
+        """One line for people."""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return (
+            f"octavo: {_count(self.requests, 'request')}{failed}, {_count(self.prompt_tokens, 'token')} in, "
+            f"{self.output_tokens} out in {self.seconds:.2f} s: {self.output_tokens_per_second:.1f} tokens/s "
+            f"(loaded in {self.load_seconds:.2f} s)"
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
+    if job.error is not None:
+        print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
+    if output is None:
+        return
+    for completion in output.outputs:
+        if not alone or len(output.outputs) > 1:
+            number = f"{job.index + 1}" if len(output.outputs) == 1 else f"{job.index + 1}.{completion.index + 1}"
+            print(f"=== {number}: {_title(job)}")
+        print(completion.text, flush=True)
+
+
+def _title(job: Job) -> str:
+    """The prompt as one short line."""
+    prompt = job.messages[-1].get("content") if job.messages else job.prompt
+    line = " ".join(str(prompt).split())
+    return line if len(line) <= 80 else line[:79] + "…"
+
+
+def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
+    line: dict[str, Any] = {"index": job.index}
+    line |= {"prompt": job.prompt} if job.messages is None else {"messages": job.messages}
+    if job.error is not None:
+        line["error"] = job.error
+    if output is not None:
+        line["prompt_token_ids"] = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            line["prompt_logprobs"] = output.prompt_logprobs
+        line["outputs"] = output.outputs
+        line["metrics"] = _durations(output.metrics)
+    return line
+
+
+def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
+    """A request's times as seconds since its arrival."""
+
+    def since_arrival(moment: float | None) -> float | None:
+        return None if moment is None else moment - metrics.arrival_time
+
+    return {
+        "queue_seconds": metrics.time_in_queue,
+        "first_token_seconds": since_arrival(metrics.first_token_time),
+        "total_seconds": since_arrival(metrics.finished_time),
+        "num_cached_tokens": metrics.num_cached_tokens,
+        "num_preemptions": metrics.num_preemptions,
+    }
+
+
+def _write_line(stream: IO[str], content: dict[str, Any]) -> None:
+    # msgspec writes dataclasses as they are, and what JSON has no word for (infinity) as null.
+    stream.write(msgspec.json.encode(content).decode() + "\n")
+    stream.flush()

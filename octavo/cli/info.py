@@ -1,0 +1,138 @@
+"""``octavo info``: what this machine, this installation and a model are."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo import __version__
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.machine import cpu_name, instruction_sets, usable_cores
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.core.config import EngineConfig
+
+EXAMPLE = """\
+examples:
+  octavo info
+  octavo info smollm2-135m --json -
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo info",
+        usage="octavo info [options] [MODEL]",
+        description="Shows what this machine and this installation offer, and the shape of a model.\n"
+        "The model is fetched if need be.",
+        epilog=EXAMPLE,
+    )
+    add_json_flag(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Prints the facts, as lines or as one JSON object."""
+    model = take_model(arguments)
+    refuse_words(arguments)
+    # The machine can be described without a model; the other options are checked in any case.
+    options = read_engine_config(arguments, model if model is not None else "none")
+    facts = machine_facts(options)
+    if model is not None:
+        facts["model"] = model_facts(options)
+    if arguments.json is None:
+        print("\n".join(_as_lines(facts)))
+        return 0
+    with json_stream(arguments.json) as stream:
+        stream.write(msgspec.json.encode(facts).decode() + "\n")
+    return 0
+
+
+def machine_facts(options: EngineConfig) -> dict[str, Any]:
+    """Versions, processor, memory (bytes), devices, and what the engine would use of them."""
+    import psutil
+    import torch
+
+    from octavo.kernels import load_kernels
+    from octavo.loader.cache import cache_dir
+
+    memory = psutil.virtual_memory()
+    return {
+        "octavo": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "instruction_sets": instruction_sets(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": {
+            "physical": psutil.cpu_count(logical=False),
+            "logical": psutil.cpu_count(),
+            "usable": usable_cores(),
+        },
+        "memory_bytes": {"total": memory.total, "available": memory.available},
+        "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
+        "kernels": load_kernels(options.kernels, "cpu").name,
+        "cache": str(cache_dir()),
+    }
+
+
+def model_facts(options: EngineConfig) -> dict[str, Any]:
+    """Shape of the model, where it lies, and what a token costs in the KV cache.
+
+    Raises:
+        OctavoError: the model is unknown, cannot be fetched, or is not supported.
+    """
+    from octavo.loader.resolve import resolve_model
+    from octavo.models.config import read_model_config
+
+    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+    config = read_model_config(folder)
+    dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
+    element_bytes = 4 if dtype == "float32" else 2
+    return {
+        "name": options.model,
+        "folder": str(folder),
+        "architecture": config.architecture,
+        "checkpoint_dtype": config.checkpoint_dtype,
+        "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
+        "context_length": config.max_position,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes,
+    }
+
+
+def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}:"
+        if name == "memory_bytes":
+            value = ", ".join(f"{_size(number)} {kind}" for kind, number in value.items())
+        elif name == "cores":
+            value = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
+        elif name.endswith("_bytes"):
+            value = _size(value)
+        elif isinstance(value, list):
+            value = " ".join(value) or "-"
+        if isinstance(value, dict):
+            lines += [label, *_as_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{label:<22} {value}")
+    return lines
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"

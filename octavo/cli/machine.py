@@ -1,0 +1,83 @@
+"""What this machine is: processor, instruction sets, cores, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+#: Flags that decide which kernels can run, by the names of /proc/cpuinfo (x86, then Arm) and of macOS.
+INTERESTING = (
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+    "sve2",
+)
+_MACOS = {
+    "asimd": "AdvSIMD",
+    "asimdhp": "FEAT_FP16",
+    "asimddp": "FEAT_DotProd",
+    "i8mm": "FEAT_I8MM",
+    "bf16": "FEAT_BF16",
+}
+
+
+def cpu_name() -> str:
+    """The processor as its maker calls it; the architecture where that is not to be had."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those of ``INTERESTING`` that the processor has."""
+    if sys.platform == "darwin":
+        return [ours for ours, theirs in _MACOS.items() if _sysctl(f"hw.optional.arm.{theirs}") == "1"]
+    info = _cpuinfo()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return [name for name in INTERESTING if name in flags]
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

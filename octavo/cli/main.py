@@ -1,0 +1,110 @@
+"""Entry of the program: finds the command, imports it, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Protocol
+
+from octavo import __version__
+from octavo.cli.logs import set_up_logging
+from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Arguments, Parser
+from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError
+
+#: What shells report for a program that a closed pipe or Ctrl-C ended.
+EXIT_BROKEN_PIPE = 141
+EXIT_INTERRUPTED = 130
+
+#: Command -> its line in the help. The module octavo.cli.COMMAND has ``make_parser()`` and ``run(arguments)``.
+COMMANDS = {
+    "generate": "complete prompts, all of them as one batch",
+    "chat": "talk with a model in the terminal",
+    "pull": "fetch a model and print where it lies",
+    "info": "show what this machine and this installation offer",
+}
+
+EXAMPLE = """\
+examples:
+  octavo generate smollm2-135m "The capital of France is" --temperature 0
+  octavo chat smollm2-135m
+
+'octavo COMMAND --help' shows the options of a command.
+"""
+
+
+class Command(Protocol):
+    """A module of ``octavo.cli`` that is a command."""
+
+    def make_parser(self) -> Parser:
+        """The command's own parser."""
+
+    def run(self, arguments: Arguments) -> int:
+        """Does it; returns the exit code."""
+
+
+def make_parser() -> Parser:
+    """The top-level parser: knows the commands' names and nothing of their options."""
+    lines = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="octavo",
+        usage="octavo COMMAND [options]",
+        description=f"Serves large language models.\n\ncommands:\n{lines}",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns 0 if all went well, 1 if something failed, 2 if it was called wrongly."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _never_fail_to_print()
+    try:
+        set_up_logging()
+        code = _run(argv)
+        sys.stdout.flush()  # here, where a broken pipe can still be answered
+    except BrokenPipeError:
+        # The reader went away (octavo ... | head). Keep the interpreter from flushing into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OctavoError as e:
+        if os.environ.get("OCTAVO_DEBUG", "") not in ("", "0"):
+            traceback.print_exc()
+        print(f"octavo: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(e, (ConfigError, ModelNotFoundError)) else EXIT_FAILED
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    try:
+        return _dispatch(argv)
+    except SystemExit as e:  # how argparse leaves, after --help and after errors
+        return e.code if isinstance(e.code, int) else 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        make_parser().print_help(sys.stderr)
+        return EXIT_USAGE
+    name = argv[0]
+    if name not in COMMANDS:
+        parser = make_parser()
+        parser.read(argv)  # leaves here for --help, --version and unknown flags
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {name!r}; {hint}")
+    command: Command = importlib.import_module(f"octavo.cli.{name}")
+    return command.run(command.make_parser().read(argv[1:]))
+
+
+def _never_fail_to_print() -> None:
+    """A terminal that cannot show a character shows a replacement, instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

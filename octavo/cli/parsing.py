@@ -1,0 +1,106 @@
+"""Command lines: argparse, with the nearest right name for a wrong flag, and words allowed between flags."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from octavo.core.errors import ConfigError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class Arguments(argparse.Namespace):
+    """What a command was called with; ``words`` holds, in order, all that is neither flag nor value of one."""
+
+    words: list[str]
+
+    def group(self, prefix: str) -> dict[str, Any]:
+        """The flags of a group that were given: those stored as ``prefix:name``, by name."""
+        return {
+            key.removeprefix(f"{prefix}:"): value for key, value in vars(self).items() if key.startswith(f"{prefix}:")
+        }
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses abbreviations and answers a wrong flag with the nearest right one.
+
+    Words are taken by ``read``, not by positional arguments of argparse: those cannot be mixed with flags freely.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def read(self, argv: Sequence[str]) -> Arguments:
+        """Parses; whatever follows ``--`` is a word. Leaves the program (code 2) with one line if argv is wrong."""
+        argv = list(argv)
+        cut = argv.index("--") if "--" in argv else len(argv)
+        arguments, rest = self.parse_known_args(argv[:cut], Arguments())
+        for word in rest:
+            if _is_flag(word):
+                self.error(self._unknown(word.split("=")[0]))
+        arguments.words = rest + argv[cut + 1 :]
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """One line on standard error, exit code 2."""
+        print(f"octavo: error: {message} (see '{self.prog} --help')", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+    def _unknown(self, flag: str) -> str:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1, cutoff=0.5)
+        return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _is_flag(word: str) -> bool:
+    # The judgement of argparse itself: a text with blanks, a lone hyphen and a negative number are words.
+    return re.fullmatch(r"-[^\s=]+(=.*)?", word, re.DOTALL) is not None and not re.fullmatch(r"-\d*\.?\d+", word)
+
+
+def take_model(arguments: Arguments) -> str | None:
+    """Takes the model off the words: ``--model`` if it was given, else the first word, else None."""
+    given: str | None = arguments.model
+    if given is None and arguments.words:
+        given = arguments.words.pop(0)
+    return given
+
+
+def refuse_words(arguments: Arguments) -> None:
+    """Refuses words that no one took.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if arguments.words:
+        raise ConfigError(f"unexpected argument {arguments.words[0]!r}")
+
+
+def add_json_flag(parser: Parser) -> None:
+    """Adds ``--json PATH|-``."""
+    parser.add_argument("--json", metavar="PATH|-", help="write JSON to this file, or to standard output (-)")
+
+
+@contextmanager
+def json_stream(target: str) -> Iterator[IO[str]]:
+    """The stream that ``--json`` names, open for writing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if target == "-":
+        yield sys.stdout
+        return
+    try:
+        stream = Path(target).open("w", encoding="utf-8")  # noqa: SIM115  closed below, outside of this try
+    except OSError as e:
+        raise ConfigError(f"cannot write --json {target}: {e.strerror}") from None
+    with stream:
+        yield stream

@@ -1,0 +1,123 @@
+"""Where ``octavo generate`` takes its prompts from: arguments, a file of texts or JSON lines, standard input."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.sampling_params import SamplingParams
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_LINE_KEYS = (*_PROMPT_KEYS, *(n for n in SamplingParams.__struct_fields__ if n != "logits_processors"))
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt to complete, or the reason why it cannot be."""
+
+    index: int
+    #: Text or token ids; what the user gave, if it makes no sense.
+    prompt: str | list[int]
+    params: SamplingParams
+    #: A conversation instead, to pass through the chat template.
+    messages: list[dict[str, Any]] | None = None
+    error: str | None = None
+
+
+def read_jobs(words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool) -> list[Job]:
+    """Every prompt given, in order; one that makes no sense carries its error and leaves the others alone.
+
+    Args:
+        words: prompts from the command line.
+        file: path of more prompts, ``-`` for standard input; without words and file, standard input if it is piped.
+        sampling: parameters for all; a JSON line may give its own.
+        as_chat: texts are questions of a conversation.
+
+    Raises:
+        ConfigError: there is no prompt, or the file cannot be read.
+        InvalidRequestError: ``sampling`` itself is out of range.
+    """
+    params = SamplingParams(**sampling)
+    if file is None and not words and not sys.stdin.isatty():
+        file = "-"
+    jobs = [_from_text(index, word, params, as_chat) for index, word in enumerate(words)]
+    if file is not None:
+        lines = [line for line in _read_lines(file) if line.strip()]
+        is_json = file.endswith((".jsonl", ".ndjson")) or _looks_like_json_lines(lines)
+        for index, line in enumerate(lines, start=len(jobs)):
+            if is_json:
+                jobs.append(_from_json(index, line, sampling, params, as_chat))
+            else:
+                jobs.append(_from_text(index, line, params, as_chat))
+    if not jobs:
+        raise ConfigError("no prompt given: name some after the model, or use --input FILE or standard input")
+    return jobs
+
+
+def _read_lines(file: str) -> list[str]:
+    try:
+        if file == "-":
+            return sys.stdin.buffer.read().decode("utf-8").splitlines()
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read prompts from {file}: it is not UTF-8 text") from None
+    except OSError as e:
+        raise ConfigError(f"cannot read prompts from {file}: {e.strerror}") from None
+
+
+def _looks_like_json_lines(lines: Iterable[str]) -> bool:
+    """Whether the first line is an object with a prompt in it."""
+    try:
+        first = json.loads(next(iter(lines), ""))
+    except ValueError:
+        return False
+    return isinstance(first, dict) and any(key in first for key in _PROMPT_KEYS)
+
+
+def _from_text(index: int, text: str, params: SamplingParams, as_chat: bool) -> Job:
+    return Job(index, text, params, [{"role": "user", "content": text}] if as_chat else None)
+
+
+def _from_json(index: int, line: str, sampling: Mapping[str, Any], params: SamplingParams, as_chat: bool) -> Job:
+    try:
+        key, value, own = _parse_line(line)
+        if own:
+            params = SamplingParams(**{**sampling, **own})
+        if key == "prompt" and isinstance(value, str):
+            return _from_text(index, value, params, as_chat)
+        if key == "prompt_token_ids" and as_chat:
+            raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
+        if key == "prompt" or not isinstance(value, list):
+            raise InvalidRequestError(f"{key} must be a {'text' if key == 'prompt' else 'list'}, not {value!r}")
+    except InvalidRequestError as e:
+        return Job(index, line, params, error=str(e))
+    if key == "messages":
+        return Job(index, "", params, value)
+    return Job(index, value, params)
+
+
+def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
+    """Key and value of the prompt, and the sampling parameters, of a JSON line."""
+    try:
+        content = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise InvalidRequestError(f"the line is not valid JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"the line must be a JSON object, not {line[:80]!r}")
+    for key in content:
+        if key not in _LINE_KEYS:
+            near = difflib.get_close_matches(key, _LINE_KEYS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_LINE_KEYS)}"
+            raise InvalidRequestError(f"unknown key {key!r}; {hint}")
+    given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(given)}")
+    return given[0], content[given[0]], {k: v for k, v in content.items() if k not in _PROMPT_KEYS}

@@ -1,0 +1,166 @@
+"""Where engine options come from: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
+
+Commands and the Python interface resolve their options here and nowhere else, so an option means the same everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from octavo.core.config import EngineConfig, unknown_option
+from octavo.core.errors import ConfigError
+
+PREFIX = "OCTAVO_"
+
+#: Variables of Octavo that are no engine options, and what they do.
+RESERVED_VARIABLES = {
+    "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
+    "OCTAVO_CACHE": "Folder that holds fetched models.",
+    "OCTAVO_DEBUG": "1 shows the traceback of an error.",
+    "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",
+    "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
+    "OCTAVO_TORCH": "Read by scripts/install_torch.py: cuda or cpu.",
+}
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def resolve_config(
+    overrides: Mapping[str, Any], *, config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> EngineConfig:
+    """The engine's options from all sources; a later source wins over an earlier one, option by option.
+
+    Args:
+        overrides: explicit arguments (keywords, flags) by option name. ``None`` counts: it resets an option.
+        config_file: YAML file of options; without it, the file that ``OCTAVO_CONFIG`` names, if any.
+        environ: environment variables; by default the process's own.
+
+    Raises:
+        ConfigError: a source is unreadable, or an option is unknown, of the wrong type, out of range, or contradicts
+            another. The message names the source.
+
+    >>> resolve_config({"model": "smollm2-135m"}, environ={"OCTAVO_MAX_NUM_SEQS": "16"}).max_num_seqs
+    16
+    """
+    environ = os.environ if environ is None else environ
+    if config_file is None and environ.get("OCTAVO_CONFIG"):
+        config_file = Path(environ["OCTAVO_CONFIG"])
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if config_file is not None:
+        from_file = _read_file(config_file)
+        values.update(from_file)
+        sources.update(dict.fromkeys(from_file, str(config_file)))
+    from_environment = _read_environment(environ)
+    values.update(from_environment)
+    sources.update({name: PREFIX + name.upper() for name in from_environment})
+    for name, value in overrides.items():
+        if name not in EngineConfig.model_fields:
+            raise ConfigError(unknown_option(name, list(EngineConfig.model_fields)))
+        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        sources[name] = "argument"
+    if values.get("model") is None:
+        raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
+    try:
+        # Strict: a YAML "yes" is no number. Texts of variables were parsed when they were read.
+        return EngineConfig.model_validate(values, strict=True)
+    except ValidationError as e:
+        raise ConfigError("; ".join(_describe(dict(error), sources) for error in e.errors())) from None
+
+
+def parse_option(name: str, text: str) -> Any:
+    """The value of option ``name`` from the text of a variable or flag; "none" resets an option that may be unset.
+
+    Raises:
+        ValueError: the text is no such value, with what would be right.
+    """
+    adapter = _adapter(name)
+    if text.strip().lower() == "none":
+        try:
+            return adapter.validate_python(None, strict=True)
+        except ValidationError:
+            pass  # not optional: "none" is then an ordinary text, and judged as such
+    try:
+        return adapter.validate_python(text)
+    except ValidationError as e:
+        error = e.errors()[0]
+        raise ValueError(f"{error['msg']}, not {text!r}") from None
+
+
+@functools.cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    field = EngineConfig.model_fields[name]
+    annotated: Any = field.annotation
+    for constraint in field.metadata:
+        annotated = Annotated[annotated, constraint]
+    return TypeAdapter(annotated)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"configuration file {path} is larger than {MAX_FILE_BYTES} bytes")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read configuration file {path}: {reason}") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(e).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"configuration file {path} must map option names to values, not hold a {_kind(content)}")
+    options: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in EngineConfig.model_fields:
+            raise ConfigError(f"{path}: {unknown_option(name, list(EngineConfig.model_fields))}")
+        if name in options:
+            raise ConfigError(f"{path}: option {name!r} is given twice, once with hyphens and once with underscores")
+        options[name] = value
+    return options
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {PREFIX + name.upper(): name for name in EngineConfig.model_fields}
+    options: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in RESERVED_VARIABLES:
+            continue
+        if variable not in known:
+            near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown environment variable {variable}; {hint}")
+        if text == "":
+            continue  # set to nothing is how a shell unsets for one command
+        try:
+            options[known[variable]] = parse_option(known[variable], text)
+        except ValueError as e:
+            raise ConfigError(f"environment variable {variable}: {e}") from None
+    return options
+
+
+def _describe(error: dict[str, Any], sources: Mapping[str, str]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["loc"]:
+        name = str(error["loc"][0])
+        return f"{name}: {message}, not {error['input']!r} (from {sources.get(name, 'default')})"
+    # A contradiction: say for each option that it names where its value came from.
+    named = [name for name in EngineConfig.model_fields if re.search(rf"\b{name}\b", message)]
+    origins = ", ".join(f"{name} from {sources.get(name, 'default')}" for name in named)
+    return f"{message} ({origins})" if origins else message
+
+
+def _kind(value: object) -> str:
+    return {"str": "text", "list": "list", "int": "number", "float": "number"}.get(
+        type(value).__name__, type(value).__name__
+    )

@@ -1,0 +1,246 @@
+"""Chat messages to the text a model was trained on, by the template that comes with the model.
+
+Templates are programs from strangers: they run in jinja2's sandbox, see plain data only, and their output is bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from octavo.core.errors import InvalidRequestError, TokenizerError
+
+#: Longest text that a template may write, in characters.
+MAX_RENDERED = 16 << 20
+
+
+def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """A model's templates by name; the usual one is ``default``. Empty if it has none.
+
+    From ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else from tokenizer_config.json, where
+    ``chat_template`` is a text or a list of ``{"name": ..., "template": ...}``.
+    """
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    try:
+        if found := {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}:
+            return found
+    except (OSError, UnicodeDecodeError) as e:
+        raise TokenizerError(f"a chat template in {folder} cannot be read: {e}") from e
+    given = tokenizer_config.get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in given}
+    except (TypeError, KeyError):
+        raise TokenizerError(
+            f"chat_template in {folder / 'tokenizer_config.json'} must be a text or a list of named templates"
+        ) from None
+
+
+def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_tools: bool) -> str:
+    """The template that a request uses.
+
+    Args:
+        templates: the model's own.
+        wanted: the name of one of these, or a template's text, or None.
+        has_tools: whether tools were given; ``tool_use`` is then preferred.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    if wanted is not None:
+        return templates.get(wanted, wanted)
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    if templates:
+        raise InvalidRequestError(f"the model has several chat templates; name one: {', '.join(sorted(templates))}")
+    raise InvalidRequestError(
+        "the model has no chat template (it may be a base model); give one, or send a plain prompt"
+    )
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """Runs a template over messages.
+
+    Args:
+        template: its text.
+        messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
+            which are joined with line breaks.
+        add_generation_prompt: ends with what opens the assistant's answer.
+        tools: JSON schemas of callable tools.
+        variables: further names that the template may use.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or the template refuses the conversation; with its own words.
+        TokenizerError: the template is not valid, or does what a template must not.
+    """
+    checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
+    if not checked:
+        raise InvalidRequestError("messages must not be empty")
+    plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
+    plain_variables = {name: _plain(value, name) for name, value in variables.items()}
+    values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
+    values |= {"add_generation_prompt": bool(add_generation_prompt), **plain_variables}
+    compiled = _compiled(template)
+    pieces: list[str] = []
+    length = 0
+    try:
+        for piece in compiled.generate(values):
+            length += len(piece)
+            if length > MAX_RENDERED:
+                raise InvalidRequestError(f"the chat template writes more than {MAX_RENDERED} characters")
+            pieces.append(piece)
+    except InvalidRequestError:
+        raise
+    except jinja2.exceptions.SecurityError as e:
+        raise TokenizerError(f"the chat template was stopped: {e}") from e
+    except Exception as e:  # an expression of the template may raise anything
+        raise InvalidRequestError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
+    return "".join(pieces)
+
+
+def _listed(name: str, value: object) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
+    return value
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    """A message as templates expect it: plain data, text content, no key without a value."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} must be a mapping with role and content, not {type(message).__name__}")
+    plain: dict[str, Any] = {k: v for k, v in _plain(message, where).items() if v is not None}
+    role = plain.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
+    if "content" in plain:
+        plain["content"] = _content(where, plain["content"])
+    elif "tool_calls" not in plain:
+        raise InvalidRequestError(f"{where} ({role}) has no content")
+    for call in plain.get("tool_calls") or []:
+        _parse_arguments(where, call)
+    return plain
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where}: content must be a text or a list of parts, not {content!r}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}: only content parts of type 'text' are supported, not {kind or part!r}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parse_arguments(where: str, call: object) -> None:
+    """Clients send the arguments of a tool call as JSON text; templates expect what it says."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return
+    try:
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    except ValueError as e:
+        raise InvalidRequestError(f"{where}: the arguments of a tool call are not valid JSON: {e}") from None
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of JSON types only: other objects have methods that the sandbox knows nothing of."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > 64:
+        raise InvalidRequestError(f"{where} is nested too deeply")
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, where, depth + 1) for v in value]
+    raise InvalidRequestError(f"{where} may hold only JSON values, not {type(value).__name__}")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, with a bound also on what one expression can make."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
+            raise jinja2.exceptions.SecurityError("power out of bounds")
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, (str, list, tuple)) and isinstance(times, int) and len(many) * times > MAX_RENDERED:
+                raise jinja2.exceptions.SecurityError("repetition out of bounds")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, which marks the assistant's text for training: here its body, nothing more."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except jinja2.exceptions.TemplateSyntaxError as e:
+        raise TokenizerError(f"the chat template is not valid jinja: line {e.lineno}: {e.message}") from e
+    except RecursionError:
+        raise TokenizerError("the chat template is nested too deeply") from None
+
+
+@functools.cache
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter writes HTML escapes, which no model has seen."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

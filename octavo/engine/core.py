@@ -1,0 +1,122 @@
+"""The engine core: a scheduler and an executor, joined by the step loop. It knows token ids only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.model_config import ModelConfig
+from octavo.core.request import SequenceRequest, SequenceStatus
+from octavo.executor.executor import UniprocExecutor
+from octavo.memory.block_manager import BlockManager
+from octavo.models.config import read_model_config
+from octavo.runner.memory import num_blocks
+from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds summed over steps, by where they went."""
+
+    steps: int = 0
+    #: Whole steps: schedule, execute, update.
+    total: float = 0.0
+    #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
+    worker: float = 0.0
+    kernels: float = 0.0
+
+    @property
+    def share_outside_kernels(self) -> float:
+        """Share of step time that no kernel used."""
+        return 1.0 - self.kernels / self.total if self.total else 0.0
+
+
+class EngineCore:
+    """Owns the scheduler, the blocks and the executor of one model."""
+
+    def __init__(self, options: EngineConfig, folder: Path) -> None:
+        """Loads the model in ``folder`` and makes its KV cache.
+
+        Raises:
+            OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
+        """
+        self.options = options
+        self.model_config = read_model_config(folder)
+        self.dtype = _resolve_dtype(options, self.model_config)
+        self.executor = UniprocExecutor(options, self.model_config, folder, self.dtype)
+        wanted = _context_length(options, self.model_config)
+        blocks = num_blocks(self.model_config, options, self.dtype, wanted)
+        #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
+        self.max_model_len = min(wanted, blocks * options.block_size)
+        if self.max_model_len < wanted:
+            logger.warning(
+                "the KV cache holds %d tokens, less than the context length of %d: longer requests are refused",
+                self.max_model_len,
+                wanted,
+            )
+        self.blocks = BlockManager(blocks, options.block_size, options.watermark)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=options.enable_chunked_prefill,
+        )
+        self.executor.collective_rpc("make_cache", blocks, self.max_model_len)
+        self.times = StepTimes()
+
+    def add(self, request: SequenceRequest) -> None:
+        """Queues a sequence."""
+        self.scheduler.add(request)
+
+    def abort(self, seq_id: int) -> None:
+        """Ends a sequence in any state; nothing happens if it has ended."""
+        self.scheduler.finish(seq_id, SequenceStatus.FINISHED_ABORTED)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is unfinished."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[SequenceUpdate]:
+        """One step. If the worker fails, the step's sequences end with an error and the engine goes on."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        try:
+            result = self.executor.execute(plan)
+        except Exception as e:
+            logger.exception("step %d failed", plan.step)
+            return self.scheduler.fail(plan, f"the step failed: {type(e).__name__}: {e}")
+        updates = self.scheduler.update(plan, result)
+        self.times.steps += 1
+        self.times.total += time.perf_counter() - start
+        self.times.worker += result.seconds
+        self.times.kernels += result.kernel_seconds
+        return updates
+
+
+def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if config.checkpoint_dtype == "float32" else "bfloat16"
+
+
+def _context_length(options: EngineConfig, config: ModelConfig) -> int:
+    """``max_model_len``, checked against the model and the token budget."""
+    wanted = options.max_model_len or config.max_position
+    if wanted > config.max_position:
+        raise ConfigError(
+            f"max_model_len ({wanted}) is longer than the model's context length ({config.max_position} tokens)"
+        )
+    if not options.enable_chunked_prefill and options.max_num_batched_tokens < wanted:
+        raise ConfigError(
+            f"with enable_chunked_prefill off, max_num_batched_tokens ({options.max_num_batched_tokens}) must be at "
+            f"least the context length ({wanted}); lower max_model_len or raise the budget"
+        )
+    return wanted

@@ -1,0 +1,130 @@
+"""From what a user gives to what the engine core takes: tokenize, check, resolve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.request import SequenceRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.tokenizer import Tokenizer
+
+#: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_MASK64 = (1 << 64) - 1
+#: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """A checked request: its text, its tokens, and a ``SequenceRequest`` for each completion."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[SequenceRequest]
+    arrival_time: float
+
+
+class InputProcessor:
+    """Checks requests against one model. Owns the numbering of sequences."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int, seed: int
+    ) -> None:
+        """``vocab_size`` is the network's; ``max_model_len`` in tokens, prompt and output together."""
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self._seed = seed
+        self._next_seq_id = 0
+        self._unseeded = 0
+
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> ProcessedRequest:
+        """Tokenizes and checks one request; nothing is changed if it is refused.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be served by this model.
+        """
+        arrival = time.monotonic()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params must be SamplingParams, not {params!r}")
+        text, token_ids = self.read_prompt(prompt)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
+        seed = self._request_seed(params)
+        sequences = [
+            SequenceRequest(
+                seq_id=self._next_seq_id + i,
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=(seed + i) & _MASK64,
+                stop_token_ids=sorted(stops),
+                bad_words_ids=bad_words,
+                arrival_time=arrival,
+                priority=priority,
+            )
+            for i in range(params.n)
+        ]
+        self._next_seq_id += params.n
+        return ProcessedRequest(request_id, text, token_ids, params, sequences, arrival)
+
+    def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
+        """The text (if it was one) and the token ids of a prompt in any of its forms."""
+        if isinstance(prompt, Mapping):
+            keys = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+            if len(keys) != 1:
+                raise InvalidRequestError(
+                    "a prompt given as a dictionary needs exactly one of 'prompt' (text) and 'prompt_token_ids'; "
+                    f"this one has {sorted(map(str, prompt))}"
+                )
+            value = prompt[keys[0]]
+            if isinstance(value, str) != (keys[0] == "prompt"):
+                raise InvalidRequestError(f"{keys[0]!r} must not be {type(value).__name__}")
+            prompt = value
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, not {token!r}"
+                )
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens, but prompt and output together may have at most "
+                f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        params.validate()  # a field may have been assigned after construction
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} holds token id {token}, but the vocabulary ends at {self.vocab_size - 1}"
+                    )
+
+    def _request_seed(self, params: SamplingParams) -> int:
+        """The request's own seed, or one drawn from the engine's seed and the number of such requests before."""
+        if params.seed is not None:
+            return params.seed & _MASK64
+        self._unseeded += 1
+        return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64

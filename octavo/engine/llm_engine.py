@@ -1,0 +1,100 @@
+"""The engine as a program drives it: add requests, step, take outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import InvalidRequestError
+from octavo.core.outputs import RequestOutput
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore, StepTimes
+from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.loader.resolve import resolve_model
+
+
+class LLMEngine:
+    """A model, its scheduler and its open requests.
+
+    >>> engine = LLMEngine.from_config(make_config(model="smollm2-135m"))
+    >>> engine.add_request("a", "The capital of France is", SamplingParams(max_tokens=8))
+    >>> while engine.has_unfinished_requests():
+    ...     for output in engine.step():
+    ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self.inputs = InputProcessor(
+            tokenizer,
+            vocab_size=core.model_config.vocab_size,
+            eos_token_ids=core.model_config.eos_token_ids,
+            max_model_len=core.max_model_len,
+            seed=core.options.seed,
+        )
+        self._outputs = OutputProcessor(tokenizer)
+
+    @classmethod
+    def from_config(cls, options: EngineConfig) -> LLMEngine:
+        """Finds (or fetches) the model and makes it ready.
+
+        Raises:
+            OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
+        """
+        folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+        tokenizer = load_tokenizer(Path(options.tokenizer) if options.tokenizer else folder)
+        return cls(EngineCore(options, folder), tokenizer)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        streaming: bool = True,
+    ) -> None:
+        """Queues a request. If ``streaming``, each step that adds to it gives an output; else only its end does.
+
+        Raises:
+            InvalidRequestError: the request cannot be served; the engine is as before.
+        """
+        if request_id in self._outputs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
+        request = self.inputs.process(
+            request_id, prompt, params if params is not None else SamplingParams(), priority=priority
+        )
+        self._outputs.open(request, streaming=streaming)
+        for sequence in request.sequences:
+            self.core.add(sequence)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step: the new state of each request that it added to."""
+        if not self.core.has_work:
+            return []
+        outputs, stopped = self._outputs.process(self.core.step())
+        for seq_id in stopped:
+            self.core.abort(seq_id)
+        return outputs
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at once and frees all it holds: its last state, or None if it is not open."""
+        aborted = self._outputs.abort(request_id)
+        if aborted is None:
+            return None
+        output, seq_ids = aborted
+        for seq_id in seq_ids:
+            self.core.abort(seq_id)
+        return output
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return self._outputs.num_open > 0
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of all steps went."""
+        return self.core.times

@@ -1,0 +1,219 @@
+"""Text to token ids and back, from the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder with tokenizer.json and, where there is one, tokenizer_config.json.
+
+    Raises:
+        TokenizerError: a file is missing or cannot be understood.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
+        found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json ({found}); "
+            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise TokenizerError(f"{path} cannot be read: {e}") from e
+    config = _read_json(folder / "tokenizer_config.json")
+    for name, value in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return Tokenizer(backend, config, load_chat_templates(folder, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise TokenizerError(f"{path} cannot be read: {e}") from e
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat templates. It never changes, so threads may share it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: Mapping[str, str]) -> None:
+        """Takes over ``backend``; ``config`` is the content of tokenizer_config.json."""
+        self.backend = backend
+        self.chat_templates = dict(templates)
+        backend.no_truncation()
+        backend.no_padding()
+        #: Texts of the special tokens under the names that templates use, such as ``bos_token``.
+        self.named_tokens = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
+        _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        #: Number of ids that stand for a token; a model may have more embeddings.
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.decoder_kind = _decoder_kind(backend)
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes | None] = {}
+        self._anchor = self._find_anchor()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the beginning and end tokens that the model wants around it.
+
+        Which these are is said by tokenizer.json alone; ``add_bos_token`` and ``add_eos_token`` of
+        tokenizer_config.json, which say it a second time, are not read (nor does transformers from version 5 on).
+        Special tokens that are written out in the text become these tokens.
+
+        Raises:
+            InvalidRequestError: not a text, or not one that can be written as UTF-8 (half of a surrogate pair).
+        """
+        ids: list[int] = self.backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """``encode`` of each text, on several threads."""
+        checked = [_checked(text) for text in texts]
+        return [e.ids for e in self.backend.encode_batch_fast(checked, add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids that are no token nothing."""
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if self.decoder_kind == "byte_fallback" and "\ufffd" in text:
+            # The library gives up a whole run of byte tokens for one bad byte, also the characters before it that a
+            # stream has long delivered.
+            stream = TextStream(self, [], skip_special_tokens=skip_special_tokens)
+            return "".join([*map(stream.push, ids), stream.flush()])
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """What one token adds in the middle of a text: with its leading space; U+FFFD for a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            before = self.backend.decode(self._anchor, skip_special_tokens=False)
+            text = self.backend.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+            self._texts[token_id] = text
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token stands for, perhaps part of a character; None for text; empty for an unknown id."""
+        if token_id not in self._bytes:
+            token = self.backend.id_to_token(token_id)
+            convert = bytes_of_level if self.decoder_kind == "byte_level" else bytes_of_fallback
+            self._bytes[token_id] = b"" if token is None else convert(token)
+        return self._bytes[token_id]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation; see ``octavo.engine.chat_template.render_chat``.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: ends with what opens the assistant's answer.
+            tools: JSON schemas of callable tools.
+            chat_template: a name among the model's templates or a template's text; None for the model's own.
+            kwargs: further names that the template may use.
+        """
+        template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
+        variables = self.named_tokens | kwargs
+        return render_chat(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def bad_word_ids(self, word: str) -> list[list[int]]:
+        """The token sequences a word is written with: at the start of a text, after a space, within a line.
+
+        Raises:
+            InvalidRequestError: the word has no tokens.
+        """
+        line_break = self.encode("\n", add_special_tokens=False)
+        variants = [self.encode(text, add_special_tokens=False) for text in (word, " " + word)]
+        within = self.encode("\n" + word, add_special_tokens=False)
+        if within[: len(line_break)] == line_break:  # SentencePiece puts a space before a text, but not here
+            variants.append(within[len(line_break) :])
+        unique = [list(ids) for ids in dict.fromkeys(map(tuple, variants)) if ids]
+        if not unique:
+            raise InvalidRequestError(f"bad_words: {word!r} has no tokens")
+        return unique
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.named_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _find_anchor(self) -> list[int]:
+        """A token with a visible text to put before others, so that these are not at the start of a text."""
+        ids = self.encode("a", add_special_tokens=False)
+        return ids[-1:] if self.backend.decode(ids[-1:], skip_special_tokens=False) else []
+
+
+def _checked(text: object) -> str:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"a prompt must be a text, not {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InvalidRequestError(
+            f"a prompt must be valid Unicode: character {e.start} is half of a surrogate pair ({text[e.start]!r})"
+        ) from None
+    return text
+
+
+def _token_text(entry: object) -> str | None:
+    """A token in tokenizer_config.json is a text or an object with ``content``."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    entries: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        given = config.get(name)
+        entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
+    return [text for entry in entries if (text := _token_text(entry)) is not None]
+
+
+def _add_missing_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
+    """Makes special what tokenizer_config.json names so and tokenizer.json does not; ids stay as they are."""
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    for text in dict.fromkeys(texts):
+        if text not in special:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def _decoder_kind(backend: tokenizers.Tokenizer) -> str:
+    """``byte_level`` (tokens are bytes), ``byte_fallback`` (some are a byte each) or ``text`` (all are whole text)."""
+    decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    kinds = {step.get("type", "none") for step in steps}
+    if kinds <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
+        return "byte_level"
+    if not kinds <= {"none", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise TokenizerError(f"a tokenizer whose decoder has the steps {', '.join(sorted(kinds))} is not supported")
+    return "byte_fallback" if "ByteFallback" in kinds else "text"

@@ -1,0 +1,211 @@
+"""The arithmetic in plain torch: slow, short, and the truth that faster backends are compared with.
+
+Attention computes in float32 whatever the type of its inputs. Entries of the cache that lie past a sequence's end are
+kept out by zeroing their values as well as masking their scores: a stale NaN in a reused block must not reach a
+sequence that never wrote it (0 * NaN is NaN).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
+
+#: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
+_MAX_ELEMENTS = 1 << 24
+
+
+class PlainLinear(NamedTuple):
+    """A packed linear layer of this backend: nothing is packed."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class ReferenceKernels(Kernels):
+    """Plain torch on any device."""
+
+    name = "reference"
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def make_cache(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[LayerCache]:
+        """Keys and values [blocks, block_size, kv_heads, head_dim], one pair a layer, all zero."""
+        shape = (blocks, block_size, kv_heads, head_dim)
+        return [LayerCache(*(_untouched_zeros(shape, dtype, self.device) for _ in range(2))) for _ in range(layers)]
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        """Keeps both as they are."""
+        return PlainLinear(weight, bias)
+
+    def linear(self, x: Tensor, weight: PlainLinear) -> Tensor:
+        """x [T, in] to [T, out]."""
+        return F.linear(x, *weight)
+
+    def linear_float32(self, x: Tensor, weight: PlainLinear) -> Tensor:
+        """As ``linear``, multiplied and added in float32 and not rounded."""
+        bias = None if weight.bias is None else weight.bias.float()
+        return F.linear(x.float(), weight.weight.float(), bias)
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of the table, [T, E]."""
+        return F.embedding(ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalised and multiplied in float32, rounded to the weight's type."""
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(weight.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), the latter in float32."""
+        total = x.float() + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
+        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
+        x = torch.cat((q, k), dim=1)
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        # Both are computed before either is written: of float32 tensors, first and second are views of x.
+        turned = first * cos - second * sin
+        x[..., half : 2 * half] = second * cos + first * sin
+        x[..., :half] = turned
+        rotated_q, rotated_k = x.split(heads, dim=1)
+        return rotated_q, rotated_k
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, rounded to x's type between the two."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Writes k and v [T, K, D] to their slots."""
+        cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+        cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+    def paged_attention(
+        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """All decodes in one computation, then each prefill in slices of its queries."""
+        decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
+        if decodes == sequences:
+            return _decode(q, cache, batch.block_tables, batch.seq_lens, batch.max_seq_len, scale, window)
+        starts, lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+        parts = []
+        if decodes:
+            tables, device_lens = batch.block_tables[:decodes], batch.seq_lens[:decodes]
+            parts.append(_decode(q[:decodes], cache, tables, device_lens, max(lens[:decodes]), scale, window))
+        for s in range(decodes, sequences):
+            rows = q[starts[s] : starts[s + 1]]
+            parts.append(_prefill(rows, cache, batch.block_tables[s], lens[s], scale, window))
+        return torch.cat(parts)
+
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """All sources are read before any target is written."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+        for cache in caches:
+            for blocks in (cache.key, cache.value):
+                blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+
+
+def _decode(
+    q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor, max_len: int, scale: float, window: int | None
+) -> Tensor:
+    """One query a sequence: q [S, H, D], tables [S, max_blocks], lens [S] to [S, H, D].
+
+    One batched computation, or as few as keep the gathered keys within ``_MAX_ELEMENTS``.
+    """
+    block_size, kv_heads, head_dim = cache.key.shape[1:]
+    num_blocks = -(-max_len // block_size)
+    if window is not None:
+        # The last `window` tokens of a sequence lie in at most this many blocks.
+        num_blocks = min(num_blocks, -(-window // block_size) + 1)
+    at_once = max(1, _MAX_ELEMENTS // max(1, num_blocks * block_size * kv_heads * head_dim))
+    if q.shape[0] <= at_once:
+        return _decode_slice(q, cache, tables, lens, num_blocks, scale, window)
+    pieces = zip(q.split(at_once), tables.split(at_once), lens.split(at_once), strict=True)
+    return torch.cat([_decode_slice(*piece[:1], cache, *piece[1:], num_blocks, scale, window) for piece in pieces])
+
+
+def _decode_slice(
+    q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor, num_blocks: int, scale: float, window: int | None
+) -> Tensor:
+    sequences, heads, head_dim = q.shape
+    block_size, kv_heads = cache.key.shape[1:3]
+    offsets = torch.arange(num_blocks * block_size, device=q.device)
+    lens = lens.unsqueeze(1)
+    if window is None:
+        tables, positions = tables[:, :num_blocks], offsets
+        outside = positions >= lens
+    else:
+        first_block = (lens - window).clamp_(min=0) // block_size
+        columns = first_block + offsets[:num_blocks]
+        tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).long())
+        positions = first_block * block_size + offsets
+        outside = (positions >= lens) | (positions < lens - window)
+    shape = (sequences, num_blocks * block_size, kv_heads, head_dim)
+    blocks = tables.reshape(-1)
+    key = _as_heads(cache.key.index_select(0, blocks).view(shape))
+    value = _as_heads(cache.value.index_select(0, blocks).view(shape))
+    value.masked_fill_(outside[:, None, :, None], 0.0)
+    query = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float() * scale
+    scores = torch.matmul(query, key.transpose(2, 3)).masked_fill_(outside[:, None, None], float("-inf"))
+    return torch.matmul(scores.softmax(-1), value).view(sequences, heads, head_dim).to(q.dtype)
+
+
+def _prefill(q: Tensor, cache: LayerCache, table: Tensor, seq_len: int, scale: float, window: int | None) -> Tensor:
+    """The last tokens of one sequence: q [L, H, D], table [max_blocks] to [L, H, D]."""
+    length, heads, head_dim = q.shape
+    block_size, kv_heads = cache.key.shape[1:3]
+    first_query = seq_len - length
+    first_block = 0 if window is None else max(0, first_query - window + 1) // block_size
+    blocks = table[first_block : -(-seq_len // block_size)]
+    origin = first_block * block_size
+    shape = (1, blocks.shape[0] * block_size, kv_heads, head_dim)
+    # [K, context, D], from position `origin` on and no further than the sequence goes.
+    key = _as_heads(cache.key.index_select(0, blocks).view(shape)[:, : seq_len - origin])[0]
+    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : seq_len - origin])[0]
+    query = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, length, head_dim).float() * scale
+    out = torch.empty_like(query)
+    step = max(1, _MAX_ELEMENTS // (heads * (seq_len - origin)))
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        oldest = origin if window is None else max(origin, first_query + start - window + 1)
+        seen = slice(oldest - origin, first_query + end - origin)
+        rows = torch.arange(first_query + start, first_query + end, device=q.device).unsqueeze(1)
+        columns = torch.arange(oldest, first_query + end, device=q.device)
+        outside = columns > rows
+        if window is not None:
+            outside |= columns <= rows - window
+        # The query heads of a KV head are rows of one product, so that no key is copied for each of them.
+        rows_of_head = query[:, :, start:end].reshape(kv_heads, -1, head_dim)
+        scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
+        probabilities = scores.view(kv_heads, -1, *outside.shape).masked_fill_(outside, float("-inf")).softmax(-1)
+        attended = torch.matmul(probabilities.view_as(scores), value[:, seen])
+        out[:, :, start:end] = attended.view(kv_heads, -1, end - start, head_dim)
+    return out.view(heads, length, head_dim).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take no memory before they are written: torch writes its zeros, calloc does not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """[S, L, K, D] to float32 [S, K, L, D], contiguous and the caller's own."""
+    out = torch.empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3], dtype=torch.float32, device=x.device)
+    return out.copy_(x.transpose(1, 2))

@@ -1,0 +1,40 @@
+"""A backend that measures another: seconds spent inside kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from octavo.kernels.interface import Kernels
+
+
+class KernelClock:
+    """Wraps every kernel of a backend and adds up the time spent inside.
+
+    Only calls from outside the backend are counted, once each: the wrapped backend calls its own methods unwrapped.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.seconds = 0.0
+
+    def time(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, counted as a kernel."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._kernels, name)
+        if not callable(attribute):
+            return attribute
+        timed = self.time(attribute)
+        setattr(self, name, timed)  # the next look-up does not come here
+        return timed

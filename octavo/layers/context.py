@@ -1,0 +1,50 @@
+"""Where a layer lives: the backend that computes it, its type and device, and its share of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.interface import Kernels
+
+
+def alone(x: Tensor) -> Tensor:
+    """The collective of a group of one."""
+    return x
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What every layer of a network shares.
+
+    The collectives are the place where tensor parallelism enters; a group of more than one brings its own.
+    """
+
+    kernels: Kernels
+    #: Type of weights and activations.
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    tp_rank: int = 0
+    tp_size: int = 1
+    #: The sum over the ranks, on every rank.
+    all_reduce: Callable[[Tensor], Tensor] = alone
+    #: The ranks' tensors joined along the last dimension in order of rank, on every rank.
+    all_gather: Callable[[Tensor], Tensor] = alone
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ConfigError(f"tp_rank must be 0 to {self.tp_size - 1} (tp_size - 1), not {self.tp_rank}")
+
+    def share(self, size: int, what: str) -> int:
+        """``size / tp_size``.
+
+        Raises:
+            ConfigError: the ranks cannot share ``size`` equally.
+        """
+        if size % self.tp_size:
+            raise ConfigError(f"{what} ({size}) cannot be shared by {self.tp_size} tensor-parallel workers")
+        return size // self.tp_size

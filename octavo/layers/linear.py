@@ -1,0 +1,168 @@
+"""Linear layers and their shares in a tensor-parallel group (Shoeybi et al. 2019, section 3).
+
+Checkpoint tensors are copied into one unpacked matrix as they come; when the last has come the backend packs the matrix
+and the unpacked one is dropped, so that no more than one layer is held twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix of the checkpoint and the share of it that this rank holds."""
+
+    #: Its name, as in ``q_proj``; empty where the layer's own name is the matrix's.
+    name: str
+    #: Rows (outputs) in the checkpoint, and those taken.
+    full_rows: int
+    rows: slice
+    #: Columns (inputs) taken.
+    columns: slice
+
+    @property
+    def size(self) -> int:
+        """Rows taken."""
+        return int(self.rows.stop - self.rows.start)
+
+    def tensor_name(self, kind: str) -> str:
+        """The checkpoint name of this part's ``weight`` or ``bias``."""
+        return f"{self.name}.{kind}" if self.name else kind
+
+
+class ParallelLinear(Layer):
+    """One matrix product whose matrix is stacked from the rows of one or more checkpoint matrices."""
+
+    def __init__(
+        self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
+    ) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.packed: Any = None
+        self._parts = {part.tensor_name(kind): part for part in parts for kind in ("weight", "bias")}
+        self._offsets: dict[str, int] = {}
+        self.out_features = 0
+        for part in parts:
+            self._offsets[part.name] = self.out_features
+            self.out_features += part.size
+            self.expected[part.tensor_name("weight")] = (part.full_rows, in_features)
+            if bias:
+                self.expected[part.tensor_name("bias")] = (part.full_rows,)
+        self._context = context
+        self._local_in_features = local_in_features
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] to [T, out]."""
+        return self.kernels.linear(x, self.packed)
+
+    def place(self, shard: str, tensor: Tensor) -> None:
+        """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
+        part = self._parts[shard]
+        start = self._offsets[part.name]
+        rows = slice(start, start + part.size)
+        if tensor.dim() == 1:
+            if self._bias is None:
+                self._bias = self._empty(self.out_features)
+            self._bias[rows] = tensor[part.rows]
+        else:
+            if self._weight is None:
+                self._weight = self._empty(self.out_features, self._local_in_features)
+            self._weight[rows] = tensor[part.rows, part.columns]
+
+    def complete(self) -> None:
+        """Packs the matrix and drops the unpacked one."""
+        assert self._weight is not None
+        self.packed = self.kernels.pack_linear(self._weight, self._bias)
+        self._weight = self._bias = None
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
+
+
+class MergedColumnParallelLinear(ParallelLinear):
+    """Matrices with the same input in one product; each rank holds an equal share of every one's outputs.
+
+    The output is each part's share, one after the other, in the order of ``parts`` (name, outputs).
+    """
+
+    def __init__(self, context: LayerContext, parts: list[tuple[str, int]], in_features: int, bias: bool) -> None:
+        shares = []
+        for name, out_features in parts:
+            share = context.share(out_features, f"outputs of {name or 'a linear layer'}")
+            rows = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
+            shares.append(Part(name, out_features, rows, slice(None)))
+        super().__init__(context, shares, in_features, in_features, bias)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """Each rank holds an equal share of the outputs."""
+
+    def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(context, [("", out_features)], in_features, bias)
+
+
+class QKVParallelLinear(ParallelLinear):
+    """Query, key and value projections in one product; output [T, (heads + 2 * kv_heads) * head_dim].
+
+    Each rank holds an equal share of the query heads and the KV heads that they attend to; with more ranks than KV
+    heads, neighbouring ranks hold the same one.
+
+    Raises:
+        ConfigError: the ranks cannot share the heads equally.
+    """
+
+    def __init__(
+        self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
+    ) -> None:
+        rank, size = context.tp_rank, context.tp_size
+        self.heads = context.share(heads, "query heads")
+        if size <= kv_heads:
+            self.kv_heads = context.share(kv_heads, "KV heads")
+        elif size % kv_heads == 0:
+            self.kv_heads = 1
+        else:
+            raise ConfigError(f"KV heads ({kv_heads}) cannot be shared by {size} tensor-parallel workers")
+        first_kv_head = rank * kv_heads // size
+        q_rows = slice(rank * self.heads * head_dim, (rank + 1) * self.heads * head_dim)
+        kv_rows = slice(first_kv_head * head_dim, (first_kv_head + self.kv_heads) * head_dim)
+        parts = [
+            Part("q_proj", heads * head_dim, q_rows, slice(None)),
+            Part("k_proj", kv_heads * head_dim, kv_rows, slice(None)),
+            Part("v_proj", kv_heads * head_dim, kv_rows, slice(None)),
+        ]
+        super().__init__(context, parts, hidden_size, hidden_size, bias)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Each rank holds an equal share of the inputs; the results are summed over the ranks.
+
+    The bias belongs to rank 0, or it would be summed as often as there are ranks.
+    """
+
+    def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
+        share = context.share(in_features, "inputs of a linear layer")
+        columns = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
+        part = Part("", out_features, slice(0, out_features), columns)
+        super().__init__(context, [part], in_features, share, bias)
+        self._all_reduce = context.all_reduce
+        self._adds_bias = context.tp_rank == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in / tp_size] to [T, out]."""
+        return self._all_reduce(self.kernels.linear(x, self.packed))
+
+    def place(self, shard: str, tensor: Tensor) -> None:
+        """As every linear layer does; ranks other than 0 pass the bias over."""
+        if shard != "bias" or self._adds_bias:
+            super().place(shard, tensor)

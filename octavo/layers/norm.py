@@ -1,0 +1,32 @@
+"""Root mean square norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+
+
+class RMSNorm(Layer):
+    """Root mean square norm over the last dimension (Zhang & Sennrich 2019); every rank holds all of it."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__()
+        self.expected["weight"] = (size,)
+        self.kernels = context.kernels
+        self.eps = eps
+        self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of x, of the same shape."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def place(self, shard: str, tensor: Tensor) -> None:
+        """Copies the weight."""
+        self.weight.copy_(tensor)

@@ -1,0 +1,165 @@
+"""Tables of rotary position embeddings (Su et al. 2021) for the scalings that Hugging Face checkpoints name.
+
+A table is computed once, for positions 0 to ``ModelConfig.max_position - 1``, and never depends on what is in a batch.
+Two scalings are defined by the length of the text that is being processed: ``dynamic`` raises the base with it and
+``longrope`` changes its factors at the length of pretraining. Following them would change the rotation of keys that
+are already in the cache, and one request's answer with its neighbours' lengths. Here both are decided by
+``max_position``: within the model's original length it gives the unscaled (``dynamic``) or short (``longrope``)
+table, beyond it the table for a text of ``max_position`` tokens. Whoever serves shorter texts only should say so
+(``dataclasses.replace(config, max_position=...)``): the table is then the better one for them, and smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
+
+
+def rotary_table(config: ModelConfig, device: torch.device | str) -> Tensor:
+    """Cosines, then sines, of every position: float32 [max_position, R], R the rotated dimensions of a head.
+
+    Both are multiplied by the scaling's attention factor.
+
+    Raises:
+        UnsupportedModelError: the rope type is unknown.
+        ConfigError: a parameter of the scaling is missing or out of range.
+    """
+    rope = config.rope
+    if rope.rope_type not in _FREQUENCIES:
+        raise UnsupportedModelError(
+            f"rope type {rope.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    try:
+        frequencies, attention_factor = _FREQUENCIES[rope.rope_type](config, rope)
+    except KeyError as e:
+        raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {e.args[0]!r} in config.json") from None
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as e:
+        raise ConfigError(f"rope type {rope.rope_type!r} with parameters {rope.scaling}: {e}") from None
+    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor).to(device)
+
+
+def _rotated(config: ModelConfig, rope: RopeConfig) -> int:
+    return int(config.head_dim * rope.partial_rotary_factor)
+
+
+def _wave(base: float, dim: int, of: int | None = None) -> Tensor:
+    """base ** (2 i / of) for the first dim / 2 pairs: the wavelength of each over 2 pi, in tokens."""
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / (of or dim))
+
+
+def _original_length(config: ModelConfig, rope: RopeConfig) -> int:
+    """Tokens of the texts that the model was trained on before its context was extended."""
+    return int(rope.scaling.get("original_max_position_embeddings") or _configured_length(config, rope))
+
+
+def _configured_length(config: ModelConfig, rope: RopeConfig) -> int:
+    """What config.json calls max_position_embeddings."""
+    return int(rope.scaling.get("max_position_embeddings") or config.max_position)
+
+
+def _default(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    return 1.0 / _wave(rope.theta, _rotated(config, rope)), 1.0
+
+
+def _linear(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """Positions divided by a factor (Chen et al. 2023, "Extending context window ... via position interpolation")."""
+    return 1.0 / _wave(rope.theta, _rotated(config, rope)) / _factor(rope), 1.0
+
+
+def _proportional(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """The first share of the pairs rotates, at the frequencies of the whole head; the rest stands still."""
+    dim = 2 * int(rope.partial_rotary_factor * config.head_dim // 2)
+    moving = 1.0 / _wave(rope.theta, dim, config.head_dim) / float(rope.scaling.get("factor", 1.0))
+    return torch.cat((moving, torch.zeros(config.head_dim // 2 - dim // 2))), 1.0
+
+
+def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """NTK-aware scaling whose base grows with the length (see the module for which length is meant)."""
+    dim, factor, known = _rotated(config, rope), _factor(rope), _configured_length(config, rope)
+    length = max(config.max_position, known)
+    base = rope.theta * ((factor * length / known) - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / _wave(base, dim), 1.0
+
+
+def _yarn(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): fast pairs keep their frequency, slow ones are interpolated, a ramp between (3.2)."""
+    scaling, dim, original = rope.scaling, _rotated(config, rope), _original_length(config, rope)
+    factor = float(scaling.get("factor") or _configured_length(config, rope) / original)
+
+    def dimension_of(turns: float) -> float:
+        """The dimension that makes this many turns over the original length."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - interpolated
+    wave = _wave(rope.theta, dim)
+    frequencies = 1.0 / (factor * wave) * (1 - kept) + 1.0 / wave * kept
+    return frequencies, _yarn_attention_factor(factor, scaling)
+
+
+def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
+    """The temperature of section 3.3, as a factor on both the query's and the key's table."""
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature(1.0)
+
+
+def _longrope(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a searched factor for each pair, one set within the original length, one beyond."""
+    scaling, original = rope.scaling, _original_length(config, rope)
+    factors = torch.tensor(scaling["long_factor" if config.max_position > original else "short_factor"])
+    factor = float(scaling.get("factor") or _configured_length(config, rope) / original)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (factors.float() * _wave(rope.theta, _rotated(config, rope))), float(attention_factor)
+
+
+def _llama3(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves slowed by a factor, short ones kept, those between blended."""
+    scaling, original = rope.scaling, _original_length(config, rope)
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    factor, frequencies = _factor(rope), 1.0 / _wave(rope.theta, _rotated(config, rope))
+    wavelength = 2 * math.pi / frequencies
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    slowed = torch.where(wavelength > original / low, frequencies / factor, blended)
+    return torch.where(wavelength < original / high, frequencies, slowed), 1.0
+
+
+def _factor(rope: RopeConfig) -> float:
+    factor = float(rope.scaling["factor"])
+    if not factor > 0 or math.isinf(factor):
+        raise ValueError(f"factor must be a positive number, not {factor}")
+    return factor
+
+
+_FREQUENCIES: dict[str, Callable[[ModelConfig, RopeConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "proportional": _proportional,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

@@ -1,0 +1,89 @@
+"""The two ends of a network: token ids to vectors, vectors to logits; both share the vocabulary between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+
+
+class _VocabularyShare(Layer):
+    """A table [vocab, E] of which each rank holds an equal run of rows; past the vocabulary's end they are zero."""
+
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self._context = context
+        self._hidden_size = hidden_size
+        rows = -(-vocab_size // context.tp_size)
+        self.rows = rows
+        self.start = min(context.tp_rank * rows, vocab_size)
+        self.end = min(self.start + rows, vocab_size)
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        table = torch.empty((self.rows, self._hidden_size), dtype=self._context.dtype, device=self._context.device)
+        held = self.end - self.start
+        table[:held] = tensor[self.start : self.end]
+        table[held:] = 0
+        return table
+
+
+class VocabParallelEmbedding(_VocabularyShare):
+    """Token embedding."""
+
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(context, vocab_size, hidden_size)
+        self.expected["weight"] = (vocab_size, hidden_size)
+        self.table: Tensor | None = None
+        self._heads: list[ParallelLMHead] = []
+
+    def tie(self, head: ParallelLMHead) -> None:
+        """Lets ``head`` have this table as its matrix, as soon as it is loaded."""
+        self._heads.append(head)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Ids int64 [T] to [T, E]."""
+        assert self.table is not None
+        if self._context.tp_size == 1:
+            return self.kernels.embedding(ids, self.table)
+        elsewhere = (ids < self.start) | (ids >= self.end)
+        rows = self.kernels.embedding((ids - self.start).masked_fill_(elsewhere, 0), self.table)
+        return self._context.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def place(self, shard: str, tensor: Tensor) -> None:
+        """Copies this rank's rows."""
+        self.table = self._take(tensor)
+        for head in self._heads:
+            head.pack(self.table)
+
+
+class ParallelLMHead(_VocabularyShare):
+    """The last matrix product; with ``tied`` its matrix is the embedding's and no tensor is expected."""
+
+    def __init__(
+        self, context: LayerContext, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
+    ) -> None:
+        super().__init__(context, vocab_size, hidden_size)
+        self.packed: Any = None
+        self._vocab_size = vocab_size
+        if tied is None:
+            self.expected["weight"] = (vocab_size, hidden_size)
+        else:
+            tied.tie(self)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Hidden [n, E] to logits float32 [n, vocab]."""
+        logits = self.kernels.linear_float32(hidden, self.packed)
+        return self._context.all_gather(logits)[:, : self._vocab_size]
+
+    def place(self, shard: str, tensor: Tensor) -> None:
+        """Copies and packs this rank's rows."""
+        self.pack(self._take(tensor))
+
+    def pack(self, table: Tensor) -> None:
+        """Takes this rank's rows [rows, E] as the matrix."""
+        self.packed = self.kernels.pack_linear(table, None)

@@ -1,0 +1,81 @@
+"""The folder where fetched and converted models are kept, and how something gets into it whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from octavo.core.errors import DownloadError, OctavoError
+
+logger = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """``OCTAVO_CACHE`` if set, else ``octavo`` in the platform's folder for a user's caches."""
+    if chosen := os.environ.get("OCTAVO_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "octavo"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "octavo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def publish(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Makes the folder ``target`` once: ``fill`` writes into a folder beside it, which is then renamed.
+
+    A folder of that name is therefore always complete. Of several processes one does the work and the others wait for
+    it. What an interrupted run left behind is removed by the next one.
+
+    Raises:
+        DownloadError: the cache cannot be written to.
+    """
+    if target.is_dir():
+        return target
+    with _locked(target):
+        if target.is_dir():  # another process was faster
+            return target
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            fill(partial)
+            partial.rename(target)
+        except OctavoError:
+            raise
+        except OSError as e:
+            raise DownloadError(_cannot_write(target.parent, e)) from e
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Holds the file lock that belongs to ``target``."""
+    from filelock import FileLock, Timeout
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(target.name + ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("waiting for another process that prepares %s", target.name)
+            lock.acquire()
+    except OSError as e:
+        raise DownloadError(_cannot_write(target.parent, e)) from e
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    reason = error.strerror or error
+    return f"cannot write to the cache folder {folder} ({reason}); set OCTAVO_CACHE to a folder that can hold the model"

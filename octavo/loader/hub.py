@@ -1,0 +1,72 @@
+"""Fetching a model from the Hugging Face hub: descriptions, tokenizers and safetensors, never anything executable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.core.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+#: Second copies of the weights in other layouts, which many repositories carry.
+_UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
+
+
+def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The folder of a snapshot; one that was downloaded before is used when the hub cannot be reached.
+
+    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` mean what they mean to huggingface_hub.
+
+    Raises:
+        ModelNotFoundError: no such repository or revision.
+        DownloadError: not authorised, or neither reachable nor downloaded before.
+        UnsupportedModelError: the repository has no config.json with safetensors beside it.
+    """
+    folder = _snapshot(repo, revision, progress)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise UnsupportedModelError(
+            f"the hub repository {repo!r} has no config.json with *.safetensors weights (pickled weights are never "
+            "loaded); for a repository of GGUF files, download one and give its path"
+        )
+    return folder
+
+
+def _snapshot(repo: str, revision: str | None, progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown_before = not are_progress_bars_disabled()
+    if not progress:
+        disable_progress_bars()
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except GatedRepoError as e:
+        raise DownloadError(
+            f"the hub model {repo!r} asks for consent: accept its terms on its page, then set HF_TOKEN"
+        ) from e
+    except RevisionNotFoundError as e:
+        raise ModelNotFoundError(f"the hub model {repo!r} has no revision {revision!r}") from e
+    except RepositoryNotFoundError as e:
+        raise ModelNotFoundError(
+            f"the hub has no model {repo!r}, or it is private (then set HF_TOKEN to a token that may read it)"
+        ) from e
+    except HFValidationError as e:
+        raise ModelNotFoundError(f"{repo!r} is no valid hub id: {e}") from e
+    except LocalEntryNotFoundError as e:
+        raise DownloadError(
+            f"the hub model {repo!r}{at} is not on this machine, and the hub cannot be reached (no network, or "
+            "HF_HUB_OFFLINE is set)"
+        ) from e
+    except Exception as e:  # the HTTP library's errors differ between versions of huggingface_hub
+        reason = str(e).strip().splitlines() or [""]
+        raise DownloadError(f"the hub model {repo!r}{at} could not be fetched: {type(e).__name__}: {reason[0]}") from e
+    finally:
+        if not progress and shown_before:
+            enable_progress_bars()

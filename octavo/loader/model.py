@@ -1,0 +1,34 @@
+"""From a Hugging Face folder to a network that is ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.core.model_config import ModelConfig
+from octavo.layers.context import LayerContext
+from octavo.loader.weights import load_weights, read_safetensors
+from octavo.models.registry import make_network
+
+if TYPE_CHECKING:
+    from octavo.models.llama import LlamaForCausalLM
+
+
+def load_model(folder: Path, config: ModelConfig, context: LayerContext) -> LlamaForCausalLM:
+    """Builds the network of ``config`` and fills it with this rank's share of the weights in ``folder``.
+
+    Weights are converted to ``context.dtype``. The rotary table reaches to ``config.max_position``.
+
+    Raises:
+        UnsupportedModelError: no network serves the architecture.
+        ConfigError: the configuration contradicts itself or the tensor-parallel size.
+        WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
+    """
+    network = make_network(config, context)
+
+    def ignored(name: str) -> bool:
+        # Old checkpoints saved the rotary table; tied ones may repeat the embedding as the head.
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+    load_weights(network, read_safetensors(folder), ignored)
+    return network

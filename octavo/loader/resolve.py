@@ -1,0 +1,105 @@
+"""From the name that a user types to a Hugging Face style folder on disk."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from octavo.core.errors import ConfigError, ModelNotFoundError
+from octavo.loader.builtin import BUILTIN, fetch_builtin
+from octavo.loader.cache import cache_dir, publish
+
+#: Raised by one whenever the converter writes something else for the same file, so that old results are not reused.
+CONVERTER_VERSION = 1
+DTYPES = ("auto", "float32", "bfloat16")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
+
+
+def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True) -> Path:
+    """The folder with config.json, tokenizer.json and safetensors for whatever ``name`` names.
+
+    Args:
+        name: a folder with config.json, a .gguf file, a built-in name, or a hub id ``owner/name``, tried in this order.
+        dtype: type of the weights written when a GGUF file is converted; ``auto`` is bfloat16. Folders keep their own.
+        revision: branch, tag or commit of a hub id.
+        progress: shows downloads on standard error.
+
+    Raises:
+        ModelNotFoundError: nothing of that name exists.
+        DownloadError: it exists but could not be fetched, or the cache cannot be written.
+        WeightError, UnsupportedModelError, TokenizerError: a GGUF file cannot be converted.
+        ConfigError: an unknown ``dtype``.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):  # Path("") is the current folder
+        return _checked_folder(path)
+    if os.path.isfile(path):  # unlike Path.is_file, false also for what cannot be a name at all
+        return convert_cached(path, dtype)
+    if name in BUILTIN:
+        return convert_cached(fetch_builtin(BUILTIN[name], progress=progress), dtype, label=name)
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        from octavo.loader.hub import fetch_hub
+
+        return fetch_hub(name, revision=revision, progress=progress)
+    raise ModelNotFoundError(_not_found(name))
+
+
+def pull(name: str, progress: bool = True) -> Path:
+    """Fetches and converts a model ahead of its first use, so that later starts need no network; returns its folder."""
+    return resolve_model(name, progress=progress)
+
+
+def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:
+    """The folder that a GGUF file was converted to, converting it now if that was not done before.
+
+    The result is found by a fingerprint of the file, so nothing is done twice, and a moved file is recognised.
+    """
+    with path.open("rb") as f:
+        magic = f.read(4)
+    if magic != b"GGUF":
+        raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    safe = re.sub(r"[^\w.-]", "_", label or path.stem)[:80]
+    target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
+
+    def fill(folder: Path) -> None:
+        from octavo.loader.gguf_convert import convert_gguf
+
+        convert_gguf(path, folder, dtype)
+
+    return publish(target, fill)
+
+
+def _fingerprint(path: Path) -> str:
+    """Recognises a file's content without reading all of it: size, time of change, and 4 KiB at 66 places.
+
+    Hashing a large file whole would cost more than loading it. Two files that agree in all of these are taken for one.
+    """
+    stat = path.stat()
+    digest = hashlib.sha256(f"{CONVERTER_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
+    with path.open("rb") as f:
+        for i in range(66):
+            f.seek(max(0, stat.st_size - 4096) * i // 65)
+            digest.update(f.read(4096))
+    return digest.hexdigest()[:16]
+
+
+def _checked_folder(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(p.name for p in path.glob("*.gguf"))
+    hint = f"; it holds {', '.join(files[:5])}: give the path of that file" if files else ""
+    raise ModelNotFoundError(f"the folder {path} has no config.json{hint}; accepted: {_ACCEPTED}")
+
+
+def _not_found(name: str) -> str:
+    near = difflib.get_close_matches(name, list(BUILTIN), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"no model {name!r}; {hint}accepted: {_ACCEPTED} (built in: {', '.join(BUILTIN)})"

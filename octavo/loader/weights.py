@@ -1,0 +1,120 @@
+"""Streams the tensors of a safetensors checkpoint into a network, one at a time.
+
+Files are mapped, not read at once: besides the network itself, one tensor and the pages it came from are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.core.errors import WeightError
+from octavo.layers.base import Layer
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Largest index that is read, in bytes.
+_MAX_INDEX_BYTES = 64 << 20
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+def load_weights(network: Layer, tensors: Iterable[tuple[str, Tensor]], ignored: Callable[[str], bool]) -> None:
+    """Gives each (name, whole tensor) to the layer that expects it; afterwards the network is ready.
+
+    Args:
+        network: a network none of whose weights are loaded.
+        tensors: in any order, each name once, under the names of a Hugging Face checkpoint.
+        ignored: whether a tensor that no layer expects may be passed over.
+
+    Raises:
+        WeightError: a tensor is missing, unexpected, doubled, or of the wrong shape or type; the message names it.
+    """
+    takers = {name: (layer, shard) for name, layer, shard in network.tensors()}
+    missing = dict.fromkeys(takers)
+    for name, tensor in tensors:
+        if name not in takers:
+            if ignored(name):
+                continue
+            raise WeightError(
+                f"tensor {name!r} belongs to no layer of this network; is config.json of this checkpoint?"
+            )
+        if name not in missing:
+            raise WeightError(f"tensor {name!r} occurs twice")
+        if tensor.dtype not in _DTYPES:
+            raise WeightError(f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16")
+        layer, shard = takers[name]
+        try:
+            layer.load(shard, tensor)
+        except WeightError as e:
+            raise WeightError(f"tensor {name!r}: {e}") from None
+        del missing[name]
+    if missing:
+        names = list(missing)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+
+
+def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
+
+    A tensor is a view of the mapped file: copy what is to be kept.
+
+    Raises:
+        WeightError: a file is missing, truncated or no safetensors file, or lacks a tensor that the index says it has.
+    """
+    for file, expected in _files(folder).items():
+        try:
+            with safe_open(file, framework="pt") as handle:
+                names = handle.keys()
+                absent = expected.difference(names)
+                if absent:
+                    raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
+                for name in names:
+                    yield name, handle.get_tensor(name)
+        except SafetensorError as e:
+            raise WeightError(f"{file} is truncated or no safetensors file: {e}") from None
+        except OSError as e:
+            raise WeightError(f"{file} cannot be read: {e}") from None
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The checkpoint's files, each with the tensors that the index expects in it."""
+    if (folder / SINGLE_FILE).is_file():
+        return {folder / SINGLE_FILE: set()}
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_files(folder)
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise WeightError(
+            f"{folder} holds {pickles[0]} but no safetensors: such files are pickles, which can run code and are never "
+            f"loaded; convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+        )
+    raise WeightError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _indexed_files(folder: Path) -> dict[Path, set[str]]:
+    index = folder / INDEX_FILE
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise WeightError(f"{index} has {index.stat().st_size} bytes; at most {_MAX_INDEX_BYTES} are read")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(tensor), str(file)) for tensor, file in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WeightError(f"{index} is no index: expected a JSON object with weight_map, tensor to file") from None
+    files: dict[Path, set[str]] = {}
+    for tensor, file in pairs:
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise WeightError(f"{index} puts {tensor!r} into {file!r}: expected the name of a file in the same folder")
+        if not file.endswith(".safetensors"):
+            raise WeightError(f"{index} puts {tensor!r} into {file!r}: expected a .safetensors file")
+        files.setdefault(folder / file, set()).add(tensor)
+    for path in files:
+        if not path.is_file():
+            raise WeightError(f"{path} is missing; {INDEX_FILE} names it")
+    return files

@@ -1,0 +1,124 @@
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3 differ in biases, head norms and windows only.
+
+Reads top down: a network is layers; a layer is attention and an MLP, with a norm before each and a residual around it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+from octavo.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import rotary_table
+from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+
+
+class LlamaForCausalLM(Layer):
+    """A decoder-only transformer with its language-model head."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.config = config
+        vocab, hidden = config.vocab_size, config.hidden_size
+        cos_sin = rotary_table(config, context.device)
+        self.embed = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
+        self.layers = [
+            self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, window))
+            for i, window in enumerate(config.sliding_windows or (None,) * config.num_layers)
+        ]
+        self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
+        tied = self.embed if config.tie_word_embeddings else None
+        self.head = self.attach("lm_head", ParallelLMHead(context, vocab, hidden, tied))
+        #: KV heads that this rank's cache holds.
+        self.num_kv_heads = self.layers[0].attention.qkv.kv_heads
+
+    def forward(self, token_ids: Tensor, caches: list[LayerCache], batch: AttentionBatch) -> Tensor:
+        """Token ids int64 [T] to hidden states [T, E] after the last norm; writes the tokens' keys and values."""
+        x = self.embed(token_ids)
+        residual: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, cache, batch)
+        assert residual is not None  # there is a layer
+        return self.norm.add_and_norm(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, E] to logits float32 [n, vocab]."""
+        return self.head(hidden)
+
+
+class DecoderLayer(Layer):
+    """Attention, then the MLP."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = self.attach("input_layernorm", RMSNorm(context, hidden, eps))
+        self.attention = self.attach("self_attn", Attention(config, context, cos_sin, window))
+        self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
+        self.mlp = self.attach("mlp", MLP(config, context))
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cache: LayerCache, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns (x, residual), both [T, E], whose sum is the hidden state; no residual: x is all of it."""
+        if residual is None:
+            x, residual = self.attention_norm(x), x
+        else:
+            x, residual = self.attention_norm.add_and_norm(x, residual)
+        x = self.attention(x, cache, batch)
+        x, residual = self.mlp_norm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Attention(Layer):
+    """Grouped-query attention with rotary positions over a paged cache."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
+        super().__init__()
+        heads, head_dim, hidden = config.num_heads, config.head_dim, config.hidden_size
+        self.kernels = context.kernels
+        self.qkv = self.attach(
+            "", QKVParallelLinear(context, hidden, heads, config.num_kv_heads, head_dim, config.qkv_bias)
+        )
+        self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias))
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = self.attach("q_norm", RMSNorm(context, head_dim, config.rms_norm_eps))
+            self.k_norm = self.attach("k_norm", RMSNorm(context, head_dim, config.rms_norm_eps))
+        self.head_dim = head_dim
+        self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
+        self.scale = head_dim**-0.5
+        self.window = window
+        self.cos_sin = cos_sin
+
+    def __call__(self, x: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+        """x [T, E] to [T, E]; writes the tokens' keys and values to the cache."""
+        tokens, kernels = x.shape[0], self.kernels
+        q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        q, k = kernels.rotary(q, k, batch.positions, self.cos_sin)
+        kernels.reshape_and_cache(k, v, cache, batch.slots)
+        attended = kernels.paged_attention(q, cache, batch, self.scale, self.window)
+        return self.out(attended.view(tokens, -1))
+
+
+class MLP(Layer):
+    """The gated feed-forward network, down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.kernels = context.kernels
+        self.gate_up = self.attach(
+            "", MergedColumnParallelLinear(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias)
+        )
+        self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, E] to [T, E]."""
+        return self.down(self.kernels.silu_and_mul(self.gate_up(x)))

@@ -1,0 +1,55 @@
+"""Logprobs of the model's own distribution: one token's, its rank, and the most likely tokens.
+
+A row is computed alone (see ``filters``), so its bits do not depend on the batch or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from octavo.core.plan import PositionLogprobs
+from octavo.runner.filters import best, distances
+
+#: Stands for the logprob of an impossible token, as JSON has no infinity.
+FLOOR = -9999.0
+
+
+def prompt_logprobs(logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
+    """Logprobs of known tokens.
+
+    Args:
+        logits: [n, vocab], those that the model gave at the positions before the targets.
+        targets: [n] token ids.
+        k: number of most likely tokens to name at each position.
+    """
+    rows = logits.detach().float().cpu().numpy()
+    return [position_logprobs(row, int(token), k) for row, token in zip(rows, np.asarray(targets), strict=True)]
+
+
+def position_logprobs(logits: NDArray[np.float32], token: int, k: int) -> PositionLogprobs:
+    """Logprobs of one position: log-softmax with the maximum subtracted, summed by numpy's pairwise sum.
+
+    The rank is 1 + the number of tokens with a greater logit. All numbers are finite: none is below ``FLOOR``, and
+    where the logits have no finite maximum (NaN, say) there are no probabilities, so the token gets ``FLOOR`` and the
+    last rank, and no token is named beside it.
+    """
+    top = logits.max()
+    if not math.isfinite(top):
+        return PositionLogprobs(token, FLOOR, logits.size)
+    with np.errstate(over="ignore"):
+        distance = distances(logits, top)
+    weights = np.negative(distance)
+    log_sum = math.log(np.exp(weights, out=weights).sum())
+    chosen = distance[token]
+    top_ids = best(distance, k) if k else np.empty(0, np.int64)
+    return PositionLogprobs(
+        token_id=token,
+        logprob=max(-float(chosen) - log_sum, FLOOR),
+        rank=1 + int(np.count_nonzero(logits > logits[token])),
+        top_ids=top_ids.tolist(),
+        top_logprobs=np.maximum(-distance[top_ids].astype(np.float64) - log_sum, FLOOR).tolist(),
+    )

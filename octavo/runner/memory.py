@@ -1,0 +1,96 @@
+"""How much memory there is, and how many KV cache blocks it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import InsufficientMemoryError
+from octavo.core.model_config import ModelConfig
+
+_ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIB = 1 << 30
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: free memory of the machine, or of the container if that is less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = _read_bytes("/sys/fs/cgroup/memory.max"), _read_bytes("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _read_bytes(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such container, or "max": no limit
+        return None
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the network's matrices."""
+    c = config
+    attention = c.hidden_size * c.head_dim * (c.num_heads * 2 + c.num_kv_heads * 2)
+    layer = attention + 3 * c.hidden_size * c.intermediate_size
+    vocab = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    return (c.num_layers * layer + vocab) * _ITEM_SIZE[dtype]
+
+
+def block_bytes(config: ModelConfig, dtype: str, block_size: int) -> int:
+    """Bytes of one KV cache block, keys and values of all layers."""
+    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * _ITEM_SIZE[dtype]
+
+
+def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
+    """Bytes that the largest step needs beside weights and cache: activations of one layer, and logits.
+
+    Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
+    """
+    heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
+    row = 4 * config.hidden_size + heads + 3 * config.intermediate_size
+    logits = 3 * min(options.max_num_seqs, options.max_num_batched_tokens) * config.vocab_size
+    return 4 * (options.max_num_batched_tokens * row + logits)
+
+
+def check_weights_fit(config: ModelConfig, dtype: str) -> None:
+    """Refuses a model that the free memory cannot hold, before anything is read.
+
+    Raises:
+        InsufficientMemoryError: with what is needed and what is there.
+    """
+    needed, free = weight_bytes(config, dtype), available_memory()
+    if needed > free:
+        raise InsufficientMemoryError(
+            f"the weights need {needed / GIB:.2f} GiB in {dtype}, but only {free / GIB:.2f} GiB of memory are free"
+        )
+
+
+def num_blocks(config: ModelConfig, options: EngineConfig, dtype: str, max_model_len: int) -> int:
+    """KV cache blocks for this engine, once the weights are in memory.
+
+    ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free beside the largest
+    step's activations, and never more than ``max_num_seqs`` sequences of full length could use.
+
+    Raises:
+        InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
+            not a single block.
+    """
+    if options.num_gpu_blocks_override is not None:
+        return options.num_gpu_blocks_override
+    each = block_bytes(config, dtype, options.block_size)
+    free = available_memory() - activation_bytes(config, options)
+    budget = int(options.gpu_memory_utilization * free)
+    per_sequence = -(-max_model_len // options.block_size)
+    least = per_sequence if options.max_model_len is not None else 1
+    if budget < least * each:
+        what = f"one sequence of {max_model_len} tokens" if least > 1 else "one block"
+        raise InsufficientMemoryError(
+            f"the KV cache of {what} needs "
+            f"{least * each / GIB:.3f} GiB, but gpu_memory_utilization={options.gpu_memory_utilization} of the "
+            f"{max(0, free) / GIB:.3f} GiB left free gives {max(0, budget) / GIB:.3f} GiB; lower max_model_len or "
+            "max_num_batched_tokens, or raise gpu_memory_utilization"
+        )
+    return min(budget // each, per_sequence * options.max_num_seqs)

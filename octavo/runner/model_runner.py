@@ -1,0 +1,129 @@
+"""One worker's step: apply the plan to the rows, run the network, sample."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.config import EngineConfig
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import SequenceResult, StepPlan, StepResult
+from octavo.kernels import load_kernels
+from octavo.kernels.interface import Kernels
+from octavo.kernels.timing import KernelClock
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model
+from octavo.runner import memory
+from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.logprobs import prompt_logprobs
+from octavo.runner.sampler import Sampler
+
+#: Rows of logits computed at once for prompt logprobs; bounds their memory at 128 x vocabulary x 4 bytes.
+_PROMPT_LOGPROB_ROWS = 128
+
+
+class ModelRunner:
+    """Owns the weights, the KV cache tensors and the rows of one device."""
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+        """Loads the weights; ``make_cache`` must follow before the first step.
+
+        Raises:
+            InsufficientMemoryError: the weights do not fit.
+            WeightError: a weight file is missing or wrong.
+        """
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        memory.check_weights_fit(config, dtype)
+        self.options = options
+        self.config = config
+        self.dtype = dtype
+        kernels = load_kernels(options.kernels, "cpu")
+        self.clock = KernelClock(kernels)
+        # The clock passes every call on, so it stands in for the backend that it measures.
+        self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
+        context = LayerContext(kernels=self._kernels, dtype=getattr(torch, dtype), device="cpu")
+        self.model = load_model(folder, config, context)
+
+    def make_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocates the KV cache and the rows for sequences of up to ``max_model_len`` tokens."""
+        c = self.config
+        self._caches = self._kernels.make_cache(
+            c.num_layers, num_blocks, self.options.block_size, c.num_kv_heads, c.head_dim, getattr(torch, self.dtype)
+        )
+        self._batch = InputBatch(self.options.max_num_seqs, max_model_len, self.options.block_size)
+        self._sampler = Sampler(c.vocab_size, self._batch.tokens)
+        self._wants_prompt_logprobs: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step. An error of one sequence is part of the result; an exception means that the step failed."""
+        start = time.perf_counter()
+        in_kernels = self.clock.seconds
+        self._apply(plan)
+        result = StepResult(step=plan.step)
+        if plan.seq_ids:
+            inputs = self._batch.build(plan)
+            hidden = self.model.forward(inputs.token_ids, self._caches, inputs.attention)
+            if self._wants_prompt_logprobs:
+                self._add_prompt_logprobs(plan, inputs, hidden, result)
+            self._sample(plan, inputs, hidden, result)
+        result.seconds = time.perf_counter() - start
+        result.kernel_seconds = self.clock.seconds - in_kernels
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        for seq_id in plan.forget:
+            row = self._batch.forget(seq_id)
+            if row is not None:
+                self._sampler.remove(row)
+                self._wants_prompt_logprobs.pop(seq_id, None)
+        for sequence in plan.new:
+            row = self._batch.add(sequence)
+            self._sampler.add(row, sequence)
+            if sequence.params.prompt_logprobs is not None:
+                self._wants_prompt_logprobs[sequence.seq_id] = sequence.params.prompt_logprobs
+        for seq_id, blocks in plan.new_blocks:
+            self._batch.append_blocks(seq_id, blocks)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult) -> None:
+        """Samples for the sequences that have come to their last known token."""
+        chosen = inputs.sampling
+        tokens = np.zeros(len(chosen), dtype=np.int64)
+        if len(chosen):
+            last = torch.from_numpy(inputs.offsets[1:][chosen] - 1)
+            # Most often every row samples; indexing would only copy.
+            logits = self.model.logits(hidden if len(chosen) == len(hidden) else hidden[last])
+            output = self._sampler.sample(logits, inputs.rows[chosen])
+            tokens = np.asarray(output.token_ids, dtype=np.int64)
+            result.seq_ids = [plan.seq_ids[i] for i in chosen.tolist()]
+            result.token_ids = tokens.tolist()
+            for i, logprobs in output.logprobs.items():
+                result.extras.setdefault(result.seq_ids[i], SequenceResult()).logprobs = logprobs
+            for i, message in output.errors.items():
+                result.extras.setdefault(result.seq_ids[i], SequenceResult()).error = message
+        self._batch.advance(inputs, tokens)
+
+    def _add_prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult) -> None:
+        """Scores the prompt tokens that follow the positions computed in this step."""
+        table = self._batch.tokens
+        for i, seq_id in enumerate(plan.seq_ids):
+            count = self._wants_prompt_logprobs.get(seq_id)
+            if count is None:
+                continue
+            row, start = int(inputs.rows[i]), int(inputs.starts[i])
+            stop = min(int(inputs.ends[i]), int(table.num_prompt[row]) - 1)  # the last one's successor is generated
+            scored = []
+            for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
+                high = min(low + _PROMPT_LOGPROB_ROWS, stop)
+                first = int(inputs.offsets[i]) + low - start
+                logits = self.model.logits(hidden[first : first + high - low])
+                scored += prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count)
+            if scored:
+                extra = result.extras.setdefault(seq_id, SequenceResult())
+                extra.prompt_start, extra.prompt_logprobs = start + 1, scored

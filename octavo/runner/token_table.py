@@ -1,0 +1,31 @@
+"""Token ids of every running sequence, as arrays that the input batch and the sampler read."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenTable:
+    """Token ids of every row of the persistent batch.
+
+    Owns ``ids`` int32 [rows, max_len], ``num_tokens`` int64 [rows] (known tokens: prompt and generated) and
+    ``num_prompt`` int64 [rows]. Invariant: ``num_prompt <= num_tokens <= max_len``; ids past ``num_tokens`` are stale.
+    """
+
+    def __init__(self, rows: int, max_len: int) -> None:
+        self.ids: NDArray[np.int32] = np.zeros((rows, max_len), np.int32)
+        self.num_tokens: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.num_prompt: NDArray[np.int64] = np.zeros(rows, np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.ids.shape[0]
+
+    def outputs(self, row: int, last: int | None = None) -> list[int]:
+        """Generated tokens of the row, or the ``last`` of them."""
+        start, stop = int(self.num_prompt[row]), int(self.num_tokens[row])
+        if last is not None:
+            start = max(start, stop - last)
+        return self.ids[row, start:stop].tolist()

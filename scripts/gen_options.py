@@ -1,0 +1,78 @@
+"""Writes docs/options.md from the code: every engine option and every sampling parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from octavo.cli.engine_flags import value_kind
+from octavo.cli.sampling_flags import HELP
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import RESERVED_VARIABLES
+from octavo.core.sampling_params import SamplingParams
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+
+HEAD = """\
+# Options
+
+This page is made by `make docs` from the code; change it there.
+
+## Engine options
+
+An option can be given, each source winning over the one before it, in a YAML file (`--config octavo.yaml`; hyphens or
+underscores), as environment variable (`OCTAVO_MAX_NUM_SEQS=16`), as flag (`--max-num-seqs 16`), or as keyword
+(`LLM(model, max_num_seqs=16)`). A name that does not exist is refused with the nearest one that does. In variables and
+flags `none` resets an option that may be unset. For `generate` and `chat` the flag of `seed` is `--engine-seed`, as
+`--seed` there is a sampling parameter.
+
+| option | value | default | what it does |
+| --- | --- | --- | --- |
+"""
+
+SAMPLING_HEAD = """
+## Sampling parameters
+
+Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top-p 0.9`); keys of a line of JSON input.
+`logits_processors` (a list of callables) exists in Python only.
+
+| parameter | default | what it does |
+| --- | --- | --- |
+"""
+
+VARIABLES_HEAD = """
+## Other environment variables
+
+| variable | what it does |
+| --- | --- |
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for name, field in EngineConfig.model_fields.items():
+        default = "" if field.is_required() else _code(field.default)
+        lines.append(_row(f"`{name}`", value_kind(field), default, field.description or ""))
+    lines.append(SAMPLING_HEAD)
+    for parameter in msgspec.structs.fields(SamplingParams):
+        if parameter.name in HELP:
+            lines.append(_row(f"`{parameter.name}`", _code(parameter.default), HELP[parameter.name]))
+    lines.append(VARIABLES_HEAD)
+    lines += [_row(f"`{name}`", text) for name, text in RESERVED_VARIABLES.items()]
+    return "".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _code(value: object) -> str:
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(render(), encoding="utf-8")
+    print(f"== wrote {TARGET}")

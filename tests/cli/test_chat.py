@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli.chat import Conversation
+from octavo.core.errors import InvalidRequestError
+from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+Run = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
+
+
+class ScriptedEngine:
+    """Answers every request with the same growing texts; a prompt that is too long is refused."""
+
+    def __init__(self, texts: list[str], on_step: Callable[[int], None] = lambda n: None) -> None:
+        self.tokenizer = self
+        self.texts = texts
+        self.on_step = on_step
+        self.conversations: list[list[dict[str, Any]]] = []
+        self.aborted: list[str] = []
+        self.error: str | None = None
+        self.open: str | None = None
+        self.steps = 0
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        self.conversations.append(messages)
+        return [len(m["content"]) for m in messages]
+
+    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        if sum(prompt) > 100:
+            raise InvalidRequestError("the prompt is too long")
+        self.open, self.steps = request_id, 0
+
+    def has_unfinished_requests(self) -> bool:
+        return self.open is not None
+
+    def _state(self, reason: str | None) -> RequestOutput:
+        assert self.open is not None
+        text = self.texts[min(self.steps, len(self.texts)) - 1] if self.steps else ""
+        output = CompletionOutput(0, text, finish_reason=reason, error=self.error if reason == "error" else None)
+        return RequestOutput(self.open, None, [], [output], reason is not None, RequestMetrics(0.0))
+
+    def step(self) -> list[RequestOutput]:
+        self.steps += 1
+        self.on_step(self.steps)
+        if self.steps < len(self.texts):
+            return [self._state(None)]
+        last = self._state("stop" if self.error is None else "error")
+        self.open = None
+        return [last]
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        if self.open != request_id:
+            return None
+        last = self._state("abort")
+        self.aborted.append(request_id)
+        self.open = None
+        return last
+
+
+def converse(engine: ScriptedEngine, system: str | None = None) -> Conversation:
+    return Conversation(engine, SamplingParams(), system)  # type: ignore[arg-type]
+
+
+def test_the_answer_is_shown_as_it_grows_and_remembered(capsys: Capture) -> None:
+    shown: list[str] = []
+    engine = ScriptedEngine(["Pa", "Pari", "Paris."], on_step=lambda n: shown.append(capsys.readouterr().out))
+    conversation = converse(engine, "Be brief.")
+    conversation.ask("Capital?")
+    assert "".join(shown) + capsys.readouterr().out == "Paris.\n"
+    assert shown == ["", "Pa", "ri"]
+    conversation.ask("Why?")
+    assert engine.conversations[-1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Capital?"},
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": "Why?"},
+    ]
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(capsys: Capture) -> None:
+    def interrupt(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine = ScriptedEngine(["one", "one two", "one two three"], on_step=interrupt)
+    conversation = converse(engine)
+    handler = signal.getsignal(signal.SIGINT)
+    conversation.ask("Count.")
+    assert engine.aborted == ["turn-1"]
+    assert capsys.readouterr().out == "one two\n"
+    assert conversation.messages[-1] == {"role": "assistant", "content": "one two"}
+    assert conversation.failures == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_interrupt_ends_the_program_and_frees_the_request() -> None:
+    def interrupt(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    engine = ScriptedEngine(["one", "one two"], on_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        converse(engine).ask("Count.")
+    assert engine.aborted == ["turn-1"]
+
+
+def test_a_question_that_is_too_long_is_forgotten(capsys: Capture) -> None:
+    conversation = converse(ScriptedEngine(["fine"]))
+    conversation.ask("x" * 200)
+    assert "octavo: error: the prompt is too long" in capsys.readouterr().err
+    assert (conversation.failures, conversation.messages) == (1, [])
+    conversation.ask("short")
+    assert capsys.readouterr().out == "fine\n"
+
+
+def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None:
+    engine = ScriptedEngine(["so", "so far"])
+    engine.error = "the worker failed"
+    conversation = converse(engine)
+    conversation.ask("Well?")
+    assert "the worker failed" in capsys.readouterr().err
+    assert (conversation.failures, conversation.messages) == (1, [])
+
+
+def test_commands_change_the_conversation(capsys: Capture) -> None:
+    from octavo.cli.chat import _obey
+
+    engine = ScriptedEngine(["yes"])
+    conversation = converse(engine, "old")
+    conversation.ask("a")
+    assert _obey(conversation, "/reset")
+    assert conversation.messages == [{"role": "system", "content": "old"}]
+    assert _obey(conversation, "/system Speak Latin.")
+    assert conversation.messages == [{"role": "system", "content": "Speak Latin."}]
+    assert _obey(conversation, "/system")
+    assert conversation.messages == []
+    capsys.readouterr()
+    assert _obey(conversation, "/rest")
+    assert "did you mean /reset?" in capsys.readouterr().err
+    assert not _obey(conversation, "/exit")
+
+
+def test_a_piped_conversation_answers_each_line_until_it_is_told_to_leave(
+    octavo: Run, capsys: Capture, tiny_model: Path
+) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--bad-words", "\n")
+    assert octavo("chat", tiny_model, *flags, stdin="Hello\n\n/reset\nHello\n/exit\nnever asked\n") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    half = len(captured.out) // 2
+    assert captured.out.endswith("\n")
+    assert captured.out[:half] == captured.out[half:]
+
+
+def test_a_stream_is_the_text_that_generate_gives(octavo: Run, capsys: Capture, tiny_model: Path) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "40", "--ignore-eos")
+    assert octavo("chat", tiny_model, *flags, stdin="Hello\n") == 0
+    streamed = capsys.readouterr().out
+    assert octavo("generate", tiny_model, "--chat", "Hello", *flags) == 0
+    assert capsys.readouterr().out == streamed
+
+
+def test_a_question_beyond_the_context_is_an_error_and_the_next_is_answered(
+    octavo: Run, capsys: Capture, tiny_model: Path
+) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "3")
+    assert octavo("chat", tiny_model, *flags, stdin="x" * 1000 + "\nHello\n") == 1
+    captured = capsys.readouterr()
+    assert "octavo: error: the prompt has" in captured.err
+    assert captured.out.endswith("\n")
+
+
+def read_until(terminal: int, wanted: bytes, each_second: Callable[[], None] = lambda: None) -> None:
+    """Reads up to ``wanted``, for a minute at most; ``each_second`` is called while nothing comes."""
+    seen = b""
+    silent = 0
+    while wanted not in seen:
+        assert silent < 60, f"waited in vain for {wanted!r} after {seen!r}"
+        ready, _, _ = select.select([terminal], [], [], 1)
+        if ready:
+            seen += os.read(terminal, 4096)
+        else:
+            silent += 1
+            each_second()
+
+
+def test_in_a_terminal_ctrl_c_drops_the_line_and_ctrl_d_leaves(tiny_model: Path) -> None:
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "octavo", "chat", str(tiny_model), "--temperature", "0", "--max-tokens", "5"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("OCTAVO_")}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    try:
+        read_until(ours, b"> ")
+        os.write(ours, b"Hello\n")
+        read_until(ours, b"\n> ")
+        # A signal that comes just before readline waits is not seen by it until the next one.
+        read_until(ours, b"> ", each_second=lambda: process.send_signal(signal.SIGINT))
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import octavo as package
+from octavo.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(("OCTAVO_", "PYTHON"))} | {"PYTHONPATH": str(ROOT)}
+
+Run = Callable[..., int]
+
+
+def program(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo", *argv]
+    return subprocess.run(  # type: ignore[call-overload]
+        command, capture_output=True, text=True, timeout=120, **{"env": ENVIRON, **options}
+    )
+
+
+def test_help_is_shown_within_half_a_second() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        result = program("--help")
+        seconds.append(time.perf_counter() - start)
+        assert result.returncode == 0
+    assert min(seconds) < 0.5
+
+
+def test_the_top_level_parser_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from octavo.cli.main import make_parser; make_parser().format_help();"
+        "print([m for m in ('torch', 'pydantic', 'transformers', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_shows_an_example_and_loads_no_torch(command: str) -> None:
+    code = (
+        "import sys; from octavo.cli.main import main\n"
+        f"try: main([{command!r}, '--help'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True)
+    assert f"  octavo {command} " in result.stdout or f"  octavo {command}\n" in result.stdout
+    assert "example" in result.stdout
+    assert result.stdout.endswith("False\n"), result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_commands_that_report_figures_can_write_json(
+    command: str, octavo: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo(command, "--help") == 0
+    assert "--json PATH|-" in capsys.readouterr().out
+
+
+def test_version(octavo: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo("--version") == 0
+    assert capsys.readouterr().out == f"octavo {package.__version__}\n"
+
+
+def test_without_a_command_the_help_is_shown_as_an_error(octavo: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo() == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generat"], "did you mean 'generate'?"),
+        (["fly"], "known: generate, chat"),
+        (["--versoin"], "did you mean --version?"),
+        (["generate", "m", "--max-num-seq", "4"], "did you mean --max-num-seqs?"),
+        (["generate", "m", "--temprature=1", "p"], "did you mean --temperature?"),
+        (["generate", "m", "--max_tokens", "4"], "did you mean --max-tokens?"),
+        (["generate", "m", "-max-tokens", "4"], "did you mean --max-tokens?"),
+        (["generate", "m", "p", "--max-tokens", "many"], "'many'"),
+        (["generate", "m", "p", "--max-num-seqs", "0"], "greater than or equal to 1, not '0'"),
+        (["generate", "m", "p", "--temperature", "-1"], "temperature must be at least 0, not -1"),
+        (["generate", "m", "p", "--logit-bias", "[1]"], "must be a JSON object"),
+        (["generate", "m", "p", "--max-num-batched-tokens", "4"], "must be at least max_num_seqs"),
+        (["generate", "m", "p", "--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["generate"], "no model given"),
+        (["generate", "m"], "no prompt given"),
+        (["generate", "m", "--input", "/no/such.txt"], "/no/such.txt"),
+        (["generate", "m", "p", "--json", "/no/such/folder/x"], "cannot write --json"),
+        (["generate", "no-such-model", "p"], "no-such-model"),
+        (["chat"], "no model given"),
+        (["chat", "m", "surplus"], "unexpected argument 'surplus'"),
+        (["chat", "m", "--n", "2"], "unknown option --n"),
+        (["chat", "m", "--top-p", "0"], "top_p must be in (0, 1], not 0"),
+        (["pull"], "takes one NAME"),
+        (["pull", "a", "b"], "takes one NAME"),
+        (["info", "a", "b"], "unexpected argument 'b'"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(
+    argv: list[str], said: str, octavo: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo(*argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("octavo: error: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+
+
+def test_a_wrong_environment_variable_is_refused(
+    octavo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_BLOCKSIZE", "8")
+    assert octavo("generate", "m", "p") == 2
+    assert "did you mean OCTAVO_BLOCK_SIZE?" in capsys.readouterr().err
+
+
+def test_a_wrong_log_level_is_refused(
+    octavo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "loud")
+    assert octavo("info") == 2
+    assert "debug, info, warning, error, not 'loud'" in capsys.readouterr().err
+
+
+def test_the_traceback_is_shown_when_debugging(
+    octavo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "1")
+    assert octavo("generate") == 2
+    captured = capsys.readouterr().err
+    assert "Traceback" in captured
+    assert captured.splitlines()[-1].startswith("octavo: error: no model given")
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octavo", "--help"], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) != 0
+    assert errors == b""
+
+
+def test_info_reports_the_machine(octavo: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo("info", "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["octavo"] == package.__version__
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["cores"]["logical"] >= facts["cores"]["usable"] >= 1
+    assert facts["memory_bytes"]["total"] > facts["memory_bytes"]["available"] > 0
+    assert facts["devices"][0] == "cpu"
+    assert facts["cpu"]
+    assert facts["kernels"]
+    assert "model" not in facts
+
+
+def test_info_writes_lines_for_people_and_json_to_a_file(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    assert octavo("info") == 0
+    lines = capsys.readouterr().out
+    assert "GiB total" in lines
+    assert str(tmp_path / "cache") in lines
+    assert octavo("info", "--json", tmp_path / "facts.json") == 0
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "facts.json").read_text())["cache"] == str(tmp_path / "cache")
+
+
+def test_info_describes_a_model(octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    assert octavo("info", tiny_model, "--json", "-") == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["layers"], model["heads"], model["kv_heads"], model["head_dim"]) == (2, 4, 2, 8)
+    assert (model["vocab_size"], model["context_length"]) == (258, 256)
+    assert model["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert model["weight_bytes"] >= 258 * 32 * 4
+
+
+def test_pull_prints_the_folder_of_a_model_that_is_there(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    assert octavo("pull", tiny_model) == 0
+    assert capsys.readouterr().out == f"{tiny_model}\n"
+
+
+def test_pull_of_an_unknown_name_says_which_there_are(octavo: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo("pull", "smollm2-135n") == 2
+    assert "smollm2-135m" in capsys.readouterr().err

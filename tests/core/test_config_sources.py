@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
+from octavo.core.errors import ConfigError, OctavoError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "octavo.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(overrides: dict[str, Any], **sources: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(overrides, **{"environ": {}, **sources})
+    assert isinstance(caught.value, OctavoError)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_nothing_but_a_model_gives_the_defaults() -> None:
+    assert resolve_config({"model": "m"}, environ={}) == EngineConfig(model="m")
+
+
+def test_each_source_wins_over_the_one_before_it(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: file\nmax-num-seqs: 1\nblock_size: 2\nseed: 3\n")
+    environ = {"OCTAVO_BLOCK_SIZE": "4", "OCTAVO_SEED": "5"}
+    config = resolve_config({"seed": 6}, config_file=file, environ=environ)
+    assert (config.model, config.max_num_seqs, config.block_size, config.seed) == ("file", 1, 4, 6)
+    assert config.watermark == EngineConfig.model_fields["watermark"].default
+
+
+def test_a_none_argument_resets_what_the_file_set(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: m\nmax_model_len: 64\n")
+    assert resolve_config({}, config_file=file, environ={}).max_model_len == 64
+    assert resolve_config({"max_model_len": None}, config_file=file, environ={}).max_model_len is None
+
+
+def test_the_config_variable_names_a_file_and_an_explicit_file_replaces_it(tmp_path: Path) -> None:
+    named = write(tmp_path, "model: by-variable\nseed: 1\n")
+    environ = {"OCTAVO_CONFIG": str(named)}
+    assert resolve_config({}, environ=environ).model == "by-variable"
+    explicit = tmp_path / "other.yaml"
+    explicit.write_text("model: explicit\n")
+    config = resolve_config({}, config_file=explicit, environ=environ)
+    assert (config.model, config.seed) == ("explicit", 0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("OCTAVO_ENABLE_CHUNKED_PREFILL", "false", "enable_chunked_prefill", False),
+        ("OCTAVO_ENABLE_CHUNKED_PREFILL", "1", "enable_chunked_prefill", True),
+        ("OCTAVO_MAX_NUM_SEQS", "16", "max_num_seqs", 16),
+        ("OCTAVO_WATERMARK", "0.25", "watermark", 0.25),
+        ("OCTAVO_MAX_MODEL_LEN", "none", "max_model_len", None),
+        ("OCTAVO_DTYPE", "bfloat16", "dtype", "bfloat16"),
+        ("OCTAVO_MODEL", "/models/a b", "model", "/models/a b"),
+    ],
+)
+def test_variables_are_parsed_to_the_type_of_the_option(variable: str, text: str, option: str, value: object) -> None:
+    config = resolve_config({"model": "m"} if option != "model" else {}, environ={variable: text})
+    assert getattr(config, option) == value
+    assert type(getattr(config, option)) is type(value)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert resolve_config({"model": "m"}, environ={"OCTAVO_SEED": ""}).seed == 0
+
+
+def test_reserved_variables_and_those_of_others_are_left_alone(tmp_path: Path) -> None:
+    environ = dict.fromkeys(RESERVED_VARIABLES, "x") | {"OCTAVO_CONFIG": "", "OCTAVOX": "1", "HOME": "/"}
+    assert resolve_config({"model": "m"}, environ=environ) == EngineConfig(model="m")
+
+
+def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "32")
+    assert resolve_config({"model": "m"}).block_size == 32
+
+
+def test_a_path_is_taken_as_the_model(tmp_path: Path) -> None:
+    assert resolve_config({"model": tmp_path}, environ={}).model == str(tmp_path)
+
+
+def test_without_a_model_the_message_says_where_to_name_one() -> None:
+    message = refused({})
+    assert "OCTAVO_MODEL" in message
+    assert "model:" in message
+
+
+@pytest.mark.parametrize("sources", [{"overrides": {"max_num_seq": 4}}, {"environ": {"OCTAVO_MAX_NUM_SEQ": "4"}}])
+def test_an_unknown_option_is_refused_with_the_nearest_name(sources: dict[str, Any]) -> None:
+    message = refused({"model": "m", **sources.get("overrides", {})}, environ=sources.get("environ", {}))
+    assert "max_num_seqs" in message.lower().replace("octavo_", "")
+
+
+def test_an_unknown_key_of_a_file_is_refused_naming_the_file_and_the_nearest_name(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: m\nblock-sise: 8\n")
+    message = refused({}, config_file=file)
+    assert str(file) in message
+    assert "'block_size'" in message
+
+
+def test_a_misspelt_reserved_variable_is_refused_too() -> None:
+    assert "OCTAVO_LOG_LEVEL" in refused({"model": "m"}, environ={"OCTAVO_LOG_LEVL": "debug"})
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("sixteen", "integer"), ("0", "greater than or equal to 1"), ("1.5", "integer")]
+)
+def test_a_bad_variable_is_refused_with_its_name_its_value_and_what_is_right(text: str, right: str) -> None:
+    message = refused({"model": "m"}, environ={"OCTAVO_MAX_NUM_SEQS": text})
+    assert "OCTAVO_MAX_NUM_SEQS" in message
+    assert repr(text) in message
+    assert right in message
+
+
+@pytest.mark.parametrize("line", ["max_num_seqs: yes", "max_num_seqs: many", 'max_num_seqs: "8"', "max_num_seqs: 0"])
+def test_a_bad_value_in_a_file_names_the_file(tmp_path: Path, line: str) -> None:
+    file = write(tmp_path, f"model: m\n{line}\n")
+    message = refused({}, config_file=file)
+    assert message.startswith("max_num_seqs: ")
+    assert str(file) in message
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"dtype": "float64"}, {"max_num_seqs": "8"}, {"model": 3}])
+def test_a_bad_argument_is_refused(options: dict[str, Any]) -> None:
+    assert "(from argument)" in refused({"model": "m", **options})
+
+
+def test_whole_numbers_serve_as_shares(tmp_path: Path) -> None:
+    assert resolve_config({"model": "m", "gpu_memory_utilization": 1}, environ={}).gpu_memory_utilization == 1.0
+
+
+def test_a_contradiction_names_the_source_of_both_sides(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: m\nmax_num_seqs: 8\n")
+    message = refused({}, config_file=file, environ={"OCTAVO_MAX_NUM_BATCHED_TOKENS": "4"})
+    assert f"max_num_seqs from {file}" in message
+    assert "max_num_batched_tokens from OCTAVO_MAX_NUM_BATCHED_TOKENS" in message
+
+
+def test_an_option_given_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    assert "twice" in refused({}, config_file=write(tmp_path, "model: m\nblock-size: 8\nblock_size: 16\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- model\n- m\n", "list"),
+        ("model: [unclosed\n", "not valid YAML"),
+        ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_plain_mapping_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    assert reason in refused({}, config_file=write(tmp_path, text))
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in refused({}, config_file=tmp_path / "absent.yaml")
+    assert str(tmp_path) in refused({}, config_file=tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refused({}, config_file=binary)
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert resolve_config({"model": "m"}, config_file=write(tmp_path, "# nothing\n"), environ={}).model == "m"
+
+
+def test_parse_option_keeps_none_as_a_text_where_the_option_cannot_be_unset() -> None:
+    assert parse_option("model", "none") == "none"
+    with pytest.raises(ValueError, match="not 'none'"):
+        parse_option("max_num_seqs", "none")
+
+
+def test_make_config_refuses_like_the_sources_do() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        make_config(model="m", max_num_seq=1)
+    with pytest.raises(ConfigError, match="at least max_num_seqs"):
+        make_config(model="m", max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        EngineConfig(model="m").seed = 1  # type: ignore[misc]

@@ -1,0 +1,269 @@
+"""The reference kernels against float64 arithmetic written token by token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels import load_kernels, reference
+from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.reference import ReferenceKernels
+
+KERNELS = ReferenceKernels()
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Case:
+    """A step: per sequence the tokens computed before and in this step, and the shapes."""
+
+    lengths: list[tuple[int, int]]
+    block_size: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    window: int | None
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    decodes = draw(st.lists(st.integers(0, 20), max_size=4))
+    prefills = draw(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 9)), max_size=3))
+    return Case(
+        lengths=[(before, 1) for before in decodes] + prefills,
+        block_size=draw(st.integers(1, 5)),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        head_dim=2 * draw(st.integers(1, 4)),
+        window=draw(st.none() | st.integers(1, 9)),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@dataclass
+class Step:
+    """The tensors of a case, and what each sequence's whole keys and values are."""
+
+    batch: AttentionBatch
+    cache: LayerCache
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
+    """Lays the sequences into shuffled blocks; every slot that no sequence owns is NaN, block 0 among them."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    totals = [before + new for before, new in case.lengths]
+    needed = [-(-total // case.block_size) for total in totals]
+    cache = KERNELS.make_cache(1, sum(needed) + 2, case.block_size, case.kv_heads, case.head_dim, dtype)[0]
+    cache.key.fill_(math.nan)
+    cache.value.fill_(math.nan)
+    free = (1 + torch.randperm(sum(needed) + 1, generator=generator)).tolist()
+    tables = torch.zeros(len(totals), max(needed, default=0) + 1, dtype=torch.int32)
+    keys, values, starts = [], [], [0]
+    slots: list[int] = []
+    positions: list[int] = []
+    for s, (before, new) in enumerate(case.lengths):
+        blocks = [free.pop() for _ in range(needed[s])]
+        tables[s, : needed[s]] = torch.tensor(blocks)
+        own = [blocks[p // case.block_size] * case.block_size + p % case.block_size for p in range(totals[s])]
+        keys.append(random(totals[s], case.kv_heads, case.head_dim))
+        values.append(random(totals[s], case.kv_heads, case.head_dim))
+        KERNELS.reshape_and_cache(keys[-1], values[-1], cache, torch.tensor(own))
+        slots += own[before:]
+        positions += range(before, totals[s])
+        starts.append(starts[-1] + new)
+    decodes = 0
+    while decodes < len(case.lengths) and case.lengths[decodes][1] == 1:
+        decodes += 1
+    batch = AttentionBatch(
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(totals, dtype=torch.int32),
+        block_tables=tables,
+        slots=torch.tensor(slots, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        num_decodes=decodes,
+        max_query_len=max((new for _, new in case.lengths), default=0),
+        max_seq_len=max(totals, default=0),
+        block_size=case.block_size,
+    )
+    return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
+
+
+def attend(case: Case, step: Step, scale: float) -> Floats:
+    """Attention of every token and head by itself."""
+    out = np.zeros(tuple(step.q.shape))
+    q, row = step.q.double().numpy(), 0
+    for (before, new), key, value in zip(case.lengths, step.keys, step.values, strict=True):
+        k, v = key.double().numpy(), value.double().numpy()
+        for position in range(before, before + new):
+            oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            for head in range(q.shape[1]):
+                kv = head // case.group
+                scores = k[oldest : position + 1, kv] @ q[row, head] * scale
+                weights = np.exp(scores - scores.max())
+                out[row, head] = weights @ v[oldest : position + 1, kv] / weights.sum()
+            row += 1
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_attention_is_that_of_each_token_over_its_own_context(case: Case) -> None:
+    step = build(case)
+    scale = case.head_dim**-0.5
+    out = KERNELS.paged_attention(step.q, step.cache, step.batch, scale, case.window)
+    assert out.shape == step.q.shape and out.dtype == torch.float32
+    np.testing.assert_allclose(out.numpy(), attend(case, step, scale), atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 40))
+def test_attention_in_slices_is_the_same(case: Case, limit: int) -> None:
+    step = build(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_MAX_ELEMENTS", limit)
+        out = KERNELS.paged_attention(step.q, step.cache, step.batch, 0.5, case.window)
+    np.testing.assert_allclose(out.numpy(), attend(case, step, 0.5), atol=2e-6, rtol=1e-5)
+
+
+def test_attention_over_many_blocks_in_bfloat16_is_rounded_once() -> None:
+    case = Case([(200, 1), (3, 1), (0, 150), (97, 30)], 16, 2, 3, 64, None, 1)
+    step = build(case, torch.bfloat16)
+    out = KERNELS.paged_attention(step.q, step.cache, step.batch, 0.125, None)
+    assert out.dtype == torch.bfloat16
+    exact = torch.from_numpy(attend(case, step, 0.125)).to(torch.bfloat16).float()
+    # Half a unit in the last place of bfloat16 can fall the other way.
+    np.testing.assert_allclose(out.float().numpy(), exact.numpy(), rtol=2**-7, atol=1e-6)
+    assert (out.float() == exact).double().mean() > 0.99
+
+
+def test_attention_takes_queries_that_are_strided_views() -> None:
+    case = Case([(4, 1), (2, 3)], 2, 2, 2, 4, None, 7)
+    step = build(case)
+    wide = torch.cat((step.q, step.q), dim=1)[:, :4]
+    assert not wide.is_contiguous()
+    expected = KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, None)
+    assert torch.equal(KERNELS.paged_attention(wide, step.cache, step.batch, 1.0, None), expected)
+
+
+def test_cache_holds_what_was_written_and_nothing_else_changes() -> None:
+    cache = KERNELS.make_cache(2, 3, 4, 2, 6, torch.bfloat16)[1]
+    assert cache.key.shape == cache.value.shape == (3, 4, 2, 6)
+    qkv = torch.randn(2, 5, 6).to(torch.bfloat16)
+    k, v = qkv[:, :2], qkv[:, 2:4]
+    KERNELS.reshape_and_cache(k, v, cache, torch.tensor([11, 2]))
+    assert torch.equal(cache.key[2, 3], k[0]) and torch.equal(cache.value[0, 2], v[1])
+    assert cache.key.view(-1, 12).any(1).sum() == 2
+
+
+def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
+    caches = KERNELS.make_cache(2, 4, 2, 1, 2, torch.float32)
+    for cache in caches:
+        cache.key.normal_()
+        cache.value.normal_()
+    before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
+    KERNELS.copy_blocks(caches, [(0, 3), (3, 1)])
+    KERNELS.copy_blocks(caches, [])
+    for cache, (key, value) in zip(caches, before, strict=True):
+        assert torch.equal(cache.key, key[[0, 3, 2, 0]])
+        assert torch.equal(cache.value, value[[0, 3, 2, 0]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 5), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(0, 2), st.integers(0, 99)
+)
+def test_rotary_turns_pairs_half_a_rotation_apart(
+    tokens: int, heads: int, kv_heads: int, half: int, rest: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    head_dim = 2 * half + rest
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    positions = torch.randint(0, 50, (tokens,), generator=generator)
+    angles = torch.rand(50, half, generator=generator, dtype=torch.float64) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).float()
+    expected = [x.double().numpy().copy() for x in (q, k)]
+    untouched = v.clone()
+    for x in expected:
+        for token in range(tokens):
+            for i in range(half):
+                c, s = math.cos(angles[positions[token], i]), math.sin(angles[positions[token], i])
+                first, second = x[token, :, i].copy(), x[token, :, i + half].copy()
+                x[token, :, i] = first * c - second * s
+                x[token, :, i + half] = second * c + first * s
+    for out, want in zip(KERNELS.rotary(q, k, positions, table), expected, strict=True):
+        np.testing.assert_allclose(out.numpy(), want, atol=2e-6)
+    assert torch.equal(v, untouched)
+
+
+def test_norm_is_that_of_the_llama_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x, residual = torch.randn(2, 7, 96).to(dtype)
+        module = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+        weight = torch.randn(96).to(dtype)
+        module.weight.data = weight
+        with torch.inference_mode():
+            # Sums may be taken in another order, and ours are rounded once less: one unit in the last place.
+            rtol = 2**-7 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5), module(x), rtol=rtol, atol=0)
+            normed, total = KERNELS.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+            assert torch.equal(total, x.float() + residual.float())
+            expected = module(total).to(dtype)
+            torch.testing.assert_close(normed, expected, rtol=rtol, atol=0)
+
+
+def test_norm_is_computed_in_float32() -> None:
+    # 256 + 1 is no bfloat16: squares and sums in that type would be far off.
+    x = (torch.randn(3, 512) * 20 + 100).to(torch.bfloat16)
+    wide = x.double()
+    expected = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).to(torch.bfloat16)
+    out = KERNELS.rms_norm(x, torch.ones(512, dtype=torch.bfloat16), 1e-6)
+    torch.testing.assert_close(out, expected, rtol=2**-8, atol=0)
+
+
+def test_activation_and_linear_and_embedding() -> None:
+    x = torch.randn(5, 12)
+    gate, up = x.double()[:, :6], x.double()[:, 6:]
+    torch.testing.assert_close(KERNELS.silu_and_mul(x).double(), gate / (1 + (-gate).exp()) * up, atol=1e-6, rtol=1e-6)
+    weight, bias = torch.randn(7, 12), torch.randn(7)
+    packed = KERNELS.pack_linear(weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(KERNELS.linear(x, packed).double(), expected, atol=1e-5, rtol=1e-5)
+    half = KERNELS.linear_float32(x.bfloat16(), KERNELS.pack_linear(weight.bfloat16(), None))
+    assert half.dtype == torch.float32
+    assert torch.equal(KERNELS.embedding(torch.tensor([6, 0, 6]), weight), weight[[6, 0, 6]])
+
+
+def test_empty_step_is_computed_to_nothing() -> None:
+    step = build(Case([], 4, 2, 2, 8, None, 0))
+    for window in (None, 3):
+        assert KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, window).shape == (0, 4, 8)
+    KERNELS.reshape_and_cache(step.q[:, :2], step.q[:, :2], step.cache, step.batch.slots)
+    assert KERNELS.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
+    assert KERNELS.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
+
+
+def test_backends_are_chosen_by_name() -> None:
+    assert load_kernels("reference", "cpu").name == "reference"
+    assert load_kernels("auto", "cpu").name in ("reference", "cpu")
+    with pytest.raises(ConfigError, match=r"'refrence'.*auto, reference"):
+        load_kernels("refrence", "cpu")

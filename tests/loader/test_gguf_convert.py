@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file
+
+from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
+from octavo.loader.gguf_config import llama3_parameters
+from octavo.loader.gguf_convert import convert_gguf
+
+KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+
+
+def convert(path: Path, dtype: str = "float32") -> Path:
+    folder = path.with_suffix(f".{dtype}")
+    folder.mkdir()
+    convert_gguf(path, folder, dtype)
+    return folder
+
+
+def deinterleaved_index(heads: int, size: int) -> list[int]:
+    """For each row of a transformers q or k weight, its row in the file."""
+    half = size // 2
+    return [h * size + (2 * i if i < half else 2 * (i - half) + 1) for h in range(heads) for i in range(size)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_weight_is_the_dequantized_value(tmp_path: Path, tiny_llama: Any, kind: Q, dtype: str) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", kind)
+    weights = load_file(convert(path, dtype) / "model.safetensors")
+    wanted = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+            values = values[deinterleaved_index(values.shape[0] // 64, 64)]
+        wanted[tensor.name] = values.to(getattr(torch, dtype))
+    assert len(weights) == len(wanted)
+    for ours, theirs in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+        "model.layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+        "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "model.layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+        "model.layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+        "model.layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+        "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+        "model.layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
+        "model.layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    }.items():
+        assert weights[ours].dtype == getattr(torch, dtype)
+        assert torch.equal(weights[ours], wanted[theirs]), ours
+
+
+def hf_model(arch: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[arch]
+    model = model_class(config_class(**(shape | changes))).eval()
+    with torch.no_grad():
+        for value in model.parameters():  # norms and biases start at 1 and 0: anything swapped would go unseen
+            value.add_(torch.randn_like(value) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+)
+def test_a_model_exported_by_hand_computes_the_same_after_conversion(
+    tmp_path: Path, export_gguf: Any, arch: str, changes: dict[str, Any]
+) -> None:
+    model = hf_model(arch, **changes)
+    export_gguf(model, tmp_path / "m.gguf", arch)
+    folder = convert(tmp_path / "m.gguf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert again.dtype == torch.float32
+    ids = torch.arange(30)[None] * 7 % 272
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+    assert transformers.AutoTokenizer.from_pretrained(folder).encode("hello world")
+
+
+def test_llama3_rope_factors_become_its_rope_scaling(tmp_path: Path, export_gguf: Any) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = hf_model("llama", rope_parameters=rope, head_dim=64, max_position_embeddings=131072)
+    plain = 500000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    factors = (plain / model.model.rotary_emb.inv_freq.double()).float().numpy()
+    export_gguf(
+        model, tmp_path / "m.gguf", "llama", edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+    )
+    config = json.loads((convert(tmp_path / "m.gguf") / "config.json").read_text())
+    assert config["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize("parameters", [(500000.0, 128, 8.0, 4.0, 8192), (500000.0, 64, 32.0, 4.0, 8192)])
+def test_published_llama3_tables_are_recognised(parameters: tuple[float, int, float, float, int]) -> None:
+    theta, head, factor, high, original = parameters
+    table = []
+    for i in range(head // 2):
+        wavelength = 2 * np.pi * theta ** (2 * i / head)
+        if wavelength < original / high:
+            table.append(1.0)
+        elif wavelength > original:
+            table.append(factor)
+        else:
+            smooth = (original / wavelength - 1) / (high - 1)
+            table.append(1 / ((1 - smooth) / factor + smooth))
+    found = llama3_parameters(np.array(table, np.float32).astype(np.float64), theta, head, "x")
+    assert (found["factor"], found["high_freq_factor"], found["original_max_position_embeddings"]) == (
+        factor,
+        high,
+        original,
+    )
+    assert found["low_freq_factor"] == 1.0
+
+
+@pytest.mark.parametrize("table", [[1.0, 2.0, 3.0, 4.0], [1.0, np.nan, 8.0, 8.0], [0.5] * 4, [1.0] * 3, [-1.0] * 4])
+def test_other_rope_tables_are_refused(table: list[float]) -> None:
+    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
+        llama3_parameters(np.array(table), 10000.0, 8, "x")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, {"rope_theta": 10000.0, "rope_type": "default"}),
+        ({"llama.rope.freq_base": 123456.0}, {"rope_theta": 123456.0, "rope_type": "default"}),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0},
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_rope_settings(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
+    folder = convert(tiny_llama(tmp_path / "m.gguf", keys=keys))
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == wanted
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_numbers_given_once_a_layer_are_read_as_one(tmp_path: Path, tiny_llama: Any) -> None:
+    folder = convert(tiny_llama(tmp_path / "m.gguf", keys={"llama.attention.head_count_kv": [2, 2]}))
+    assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
+
+
+def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path, export_gguf: Any) -> None:
+    export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=lambda w: w.add_eot_token_id(5))
+    content = json.loads((convert(tmp_path / "m.gguf") / "generation_config.json").read_text())
+    assert content == {"bos_token_id": 0, "eos_token_id": [1, 5]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.attention.sliding_window": 64}, "sliding_window"),
+        ({"llama.rope.dimension_count": 32}, "rotated whole"),
+        ({"llama.attention.value_length": 32}, "keys and of values"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
+        ({"llama.attention.head_count_kv": [2, 4]}, "differs between layers"),
+        ({"general.architecture": "mamba"}, "mamba.*llama, qwen2, qwen3"),
+    ],
+)
+def test_unsupported_settings_are_refused(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(tiny_llama(tmp_path / "m.gguf", keys=keys))
+
+
+def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
+    odd = (np.zeros((256, 256 // 256 * 136), np.uint8), Q.IQ4_XS)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight.*IQ4_XS"):
+        convert(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.attn_q.weight": odd}))
+
+
+def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
+    extra = {"blk.0.attn_sinks.weight": (np.zeros(4, np.float32), Q.F32)}
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_sinks\.weight"):
+        convert(tiny_llama(tmp_path / "m.gguf", tensors=extra))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path, tiny_llama: Any) -> None:
+    with pytest.raises(WeightError, match=r"blk\.0\.ffn_up\.weight"):
+        convert(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None}))
+
+
+def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, tiny_llama: Any) -> None:
+    wrong = {"blk.0.ffn_up.weight": (np.zeros((512, 128), np.float32), Q.F32)}
+    with pytest.raises(WeightError, match=r"ffn_up.*\[512, 128\].*\[512, 256\]"):
+        convert(tiny_llama(tmp_path / "m.gguf", tensors=wrong))
+
+
+def test_a_claim_of_billions_of_layers_fails_at_once(tmp_path: Path, tiny_llama: Any) -> None:
+    with pytest.raises(WeightError, match=r"blk\.1\."):
+        convert(tiny_llama(tmp_path / "m.gguf", keys={"llama.block_count": 2**31 - 1}))
+
+
+def test_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, tiny_llama: Any) -> None:
+    whole = tiny_llama(tmp_path / "m.gguf", Q.Q8_0).read_bytes()
+    for i, length in enumerate([0, 3, 4, 10, 24, 100, 3000, 9000, len(whole) // 2, len(whole) - 64]):
+        path = tmp_path / f"{i}.gguf"
+        path.write_bytes(whole[:length])
+        with pytest.raises(WeightError, match=r"truncated|corrupt|not a GGUF"):
+            convert(path)
+
+
+def test_a_damaged_header_is_an_error_and_never_a_crash(tmp_path: Path, tiny_llama: Any) -> None:
+    whole = bytearray(tiny_llama(tmp_path / "m.gguf", Q.Q8_0).read_bytes())
+    header = 12000
+    rng = np.random.default_rng(1)
+    refused = 0
+    for i in range(150):
+        damaged = bytearray(whole)
+        for at in rng.integers(4, header, size=4):
+            damaged[at] = rng.integers(0, 256)
+        if i % 3 == 0:  # numbers of items and lengths that lie
+            at = int(rng.integers(8, header))
+            damaged[at : at + 8] = (2 ** int(rng.integers(30, 64)) - 1).to_bytes(8, "little")
+        path = tmp_path / f"d{i}.gguf"
+        path.write_bytes(damaged)
+        try:
+            convert(path)
+        except (WeightError, UnsupportedModelError, TokenizerError):
+            refused += 1
+        except OctavoError as e:
+            pytest.fail(f"unexpected kind of error: {e!r}")
+    assert refused > 50

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from octavo.core.errors import ConfigError, DownloadError, ModelNotFoundError, WeightError
+from octavo.loader.cache import cache_dir, publish
+from octavo.loader.resolve import convert_cached, pull, resolve_model
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def dtype_of(folder: Path) -> str:
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        found = str(f.get_slice("model.norm.weight").get_dtype())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == {"F32": "float32", "BF16": "bfloat16"}[found]
+    return found
+
+
+def test_a_folder_with_config_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_config_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "weights.gguf").write_text("")
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json.*weights\.gguf"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_gguf_file_becomes_a_folder_that_transformers_loads(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    folder = resolve_model(str(tiny_llama(tmp_path / "m.gguf")))
+    assert folder.is_relative_to(cache)
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert dtype_of(folder) == "BF16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_each_dtype_has_its_own_folder(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    path = str(tiny_llama(tmp_path / "m.gguf"))
+    assert dtype_of(resolve_model(path, dtype="float32")) == "F32"
+    assert dtype_of(resolve_model(path, dtype="bfloat16")) == "BF16"
+    assert resolve_model(path) == resolve_model(path, dtype="bfloat16")
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        resolve_model(str(tmp_path), dtype="float16")
+
+
+def test_the_second_time_nothing_is_converted_or_imported(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    folder = resolve_model(str(path))
+    code = (
+        "import sys; from octavo.loader.resolve import resolve_model\n"
+        f"print(resolve_model({str(path)!r}))\n"
+        "print([m for m in ('torch', 'numpy', 'gguf', 'tokenizers', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [str(folder), "[]"]
+
+
+def test_a_moved_file_is_recognised_and_a_changed_one_is_not(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", seed=1)
+    first = convert_cached(path)
+    moved = tmp_path / "sub" / "m.gguf"
+    moved.parent.mkdir()
+    shutil.move(path, moved)
+    assert convert_cached(moved) == first
+    other = convert_cached(tiny_llama(path, seed=2))
+    assert other != first
+    stat = path.stat()
+    tiny_llama(path, seed=3)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert convert_cached(path) not in (first, other), "the same size and time, but other content"
+
+
+def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", tensors={"output_norm.weight": None})
+    with pytest.raises(WeightError):
+        resolve_model(str(path))
+    assert [p for p in cache.rglob("*") if p.suffix != ".lock" and p.parent != cache] == []
+
+
+def test_a_file_that_is_not_gguf_is_refused(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\x80\x02pickle")
+    with pytest.raises(ModelNotFoundError, match=r"model\.bin.*not a GGUF"):
+        resolve_model(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M"])
+def test_a_misspelt_name_gets_the_nearest_one(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m'"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "qwertyuiop",
+        "/nowhere/at/all",
+        "./missing.gguf",
+        "a/b/c",
+        "missing/model.gguf",
+        "~nobody/x/y",
+        "a" * 9000,
+        "a\0b",
+    ],
+)
+def test_an_unknown_name_gets_what_is_accepted(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"config\.json.*\.gguf.*hub id.*smollm2-135m"):
+        resolve_model(name)
+
+
+def test_the_demo_model_is_the_one_that_transformers_reads_from_the_file() -> None:
+    folder = resolve_model("smollm2-135m")
+    assert pull("smollm2-135m") == folder
+    assert dtype_of(folder) == "BF16"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert (config.num_hidden_layers, config.hidden_size, config.rope_parameters["rope_theta"]) == (30, 576, 100000.0)
+
+
+@pytest.mark.slow
+def test_the_demo_model_knows_the_capital_of_france() -> None:
+    folder = resolve_model("smollm2-135m")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    output = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
+
+
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("OCTAVO_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "octavo"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "octavo"
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DownloadError, match=r"cannot write to the cache.*OCTAVO_CACHE"):
+        resolve_model(str(tiny_llama(tmp_path / "m.gguf")))
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DownloadError, match="No space left on device"):
+        publish(tmp_path / "models" / "m", fill)
+    assert [p.name for p in (tmp_path / "models").iterdir() if p.is_dir()] == []
+
+
+def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    code = f"from octavo.loader.resolve import resolve_model; print(resolve_model({str(path)!r}))"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(outputs) == 1
+    assert dtype_of(Path(outputs.pop())) == "BF16"

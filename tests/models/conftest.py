@@ -1,0 +1,102 @@
+"""Small random checkpoints made by transformers, and a driver that runs our networks over a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.llama import LlamaForCausalLM
+
+
+class PagedDriver:
+    """Runs sequences through a network: each ``step`` appends tokens to some of them.
+
+    Blocks are handed out in a shuffled order, so that no test passes because blocks happen to be neighbours.
+    """
+
+    def __init__(self, network: LlamaForCausalLM, block_size: int = 4, blocks: int = 96) -> None:
+        config = network.config
+        kernels = ReferenceKernels()
+        self.network = network
+        self.block_size = block_size
+        self.caches: list[LayerCache] = kernels.make_cache(
+            config.num_layers, blocks, block_size, network.num_kv_heads, config.head_dim, network.norm.weight.dtype
+        )
+        self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
+        """Appends tokens to each named sequence; the logits [tokens, vocab] of those tokens."""
+        order = sorted(chunks, key=lambda name: len(chunks[name]) > 1)
+        batch = self._batch(order, [len(chunks[name]) for name in order])
+        ids = torch.tensor([token for name in order for token in chunks[name]], dtype=torch.int64)
+        logits = self.network.logits(self.network.forward(ids, self.caches, batch))
+        assert logits.dtype == torch.float32
+        return dict(zip(order, logits.split([len(chunks[name]) for name in order]), strict=True))
+
+    def run(self, name: str, tokens: list[int], sizes: list[int]) -> Tensor:
+        """All logits of one sequence computed in chunks of the given sizes, the last as often as needed."""
+        parts, start = [], 0
+        while start < len(tokens):
+            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+            parts.append(self.step({name: tokens[start : start + size]})[name])
+            start += size
+        return torch.cat(parts)
+
+    def _batch(self, order: list[str], counts: list[int]) -> AttentionBatch:
+        size = self.block_size
+        slots, positions, starts = [], [], [0]
+        for name, count in zip(order, counts, strict=True):
+            table, length = self._tables.setdefault(name, []), self._lengths.get(name, 0)
+            while len(table) * size < length + count:
+                table.append(self._free.pop())
+            for position in range(length, length + count):
+                positions.append(position)
+                slots.append(table[position // size] * size + position % size)
+            self._lengths[name] = length + count
+            starts.append(starts[-1] + count)
+        tables = [self._tables[name] for name in order]
+        widest = max(map(len, tables))
+        return AttentionBatch(
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor([self._lengths[name] for name in order], dtype=torch.int32),
+            block_tables=torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32),
+            slots=torch.tensor(slots),
+            positions=torch.tensor(positions),
+            num_decodes=counts.count(1),
+            max_query_len=max(counts),
+            max_seq_len=max(self._lengths[name] for name in order),
+            block_size=size,
+        )
+
+
+@pytest.fixture
+def driver() -> type[PagedDriver]:
+    return PagedDriver
+
+
+@pytest.fixture
+def save_model(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a random model of a transformers configuration, saves it to tmp_path and returns it."""
+
+    def save(config: Any, **options: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, parameter in model.named_parameters():
+            # Large enough that logits differ clearly; norms around one.
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+        model.save_pretrained(tmp_path, **options)
+        return model
+
+    return save

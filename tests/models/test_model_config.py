@@ -1,0 +1,227 @@
+"""config.json in its many spellings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.model_config import ModelConfig
+from octavo.models.config import read_model_config
+from octavo.models.registry import make_network, supported_architectures
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+}
+
+
+def read(folder: Path, generation: Any = None, **changes: Any) -> ModelConfig:
+    """``...`` as a value removes the key."""
+    raw = {k: v for k, v in {**BASE, **changes}.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_config(folder)
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert config.num_kv_heads == 8 and config.head_dim == 8
+    assert config.rms_norm_eps == 1e-6 and config.rope.theta == 10000.0 and config.rope.rope_type == "default"
+    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert config.sliding_windows == (None,) * 4
+    assert config.max_position == 2048
+    assert config.eos_token_ids == () and config.bos_token_id is None
+
+
+def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    four = read(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="bfloat16")
+    five = read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="bfloat16")
+    oldest = read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}, torch_dtype="bfloat16")
+    assert four == five == oldest
+    assert five.rope.theta == 5e5 and five.rope.rope_type == "llama3" and five.checkpoint_dtype == "bfloat16"
+    assert five.rope.scaling == {**scaling, "max_position_embeddings": 2048}
+
+
+def test_null_scaling_is_none(tmp_path: Path) -> None:
+    assert read(tmp_path, rope_scaling=None, rope_theta=1000).rope.theta == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "linear", "factor": 4.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        (
+            {
+                "type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 512,
+            },
+            2048,
+        ),
+    ],
+)
+def test_scaling_extends_the_longest_sequence(scaling: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    assert read(tmp_path, rope_scaling=scaling).max_position == longest
+
+
+def test_ids_of_both_files_are_merged_with_the_generation_configs_first(tmp_path: Path) -> None:
+    assert read(tmp_path, eos_token_id=2, bos_token_id=1).eos_token_ids == (2,)
+    config = read(tmp_path, {"eos_token_id": [7, 9], "bos_token_id": 5}, eos_token_id=[2, 9], bos_token_id=1)
+    assert config.eos_token_ids == (7, 9, 2)
+    assert config.bos_token_id == 5
+    assert read(tmp_path, {"eos_token_id": 0}, eos_token_id=None).eos_token_ids == (0,)
+
+
+def test_biases_and_norms_of_each_family(tmp_path: Path) -> None:
+    def traits(architecture: str, **changes: Any) -> tuple[bool, bool, bool, bool]:
+        config = read(tmp_path, architectures=[architecture], **changes)
+        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+
+    biased = {"attention_bias": True, "mlp_bias": True}
+    assert traits("LlamaForCausalLM", **biased) == (True, True, True, False)
+    assert traits("LlamaForCausalLM") == (False, False, False, False)
+    assert traits("MistralForCausalLM", **biased) == (False, False, False, False)
+    assert traits("Qwen2ForCausalLM") == (True, False, False, False)
+    assert traits("Qwen3ForCausalLM") == (False, False, False, True)
+    assert traits("Qwen3ForCausalLM", **biased) == (True, True, False, True)
+
+
+def test_head_size_is_given_or_derived(tmp_path: Path) -> None:
+    assert read(tmp_path, head_dim=32).head_dim == 32
+    assert read(tmp_path, head_dim=None).head_dim == 8
+    assert read(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 16}, (None,) * 4),
+        ("MistralForCausalLM", {"sliding_window": 16}, (16,) * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+        ("MistralForCausalLM", {}, (4096,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 16, "max_window_layers": 1}, (None,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 16, "max_window_layers": 3, "use_sliding_window": True},
+            (None, None, None, 16),
+        ),
+        ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True}, (None,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": None, "use_sliding_window": True}, (None,) * 4),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 16, None, 16),
+        ),
+    ],
+)
+def test_windows(architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=[architecture], **changes).sliding_windows == windows
+
+
+def test_architecture_from_the_model_type(tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=..., model_type="qwen2").architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"hidden_size": ...}, ConfigError, "hidden_size is missing"),
+        ({"vocab_size": "many"}, ConfigError, "vocab_size must be a positive integer, not 'many'"),
+        ({"num_hidden_layers": 0}, ConfigError, "num_hidden_layers must be a positive integer, not 0"),
+        ({"num_attention_heads": True}, ConfigError, "num_attention_heads must be a positive integer, not True"),
+        ({"num_key_value_heads": 3}, ConfigError, r"\(8\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"head_dim": 7}, ConfigError, "head_dim must be even, not 7"),
+        ({"rms_norm_eps": -1}, ConfigError, "rms_norm_eps must be a number above 0, not -1"),
+        ({"tie_word_embeddings": "yes"}, ConfigError, "tie_word_embeddings must be true or false, not 'yes'"),
+        ({"rope_theta": float("nan")}, ConfigError, "rope_theta must be a number above 0"),
+        ({"rope_scaling": [1]}, ConfigError, "rope_scaling must be an object"),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, ConfigError, "at most 1, not 2"),
+        ({"eos_token_id": "</s>"}, ConfigError, "eos_token_id must be a token id or a list of them, not '</s>'"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            UnsupportedModelError,
+            "'Gemma3ForCausalLM' .*: LlamaForCausalLM, M",
+        ),
+        ({"architectures": ...}, UnsupportedModelError, "type None is not supported; supported: LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu' is not supported; supported: silu"),
+        (
+            {"rope_scaling": {"type": "mrope"}},
+            UnsupportedModelError,
+            "rope type 'mrope' is not supported; supported: d",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedModelError, "differ between layer types"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "quantized with 'awq'"),
+        ({"torch_dtype": "float8_e4m3fn"}, UnsupportedModelError, "'float8_e4m3fn' are not supported; supported: f"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"] * 4},
+            UnsupportedModelError,
+            "layer type 'chunked'",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            ConfigError,
+            "layer_types must be a list of 4 names",
+        ),
+    ],
+)
+def test_refusals_say_what_is_wrong(changes: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=says):
+        read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"llama"', "[" * 100_000])
+def test_broken_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        read(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        read_model_config(tmp_path)
+
+
+def test_binary_and_huge_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        read_model_config(tmp_path)
+    with file.open("wb") as stream:
+        stream.truncate(17 << 20)
+    with pytest.raises(ConfigError, match="at most 16777216 are read"):
+        read_model_config(tmp_path)
+
+
+def test_networks_of_unknown_architectures_are_refused() -> None:
+    assert supported_architectures() == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ]
+    with pytest.raises(UnsupportedModelError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"):
+        make_network(ModelConfig("GPT2LMHeadModel", 1, 2, 2, 1, 1, 1, 2, 1), None)  # type: ignore[arg-type]

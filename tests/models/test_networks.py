@@ -1,0 +1,209 @@
+"""Every network against transformers' own, over the same checkpoint, however the tokens are split into steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model
+from octavo.models.config import read_model_config
+from octavo.models.llama import LlamaForCausalLM
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+PROMPT = [3, 17, 99, 42, 0, 8, 8, 61, 100, 5, 23, 77, 14, 90, 31, 2, 66, 51, 12, 37, 71, 29, 4, 88, 19]
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def llama3() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, rms_norm_eps=1e-5)
+
+
+def llama_tied_with_biases() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+
+
+def mistral() -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**SMALL, sliding_window=7, head_dim=12)
+
+
+def qwen2() -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+
+
+def qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)
+
+
+FAMILIES = [llama3, llama_tied_with_biases, mistral, qwen2, qwen3]
+
+
+def expected_logits(model: Any, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    config = replace(read_model_config(folder), **changes)
+    return load_model(folder, config, LayerContext(ReferenceKernels(), dtype))
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("shards", ["one file", "several files"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(
+    family: Callable[[], Any], shards: str, save_model: Callable[..., Any], tmp_path: Path, driver: Any
+) -> None:
+    model = save_model(family(), max_shard_size="40KB" if shards == "several files" else "5GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shards == "several files"
+    expected = expected_logits(model, PROMPT)
+    assert expected.std() > 0.5
+    paged = driver(load(tmp_path))
+    assert_same(paged.run("at once", PROMPT, [len(PROMPT)]), expected)
+    assert_same(paged.run("in chunks", PROMPT, [5, 1, 9, 3]), expected)
+    assert_same(paged.run("token by token", PROMPT, [3, 1]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_of_one_step_do_not_disturb_each_other(
+    family: Callable[[], Any], save_model: Callable[..., Any], tmp_path: Path, driver: Any
+) -> None:
+    model = save_model(family())
+    prompts = {"a": PROMPT[:11], "b": PROMPT[4:], "c": PROMPT[::-1], "d": PROMPT[9:10]}
+    expected = {name: expected_logits(model, prompt) for name, prompt in prompts.items()}
+    paged = driver(load(tmp_path))
+    steps = [
+        {"a": slice(0, 10), "b": slice(0, 3)},
+        {"a": slice(10, 11), "b": slice(3, 16), "c": slice(0, 1), "d": slice(0, 1)},
+        {"b": slice(16, 17), "c": slice(1, 20)},
+        {"b": slice(17, 18), "c": slice(20, 21)},
+        {"c": slice(21, 25), "b": slice(18, 21)},
+    ]
+    computed = dict.fromkeys(prompts, 0)
+    for step in steps:
+        for name, logits in paged.step({name: prompts[name][part] for name, part in step.items()}).items():
+            assert_same(logits, expected[name][step[name]])
+            computed[name] += len(logits)
+    assert computed == {name: len(prompt) for name, prompt in prompts.items()}
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_networks_with_scaled_rotary_positions(
+    rope: dict[str, Any], save_model: Callable[..., Any], tmp_path: Path, driver: Any
+) -> None:
+    from transformers import LlamaConfig
+
+    model = save_model(LlamaConfig(**SMALL, rope_parameters={"rope_theta": 100.0, **rope}))
+    # The two length-dependent types are compared at the length for which their table is made.
+    length = {"dynamic": 64, "longrope": len(PROMPT)}.get(rope["rope_type"])
+    network = load(tmp_path) if length is None else load(tmp_path, max_position=length)
+    assert_same(driver(network).run("s", PROMPT, [13, 1]), expected_logits(model, PROMPT))
+
+
+def test_bfloat16_is_near_float32(save_model: Callable[..., Any], tmp_path: Path, driver: Any) -> None:
+    expected = expected_logits(save_model(llama3()), PROMPT)
+    ours = driver(load(tmp_path, torch.bfloat16)).run("s", PROMPT, [13, 1])
+    assert (ours - expected).square().mean().sqrt() < 0.05 * expected.std()
+
+
+class Group:
+    """Tensor-parallel workers as threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
+        self._parts[rank] = part
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+    def context(self, rank: int) -> LayerContext:
+        return LayerContext(
+            ReferenceKernels(),
+            torch.float32,
+            tp_rank=rank,
+            tp_size=self.size,
+            all_reduce=lambda x: torch.stack(self.exchange(rank, x)).sum(0),
+            all_gather=lambda x: torch.cat(self.exchange(rank, x), dim=-1),
+        )
+
+
+@pytest.mark.parametrize(("family", "size"), [(llama_tied_with_biases, 2), (llama3, 6), (qwen3, 2), (qwen2, 2)])
+def test_tensor_parallel_workers_together_compute_the_network(
+    family: Callable[[], Any], size: int, save_model: Callable[..., Any], tmp_path: Path, driver: Any
+) -> None:
+    config = family()
+    config.intermediate_size = 96
+    expected = expected_logits(save_model(config), PROMPT)
+    group, results = Group(size), {}
+
+    def work(rank: int) -> None:
+        network = load_model(tmp_path, read_model_config(tmp_path), group.context(rank))
+        results[rank] = driver(network).run("s", PROMPT, [13, 1])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == size
+    for logits in results.values():
+        assert_same(logits, expected)

@@ -1,0 +1,488 @@
+"""The sampler over batches of rows: every parameter, company, preemption, errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import NewSequence, PositionLogprobs
+from octavo.core.sampling_params import SamplingParams
+from octavo.runner.sampler import SampleOutput, Sampler
+from octavo.runner.token_table import TokenTable
+
+VOCAB = 200
+
+
+class Rows:
+    """A sampler and its table, as the runner uses them."""
+
+    def __init__(self, rows: int = 8, vocab: int = VOCAB, max_len: int = 64) -> None:
+        self.tokens = TokenTable(rows, max_len)
+        self.sampler = Sampler(vocab, self.tokens)
+
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        prompt: list[int] | None = None,
+        outputs: list[int] | None = None,
+        seed: int = 0,
+        stop: list[int] | None = None,
+        bad_words: list[list[int]] | None = None,
+    ) -> None:
+        prompt, outputs = prompt or [1, 2, 3], outputs or []
+        known = prompt + outputs
+        self.tokens.ids[row, : len(known)] = known
+        self.tokens.num_tokens[row], self.tokens.num_prompt[row] = len(known), len(prompt)
+        self.sampler.add(row, NewSequence(row, known, len(prompt), 0, params, seed, stop or [], bad_words or []))
+
+    def append(self, row: int, token: int) -> None:
+        self.tokens.ids[row, self.tokens.num_tokens[row]] = token
+        self.tokens.num_tokens[row] += 1
+
+    def step(self, logits: Tensor, rows: list[int]) -> SampleOutput:
+        output = self.sampler.sample(logits.clone(), np.array(rows))
+        for row, token in zip(rows, output.token_ids.tolist(), strict=True):
+            self.append(row, token)
+        return output
+
+    def one(self, logits: Tensor, row: int = 0) -> int:
+        output = self.step(logits[None], [row])
+        assert not output.errors
+        return int(output.token_ids[0])
+
+
+def gaussian(*shape: int, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return torch.from_numpy((np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32))
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **options)
+
+
+def descending(vocab: int = VOCAB) -> Tensor:
+    """Token 0 is the most likely, then 1, ..."""
+    return -torch.arange(vocab, dtype=torch.float32) * 0.1
+
+
+# Greedy
+
+
+def test_greedy_takes_the_most_likely_and_the_lowest_id_of_equals() -> None:
+    rows = Rows()
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 7] = logits[0, 90] = 2.0
+    logits[1, 199] = 1.0
+    for row in range(3):
+        rows.add(row, greedy())
+    output = rows.step(logits, [0, 1, 2])
+    assert output.token_ids.tolist() == [7, 199, 0]
+    assert (output.logprobs, output.errors) == ({}, {})
+
+
+def test_ties_are_settled_alike_on_every_path() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[50, 60, 70]] = 5.0
+    for params in (
+        greedy(),
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=1e-9),
+        greedy(logprobs=2),
+        greedy(min_p=0.1),
+    ):
+        rows = Rows()
+        rows.add(0, params)
+        rows.add(1, SamplingParams())
+        assert rows.one(logits) == 50
+        assert rows.step(torch.stack([logits, logits]), [1, 0]).token_ids[1] == 50
+
+
+def test_a_temperature_near_zero_is_greedy_and_a_low_one_nearly() -> None:
+    logits = gaussian(VOCAB)
+    for temperature in (1e-300, 1e-6, 1e-5, 1e-4):
+        rows = Rows()
+        rows.add(0, SamplingParams(temperature=temperature))
+        assert rows.one(logits) == int(logits.argmax())
+
+
+def test_an_enormous_temperature_still_samples_unmasked_tokens_only() -> None:
+    rows = Rows()
+    rows.add(0, SamplingParams(temperature=1e308, allowed_token_ids=[3, 5, 8]))
+    assert {rows.one(gaussian(VOCAB)) for _ in range(40)} == {3, 5, 8}
+
+
+def test_half_precision_logits_are_taken() -> None:
+    rows = Rows()
+    rows.add(0, greedy())
+    assert rows.one(descending().to(torch.bfloat16)) == 0
+
+
+# Parameters
+
+
+def test_allowed_tokens() -> None:
+    rows = Rows()
+    rows.add(0, greedy(allowed_token_ids=[9, 4, 100, 10**6]))
+    assert rows.one(descending()) == 4
+
+
+def test_single_bad_words_never_come() -> None:
+    rows = Rows()
+    rows.add(0, greedy(bad_words=["x"]), bad_words=[[0], [2], [10**6]])
+    assert rows.one(descending()) == 1
+
+
+def test_longer_bad_words_are_masked_at_their_last_token_after_matching_output() -> None:
+    rows = Rows()
+    # The prompt ends with the phrase's start, which does not count.
+    rows.add(0, greedy(bad_words=["x"]), prompt=[5, 6], bad_words=[[5, 6, 0], [9, 9, 9, 9, 9]])
+    assert rows.one(descending()) == 0
+    rows.append(0, 5)
+    assert rows.one(descending()) == 0
+    rows.append(0, 5)
+    rows.append(0, 6)
+    assert rows.one(descending()) == 1
+    assert rows.one(descending()) == 0
+
+
+def test_min_tokens_hold_stop_tokens_back() -> None:
+    rows = Rows()
+    rows.add(0, greedy(min_tokens=3), stop=[0, 1])
+    assert [rows.one(descending()) for _ in range(5)] == [2, 2, 2, 0, 0]
+
+
+def test_logit_bias() -> None:
+    rows = Rows()
+    rows.add(0, greedy(logit_bias={150: 100.0, 7: -100.0, 10**6: 5.0}))
+    assert rows.one(descending()) == 150
+    rows.add(0, greedy(logit_bias={0: -100.0}))
+    assert rows.one(descending()) == 1
+
+
+def test_bias_does_not_bring_a_forbidden_token_back() -> None:
+    rows = Rows()
+    rows.add(0, greedy(logit_bias={0: 100.0, 1: 50.0}, allowed_token_ids=[1, 2]))
+    assert rows.one(descending()) == 1
+
+
+def captured(params: SamplingParams, logits: Tensor, prompt: list[int], outputs: list[int]) -> NDArray[np.float32]:
+    """The row as the adjustments leave it: ``sample`` may work in place."""
+    rows = Rows()
+    rows.add(0, params, prompt=prompt, outputs=outputs)
+    batch = logits[None].clone()
+    rows.sampler.sample(batch, np.array([0]))
+    return batch[0].numpy()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 100),
+    repetition=st.sampled_from([1e-300, 0.5, 1.0, 1.3, 1e300]),
+    frequency=st.sampled_from([-2.0, 0.0, 0.7]),
+    presence=st.sampled_from([-1.0, 0.0, 2.0]),
+)
+def test_penalties_are_the_documented_arithmetic(
+    seed: int, repetition: float, frequency: float, presence: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    prompt, outputs = rng.integers(0, 40, 12).tolist(), rng.integers(20, 60, 20).tolist()
+    logits = gaussian(VOCAB, seed=seed)
+    params = greedy(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    expected = logits.numpy().astype(np.float64)
+    for token in set(prompt) | set(outputs):
+        expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+    for token in set(outputs):
+        expected[token] -= frequency * outputs.count(token) + presence
+    largest = float(np.finfo(np.float32).max)
+    expected = np.clip(expected, -largest, largest).astype(np.float32)
+    assert (captured(params, logits, prompt, outputs) == expected).all()
+
+
+def test_penalties_count_many_tokens_as_they_come() -> None:
+    rows = Rows(vocab=1000, max_len=600)
+    rows.add(0, greedy(frequency_penalty=2.0))
+    logits = descending(1000)
+    counts = np.zeros(1000, np.int64)
+    for _ in range(500):
+        expected = int(np.argmax((logits.numpy() - 2.0 * counts).astype(np.float32)))
+        assert rows.one(logits) == expected
+        counts[expected] += 1
+    assert np.count_nonzero(counts) > 64
+
+
+def test_logits_processors_of_two_and_three_arguments() -> None:
+    seen: list[Any] = []
+
+    def two(outputs: list[int], logits: Tensor) -> Tensor:
+        seen.append((outputs, logits.dtype, tuple(logits.shape)))
+        logits[0] = -math.inf
+        return logits
+
+    class Three:
+        def __call__(self, prompt: list[int], outputs: list[int], logits: Tensor) -> Tensor:
+            seen.append((prompt, outputs))
+            return torch.where(torch.arange(VOCAB) == 1, -math.inf, logits).double()
+
+    rows = Rows()
+    rows.add(0, greedy(logits_processors=[two, Three()]), prompt=[8, 9], outputs=[4])
+    assert rows.one(descending()) == 2
+    assert seen == [([4], torch.float32, (VOCAB,)), ([8, 9], [4])]
+
+
+def test_a_processor_may_force_a_token_with_infinity_and_sees_raw_logits() -> None:
+    raw = gaussian(VOCAB)
+
+    def force(outputs: list[int], logits: Tensor) -> Tensor:
+        assert torch.equal(logits, raw)
+        logits[77] = math.inf
+        return logits
+
+    for temperature in (0.0, 1.0):
+        rows = Rows()
+        rows.add(0, SamplingParams(temperature=temperature, logits_processors=[force], logit_bias={1: 100}))
+        assert rows.one(raw) == 77
+
+
+def test_masks_come_before_the_filters() -> None:
+    """top_k counts what masks have left."""
+    rows = Rows()
+    rows.add(0, SamplingParams(top_k=2, allowed_token_ids=[10, 20, 30]))
+    assert {rows.one(torch.zeros(VOCAB)) for _ in range(40)} == {10, 20}
+
+
+# Seeds
+
+
+def draws(seed: int, params: SamplingParams, count: int = 30) -> list[int]:
+    rows = Rows()
+    rows.add(0, params, seed=seed)
+    return [rows.one(gaussian(VOCAB)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=20, top_p=0.95)])
+def test_a_seed_fixes_the_tokens_and_another_changes_them(params: SamplingParams) -> None:
+    assert draws(5, params) == draws(5, params)
+    assert len({tuple(draws(seed, params)) for seed in (0, 1, 5, 2**32, 2**64 - 1)}) == 5
+
+
+def test_positions_draw_differently() -> None:
+    assert len(set(draws(0, SamplingParams()))) > 5
+
+
+# Logprobs
+
+
+def test_logprobs_are_of_the_raw_distribution_and_the_chosen_token() -> None:
+    logits = gaussian(VOCAB)
+    expected = torch.log_softmax(logits.double(), -1)
+    order = logits.argsort(descending=True).tolist()
+    for params in (
+        SamplingParams(temperature=0.3, top_k=5, logprobs=3),
+        greedy(logprobs=3, logit_bias={order[9]: 100.0}),
+        greedy(logprobs=3, logits_processors=[lambda outputs, x: -x]),
+    ):
+        rows = Rows()
+        rows.add(0, params)
+        output = rows.step(logits[None], [0])
+        token, found = int(output.token_ids[0]), output.logprobs[0]
+        assert found.token_id == token
+        assert found.rank == order.index(token) + 1
+        assert found.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        assert found.top_ids == order[:3]
+        assert found.top_logprobs == pytest.approx(expected[order[:3]].tolist(), abs=1e-5)
+
+
+def test_only_rows_that_ask_get_logprobs() -> None:
+    rows = Rows()
+    rows.add(0, greedy())
+    rows.add(3, greedy(logprobs=0))
+    rows.add(5, SamplingParams())
+    output = rows.step(gaussian(3, VOCAB), [5, 3, 0])
+    assert list(output.logprobs) == [1]
+    assert (output.logprobs[1].rank, output.logprobs[1].top_ids) == (1, [])
+
+
+# Errors
+
+
+def failing(outputs: list[int], logits: Tensor) -> Tensor:
+    raise RuntimeError("out of ideas")
+
+
+BAD: dict[str, tuple[SamplingParams, str]] = {
+    "raises": (greedy(logits_processors=[failing]), "failing failed: RuntimeError: out of ideas"),
+    "wrong arguments": (greedy(logits_processors=[lambda: 0]), "TypeError"),
+    "wrong shape": (SamplingParams(logits_processors=[lambda o, x: x[1:]]), r"shape \[200\], not \[199\]"),
+    "no tensor": (SamplingParams(logits_processors=[lambda o, x: None]), "tensor of logits, not NoneType"),
+    "NaN from a processor": (greedy(logits_processors=[lambda o, x: x * math.nan]), "NaN"),
+    "all masked": (SamplingParams(logits_processors=[lambda o, x: x - math.inf]), "masked"),
+    "none allowed": (greedy(allowed_token_ids=[10**6], logprobs=1), "masked"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_fails_alone(name: str) -> None:
+    params, message = BAD[name]
+    logits = gaussian(5, VOCAB)
+    good = {0: greedy(), 1: SamplingParams(top_p=0.9, logprobs=2), 3: greedy(repetition_penalty=1.2), 4: greedy()}
+
+    def run(with_bad: bool) -> SampleOutput:
+        rows = Rows()
+        for row, p in good.items():
+            rows.add(row, p, seed=row)
+        rows.add(2, params if with_bad else greedy())
+        return rows.step(logits, [0, 1, 2, 3, 4])
+
+    bad, fine = run(True), run(False)
+    assert list(bad.errors) == [2]
+    assert re.search(message, bad.errors[2])
+    assert 2 not in bad.logprobs
+    assert [bad.token_ids[i] for i in good] == [fine.token_ids[i] for i in good]
+    assert bad.logprobs == fine.logprobs
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [greedy(), SamplingParams(logprobs=1), SamplingParams(top_k=3)])
+def test_broken_logits_fail_their_row_alone(value: float, params: SamplingParams) -> None:
+    rows = Rows()
+    logits = gaussian(3, VOCAB)
+    if value == -math.inf:
+        logits[1] = value
+    else:
+        logits[1, 20] = value
+    for row in range(3):
+        rows.add(row, params)
+    output = rows.step(logits, [0, 1, 2])
+    assert list(output.errors) == [1]
+    assert output.token_ids[1] == 0
+    assert 1 not in output.logprobs
+
+
+def test_a_processor_cannot_reach_other_rows_or_its_own_afterwards() -> None:
+    kept: list[Tensor] = []
+
+    def keep(outputs: list[int], logits: Tensor) -> Tensor:
+        kept.append(logits)
+        return logits.clone()
+
+    rows = Rows()
+    rows.add(0, greedy(logits_processors=[keep]))
+    rows.add(1, greedy())
+    batch = gaussian(2, VOCAB)
+    expected = batch.argmax(-1).tolist()
+    assert rows.step(batch, [0, 1]).token_ids.tolist() == expected
+    rows.sampler.sample(batch, np.array([0, 1]))
+    before = batch.clone()
+    kept[-1].fill_(9.0)
+    assert torch.equal(batch, before)
+
+
+def test_a_removed_row_asks_for_nothing() -> None:
+    rows = Rows()
+    rows.add(0, SamplingParams(logit_bias={5: 100.0}, logprobs=2, temperature=2.0))
+    rows.sampler.remove(0)
+    rows.add(0, greedy())
+    output = rows.step(descending()[None], [0])
+    assert (output.token_ids.tolist(), output.logprobs) == ([0], {})
+    rows.sampler.remove(5)
+
+
+# Company
+
+
+def shy(outputs: list[int], logits: Tensor) -> Tensor:
+    return logits - 0.5 * (torch.arange(len(logits)) % 7 == len(outputs) % 7)
+
+
+REQUESTS: list[tuple[SamplingParams, dict[str, Any]]] = [
+    (greedy(), {}),
+    (greedy(logprobs=5), {}),
+    (SamplingParams(logprobs=3), {}),
+    (SamplingParams(temperature=0.7, top_k=50, top_p=0.9, logprobs=0), {}),
+    (SamplingParams(top_p=0.6), {}),
+    (SamplingParams(min_p=0.05, temperature=1.4, logprobs=2), {}),
+    (SamplingParams(repetition_penalty=1.3, logprobs=1), {"outputs": [7, 7, 9]}),
+    (greedy(frequency_penalty=0.5), {"outputs": [4, 5]}),
+    (SamplingParams(presence_penalty=1.5, top_k=40), {}),
+    (SamplingParams(logit_bias={3: 4.0}, min_tokens=8), {"stop": [3, 10]}),
+    (SamplingParams(bad_words=["x"], top_p=0.99, logprobs=4), {"bad_words": [[1], [5, 6], [3, 4, 5]]}),
+    (greedy(logits_processors=[shy], logprobs=2), {}),
+    (SamplingParams(allowed_token_ids=list(range(0, 200, 3)), temperature=5.0), {}),
+]
+
+
+def outcome(output: SampleOutput, i: int) -> tuple[int, PositionLogprobs | None]:
+    return int(output.token_ids[i]), output.logprobs.get(i)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    picks=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=2, max_size=8),
+    vocab=st.sampled_from([200, 1031, 40000]),
+    seed=st.integers(0, 100),
+    threads=st.sampled_from([1, 2]),
+)
+def test_a_row_samples_the_same_in_any_company(picks: list[int], vocab: int, seed: int, threads: int) -> None:
+    """Tokens and logprobs equal to the bit, alone and in a batch, at another row, with another number of threads."""
+    steps = 3
+    logits = gaussian(steps, len(picks), vocab, seed=seed)
+    together = Rows(vocab=vocab)
+    order = np.random.default_rng(seed).permutation(len(picks)).tolist()
+    for i, pick in enumerate(picks):
+        params, more = REQUESTS[pick]
+        together.add(order[i], params, seed=seed + i, **more)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        outputs = [together.step(logits[s], order) for s in range(steps)]
+        torch.set_num_threads(3 - threads)
+        for i, pick in enumerate(picks):
+            alone = Rows(rows=1, vocab=vocab)
+            params, more = REQUESTS[pick]
+            alone.add(0, params, seed=seed + i, **more)
+            for s in range(steps):
+                assert outcome(alone.step(logits[s, i : i + 1], [0]), 0) == outcome(outputs[s], i)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pick", range(len(REQUESTS)))
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(pick: int) -> None:
+    params, more = REQUESTS[pick]
+    steps = 14
+    logits = gaussian(steps, VOCAB, seed=pick)
+    steady, moved = Rows(), Rows()
+    for rows in (steady, moved):
+        rows.add(0, params, seed=3, **more)
+    row = 0
+    for s in range(steps):
+        if s in (5, 6, 10):  # preempted: comes back at another row, whose former owner was somebody else
+            known = moved.tokens.ids[row, : moved.tokens.num_tokens[row]].tolist()
+            moved.sampler.remove(row)
+            row += 1
+            moved.add(row, SamplingParams(frequency_penalty=2.0, logprobs=1), outputs=[1, 2])
+            moved.one(logits[s], row)
+            moved.sampler.remove(row)
+            moved.add(row, params, prompt=known[:3], **{**more, "outputs": known[3:]}, seed=3)
+        here, there = steady.step(logits[s][None], [0]), moved.step(logits[s][None], [row])
+        assert outcome(here, 0) == outcome(there, 0)
+
+
+def test_greedy_batches_touch_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    for row in range(4):
+        rows.add(row, greedy(top_k=5, top_p=0.5, min_p=0.2))  # idle without a temperature
+    refuse: Callable[..., Any] = lambda *a: pytest.fail("a greedy batch needs no more than argmax")  # noqa: E731
+    monkeypatch.setattr(rows.sampler, "_sample_special", refuse)
+    rows.step(gaussian(4, VOCAB), [0, 1, 2, 3])

@@ -1,0 +1,109 @@
+"""Imports go down the picture of ARCHITECTURE.md, never up."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "octavo"
+
+#: Rooms from the bottom to the top: each may import those before it.
+ORDER = (
+    "core",
+    "kernels",
+    "layers",
+    "models",
+    "loader",
+    "runner",
+    "executor",
+    "memory",
+    "scheduler",
+    "engine",
+    "simulate",
+    "server",
+    "bench",
+    "cli",
+)
+#: Rooms that may import less than what lies below them.
+ONLY = {"memory": {"core"}, "scheduler": {"core", "memory"}}
+WITHOUT_TORCH = {"core", "memory", "scheduler"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(source: str, module: str) -> set[str]:
+    """Absolute names of all modules that the source imports, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: -node.level]
+                base = ".".join([*package, base] if base else package)
+            found.add(base)
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What this module (``octavo.room.name``) imports and must not."""
+    room = module.split(".")[1]
+    allowed = {room} | ONLY.get(room, set(ORDER[: ORDER.index(room)]))
+    problems = []
+    for name in imported_modules(source, module):
+        parts = name.split(".")
+        if parts[0] == "octavo" and len(parts) > 1 and parts[1] in ORDER and parts[1] not in allowed:
+            problems.append(f"{module} imports {name}")
+        if parts[0] == "torch" and room in WITHOUT_TORCH:
+            problems.append(f"{module} imports torch")
+    return problems
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path in FILES])
+def test_imports_go_down_the_picture(path: Path) -> None:
+    module = module_name(path)
+    if len(module.split(".")) == 2:
+        pytest.skip("the package's own files are its surface, above all rooms")
+    assert violations(module, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("octavo.kernels.x", "from octavo.layers.linear import Linear"),
+        ("octavo.core.x", "def f():\n    import octavo.engine.llm"),
+        ("octavo.core.x", "from octavo import engine"),
+        ("octavo.scheduler.x", "import torch.nn as nn"),
+        ("octavo.scheduler.x", "from octavo.executor.executor import UniprocExecutor"),
+        ("octavo.memory.x", "from ..scheduler import scheduler"),
+        ("octavo.models.x", "if TYPE_CHECKING:\n    from octavo.engine.llm import LLM"),
+    ],
+)
+def test_an_import_upwards_is_noticed(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("octavo.engine.x", "from octavo.scheduler.scheduler import Scheduler\nimport torch"),
+        ("octavo.scheduler.x", "from octavo.memory.block_manager import BlockManager"),
+        ("octavo.memory.x", "from . import block_pool\nfrom octavo.core.request import Sequence"),
+    ],
+)
+def test_an_import_downwards_is_allowed(module: str, source: str) -> None:
+    assert violations(module, source) == []

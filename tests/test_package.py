@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import octavo
+import octavo.cli.sampling_flags
+from octavo.core import errors
+from octavo.core.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+
+HEAVY = ("torch", "pydantic", "transformers", "numpy", "yaml", "jinja2", "msgspec", "tokenizers")
+
+
+def python(code: str) -> str:
+    """Standard output of code run by a fresh interpreter that finds the package in this checkout."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_importing_the_package_is_quick() -> None:
+    code = "import time; t = time.perf_counter(); import octavo; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(5)) < 0.2
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert python(f"import sys, octavo; print([m for m in {HEAVY} if m in sys.modules])") == "[]"
+
+
+def test_the_error_types_come_without_anything_heavy() -> None:
+    code = f"import sys, octavo; octavo.OctavoError; print([m for m in {HEAVY} if m in sys.modules])"
+    assert python(code) == "[]"
+
+
+@pytest.mark.parametrize("name", octavo.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    if name in ("LLM", "LLMEngine"):
+        pytest.importorskip("torch")
+    assert getattr(octavo, name) is not None
+    assert name in dir(octavo)
+
+
+def test_every_error_type_is_public() -> None:
+    ours = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.OctavoError)}
+    assert ours <= set(octavo.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'SamplingParam'"):
+        octavo.SamplingParam  # noqa: B018
+
+
+def test_the_installed_version_is_the_package_s_own() -> None:
+    try:
+        installed = importlib.metadata.version("octavo")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("run from a checkout that is not installed")
+    assert installed == octavo.__version__
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "octavo" / "py.typed").exists()
+
+
+def test_the_options_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    assert page == script("gen_options").render(), "run make docs"
+
+
+def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
+    assert set(octavo.cli.sampling_flags.HELP) == set(SamplingParams.__struct_fields__) - {"logits_processors"}
+
+
+def test_the_torch_range_is_read_from_the_project_file(tmp_path: Path) -> None:
+    install_torch = script("install_torch")
+    pyproject = tmp_path / "pyproject.toml"
+    pyproject.write_text('[project]\ndependencies = ["torchvision", "numpy", "torch>=1,<2"]\n')
+    assert install_torch.requirement(pyproject) == "torch>=1,<2"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert install_torch.requirement() in declared
+
+
+CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "platform", "environ", "expected"),
+    [
+        ("2.13.0+cpu", "linux", {}, []),
+        ("2.13.0", "linux", {}, CPU_INDEX),
+        ("2.13.0", "darwin", {}, []),
+        ("2.13.0", "linux", {"OCTAVO_TORCH": "cuda"}, []),
+        ("2.13.0", "linux", {"OCTAVO_TORCH": "cpu"}, CPU_INDEX),
+        (None, "linux", {}, CPU_INDEX),
+        (None, "linux", {"OCTAVO_TORCH": "cuda"}, CPU_INDEX),
+        ("2.13.0", "linux", {"TORCH_INDEX_URL": "https://mirror/cpu"}, ["--extra-index-url", "https://mirror/cpu"]),
+    ],
+)
+def test_the_cpu_build_is_asked_for_only_where_it_is_not_offered(
+    offered: str | None, platform: str, environ: dict[str, str], expected: list[str]
+) -> None:
+    assert script("install_torch").extra_options(offered, platform, environ) == expected
