@@ -1,0 +1,31 @@
+// Which instruction sets there are, and the kernels of the chosen one.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace octavo {
+
+// The kernel files' entry points, one table for each instruction set. Each file fills its own part.
+struct GemmTable;
+struct PointwiseTable;
+struct AttentionTable;
+struct QuantTable;
+
+struct Isa {
+  std::string name;
+  const GemmTable* gemm;
+  const PointwiseTable* pointwise;
+  const AttentionTable* attention;
+  const QuantTable* quant;
+};
+
+// What this processor can run, best first; generic is always the last.
+const std::vector<Isa>& available_isas();
+
+// The chosen one: the best, or that of choose_isa.
+const Isa& isa();
+
+// Throws std::invalid_argument if the processor cannot run it or it does not exist.
+void choose_isa(const std::string& name);
+
+}  // namespace octavo

@@ -1,0 +1,82 @@
+// The Python module octavo._cpu: instruction sets, threads, tapes; each kernel family binds its own operations.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "isa.hpp"
+#include "ops.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
+using namespace octavo;
+
+namespace {
+
+template <typename T>
+const T* pointer(uintptr_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+// A sequence of operations recorded once and run for each step.
+class Tape {
+ public:
+  void append(OpPtr op) { ops_.push_back(std::move(op)); }
+  size_t size() const { return ops_.size(); }
+  void run(const Step& step) const {
+    nb::gil_scoped_release release;
+    ThreadPool::Busy busy;
+    for (const OpPtr& op : ops_) op->run(step);
+  }
+
+ private:
+  std::vector<OpPtr> ops_;
+};
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  m.doc() = "CPU kernels: operations on buffers given by address.";
+  nb::enum_<Dtype>(m, "Dtype").value("f32", Dtype::f32).value("bf16", Dtype::bf16).value("i8", Dtype::i8);
+
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const Isa& isa : available_isas()) names.push_back(isa.name);
+    return names;
+  });
+  m.def("isa", [] { return isa().name; });
+  m.def("choose_isa", &choose_isa, nb::arg("name"));
+  m.def("set_threads", [](int size, bool pin) { ThreadPool::instance().resize(size, pin); }, nb::arg("size"),
+        nb::arg("pin") = false);
+  m.def("num_threads", [] { return ThreadPool::instance().size(); });
+
+  nb::class_<Step>(m, "Step")
+      .def("__init__",
+           [](Step* s, int64_t tokens, int64_t sequences, int64_t decodes, uintptr_t token_ids, uintptr_t positions,
+              uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride) {
+             new (s) Step{tokens,
+                          sequences,
+                          decodes,
+                          pointer<int64_t>(token_ids),
+                          pointer<int64_t>(positions),
+                          pointer<int64_t>(slots),
+                          pointer<int32_t>(query_start),
+                          pointer<int32_t>(seq_lens),
+                          pointer<int32_t>(block_tables),
+                          stride};
+           },
+           nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
+           nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
+           nb::arg("block_tables") = 0, nb::arg("block_table_stride") = 0);
+  nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
+    nb::gil_scoped_release release;
+    op.run(step);
+  });
+  nb::class_<Tape>(m, "Tape").def(nb::init<>()).def("append", &Tape::append).def("run", &Tape::run).def("__len__",
+                                                                                                         &Tape::size);
+  bind_gemm(m);
+  bind_pointwise(m);
+  bind_attention(m);
+  bind_quant(m);
+}

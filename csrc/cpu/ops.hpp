@@ -1,0 +1,33 @@
+// What a step is made of: operations on fixed buffers, run over as many rows as the step has tokens.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace octavo {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, i8 = 2 };
+
+// The step that operations run in. T tokens, S sequences; arrays as in octavo/kernels/interface.py.
+struct Step {
+  int64_t tokens = 0;
+  int64_t sequences = 0;
+  int64_t decodes = 0;
+  const int64_t* token_ids = nullptr;     // [T]
+  const int64_t* positions = nullptr;     // [T]
+  const int64_t* slots = nullptr;         // [T]
+  const int32_t* query_start = nullptr;   // [S + 1]
+  const int32_t* seq_lens = nullptr;      // [S]
+  const int32_t* block_tables = nullptr;  // [S, block_table_stride]
+  int64_t block_table_stride = 0;
+};
+
+// One kernel call with its buffers. An operation holds plain pointers: whoever makes it keeps the buffers alive.
+struct Op {
+  virtual ~Op() = default;
+  virtual void run(const Step& step) = 0;
+};
+
+using OpPtr = std::shared_ptr<Op>;
+
+}  // namespace octavo
