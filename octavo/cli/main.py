@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
     "pull": "fetch a model and print where it lies",
+    "bench": "measure throughput",
     "info": "show what this machine and this installation offer",
 }
 

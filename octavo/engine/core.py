@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
@@ -49,8 +49,10 @@ class EngineCore:
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
-        self.executor = UniprocExecutor(options, self.model_config, folder, self.dtype)
         wanted = _context_length(options, self.model_config)
+        # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
+        fitted = replace(self.model_config, max_position=wanted)
+        self.executor = UniprocExecutor(options, fitted, folder, self.dtype)
         blocks = num_blocks(self.model_config, options, self.dtype, wanted)
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
         self.max_model_len = min(wanted, blocks * options.block_size)

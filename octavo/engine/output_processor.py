@@ -167,7 +167,9 @@ class OutputProcessor:
         output, params = completion.output, completion.request.source.params
         output.finish_reason = reason
         if completion.detokenizer is not None:
-            completion.detokenizer.finish()
+            match = completion.detokenizer.finish()
+            if match is not None:  # it ended in a broken character that completes a stop string
+                output.finish_reason, output.stop_reason = SequenceStatus.FINISHED_STOPPED.value, match.stop
             output.text = completion.detokenizer.text
         elif params.detokenize:
             shown = output.token_ids[:-1] if drop_last else output.token_ids

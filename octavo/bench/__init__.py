@@ -1,0 +1,1 @@
+"""Measurement: offline throughput, kernels, the limits of the machine."""
