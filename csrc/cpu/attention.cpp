@@ -1,9 +1,442 @@
+// Attention of a tile of rows over its context; attention.hpp has the layout and the order of the arithmetic.
 #include "attention.hpp"
+
+#include <limits>
+#include <type_traits>
+
+#include "attention_tile.hpp"
+#include "attention_write.hpp"
+#include "rows.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
+namespace {
+
+constexpr float kLog2e = 1.44269504089f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// 2^x for x <= 0: 1 for 0, 0 below -126, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, is a least-squares fit at
+// Chebyshev nodes, within 1e-8.
+OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
+  const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  const F32 bounded = max(splat(-126.0f), x);
+  const F32 shifted = bounded + magic;
+  const F32 r = bounded - (shifted - magic);
+  F32 p = splat(1.54614475e-04f);
+  p = fma(p, r, splat(1.33908674e-03f));
+  p = fma(p, r, splat(9.61805667e-03f));
+  p = fma(p, r, splat(5.55035710e-02f));
+  p = fma(p, r, splat(2.40226509e-01f));
+  p = fma(p, r, splat(6.93147188e-01f));
+  p = fma(p, r, splat(1.0f));
+  const F32 scale = (F32)(((U32)shifted - (0x4b400000u - 127u)) << 23);
+  return x < -126.0f ? F32{} : p * scale;
+}
+
+OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }
+
+// cap * tanh(x / cap)
+OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
+  const F32 e = exp(x * (2.0f / cap));
+  return cap * (1.0f - 2.0f / (e + 1.0f));
+}
+
+// Positions begin .. end - 1.
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
+
+// The computation of one item; T is the type of the cache's elements.
+template <typename T>
+class Tile {
+ public:
+  Tile(const Attention& a, const Step& step, const AttentionItem& item)
+      : a_(a),
+        item_(item),
+        table_(step.block_tables + item.sequence * step.block_table_stride),
+        first_token_(step.query_start[item.sequence] + item.first_query),
+        seq_len_(step.seq_lens[item.sequence]),
+        first_position_(seq_len_ - (step.query_start[item.sequence + 1] - first_token_)),
+        group_(a.group()),
+        rows_(item.queries * group_),
+        head_dim_(a.shape.head_dim),
+        padded_(a.shape.padded()) {
+    const int64_t panel_floats = kPanel * padded_ * static_cast<int64_t>(sizeof(T)) / 4;
+    float* memory = attention_scratch(rows_ * (head_dim_ + kPiece + 2 * state_floats(a)) + 2 * kPiece +
+                                     kSegments * panel_floats);
+    const auto take = [&](int64_t floats) {
+      float* taken = memory;
+      memory += floats;
+      return taken;
+    };
+    for (T*& buffer : gathered_) buffer = reinterpret_cast<T*>(take(panel_floats));
+    key_scales_ = take(kPiece);
+    value_scales_ = take(kPiece);
+    scores_ = take(rows_ * kPiece);
+    total_ = take(rows_ * state_floats(a));
+    state_ = take(rows_ * state_floats(a));
+    query_ = take(rows_ * head_dim_);
+  }
+
+  void run() {
+    load_queries();
+    bool first = true;
+    for (int64_t piece = item_.first_piece; piece < item_.end_piece; ++piece) {
+      float* states = item_.states ? item_.states + (piece - item_.first_piece) * rows_ * state_floats(a_) : state_;
+      fold_piece(piece, !item_.states && first ? total_ : states);
+      if (!item_.states && !first) fold(total_, state_);
+      first = false;
+    }
+    if (!item_.states) write(total_);
+  }
+
+  // The states of the pieces, folded in order.
+  void combine() {
+    const int64_t piece_floats = rows_ * state_floats(a_);
+    for (int64_t i = 1; i < item_.end_piece - item_.first_piece; ++i) fold(item_.states, item_.states + i * piece_floats);
+    write(item_.states);
+  }
+
+ private:
+  // ---- what a row sees ----------------------------------------------------------------------------------------
+
+  Range seen(int64_t query) const {
+    const int64_t end = first_position_ + query + 1;
+    return {a_.window > 0 ? larger(0, end - a_.window) : 0, end};
+  }
+
+  // The queries that see any position of [begin, end), and those that see all of them.
+  Range seeing_any(int64_t begin, int64_t end) const {
+    const int64_t last = a_.window > 0 ? end - 1 + a_.window - first_position_ : item_.queries;
+    return cut({begin - first_position_, last}, {0, item_.queries});
+  }
+  Range seeing_all(int64_t begin, int64_t end) const {
+    const int64_t last = a_.window > 0 ? begin + a_.window - first_position_ : item_.queries;
+    return cut({end - 1 - first_position_, last}, {0, item_.queries});
+  }
+
+  // ---- rows -----------------------------------------------------------------------------------------------------
+
+  int64_t head_of(int64_t row) const { return item_.kv_head * group_ + row % group_; }
+
+  // Queries in float32, scaled; scores are powers of two unless they are capped first.
+  void load_queries() {
+    const F32 scale = splat(a_.soft_cap > 0.0f ? a_.scale : a_.scale * kLog2e);
+    with_type(a_.dtype, [&](auto type) {
+      for (int64_t row = 0; row < rows_; ++row) {
+        const auto* q = static_cast<const std::remove_pointer_t<decltype(type)>*>(a_.q) +
+                        (first_token_ + row / group_) * a_.q_stride + head_of(row) * head_dim_;
+        float* target = query_ + row * head_dim_;
+        for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(target + i, load(q + i, lanes) * scale, lanes); });
+      }
+    });
+  }
+
+  float& top(float* states, int64_t row) const { return states[row * state_floats(a_) + padded_]; }
+  float& sum_of(float* states, int64_t row) const { return states[row * state_floats(a_) + padded_ + 1]; }
+
+  // total = total and then state. A row that saw nothing of the piece has a top of -inf and adds nothing.
+  void fold(float* totals, float* states) const {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const float new_top = top(states, row), old_top = top(totals, row);
+      if (new_top == -kInfinity && sum_of(states, row) == 0.0f) continue;
+      const int64_t first = row * state_floats(a_);
+      if (old_top == -kInfinity && sum_of(totals, row) == 0.0f) {
+        std::memcpy(totals + first, states + first, sizeof(float) * static_cast<size_t>(state_floats(a_)));
+        continue;
+      }
+      const float highest = max(old_top, new_top);
+      const float old_part = exp2_not_above_zero(old_top - highest), new_part = exp2_not_above_zero(new_top - highest);
+      for (int64_t i = first; i < first + padded_; i += kLanes)
+        store(totals + i, fma(load(totals + i), splat(old_part), load(states + i) * new_part));
+      sum_of(totals, row) = fma(sum_of(totals, row), old_part, sum_of(states, row) * new_part);
+      top(totals, row) = highest;
+    }
+  }
+
+  void write(float* totals) const {
+    with_type(a_.dtype, [&](auto type) {
+      for (int64_t row = 0; row < rows_; ++row) {
+        auto* out = static_cast<decltype(type)>(a_.out) + ((first_token_ + row / group_) * a_.heads + head_of(row)) * head_dim_;
+        const float* total = totals + row * state_floats(a_);
+        const float sum = sum_of(totals, row);
+        for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
+      }
+    });
+  }
+
+  // ---- the cache ------------------------------------------------------------------------------------------------
+
+  const char* tile_of(const char* cache, int64_t position) const {
+    const int64_t block = table_[position / a_.shape.block_size];
+    return cache + (block * a_.shape.kv_heads + item_.kv_head) * a_.shape.tile_bytes();
+  }
+
+  // The panel, or the token where there are none, at this position.
+  const T* in_place(const char* cache, int64_t position) const {
+    return reinterpret_cast<const T*>(tile_of(cache, position)) + position % a_.shape.block_size * padded_;
+  }
+
+  // The panel that starts at this position.
+  const T* keys_at(int64_t position, int buffer) const {
+    if (a_.shape.panelled()) return in_place(a_.key_cache, position);
+    constexpr bool interleaved = Pairs<T>::kColumn == 2;
+    return gather(a_.key_cache, position, gathered_[buffer], [](int64_t token, int64_t d) {
+      return interleaved ? d / 2 * 2 * kPanel + token * 2 + d % 2 : d * kPanel + token;
+    });
+  }
+
+  const T* values_at(int64_t position, int buffer) const {
+    if (a_.shape.panelled()) return in_place(a_.value_cache, position);
+    constexpr bool interleaved = Pairs<T>::kColumn == 2;
+    return gather(a_.value_cache, position, gathered_[buffer], [this](int64_t token, int64_t d) {
+      return interleaved ? token / 2 * 2 * padded_ + d * 2 + token % 2 : token * padded_ + d;
+    });
+  }
+
+  // Makes a panel of blocks that hold none; place(token, d) says where in the panel an element goes.
+  template <typename F>
+  const T* gather(const char* cache, int64_t position, T* target, const F& place) const {
+    for (int64_t token = 0; token < kPanel; ++token) {
+      // Past the end of the sequence there may be no block to read.
+      const T* source = position + token < seq_len_ ? in_place(cache, position + token) : nullptr;
+      for (int64_t d = 0; d < padded_; ++d) target[place(token, d)] = source ? source[d] : T{};
+    }
+    return target;
+  }
+
+  // The scales of positions [begin, end) of an int8 cache, from that of the piece's first on.
+  void gather_scales(const char* cache, Range positions, int64_t piece_begin, float* scales) const {
+    for (int64_t p = positions.begin; p < positions.end; ++p) {
+      const float* of_block = reinterpret_cast<const float*>(tile_of(cache, p) + a_.shape.data_bytes());
+      scales[p - piece_begin] = of_block[p % a_.shape.block_size];
+    }
+  }
+
+  // A panel that will be read soon, to be fetched while another is used: blocks lie anywhere, so the processor cannot
+  // guess where the next one is. Without one, the panel in use.
+  const T* ahead(const char* cache, int64_t position, const T* in_use) const {
+    return a_.shape.panelled() && position < seq_len_ ? in_place(cache, position) : in_use;
+  }
+
+  // After a piece's keys come its values, and after those the next piece's keys. A panel of keys takes as much memory as
+  // one of values, in the same order, so that one can be fetched while the other is read.
+  const T* keys_ahead(int64_t index, Range panels, const T* in_use) const {
+    if (index < panels.end) return ahead(a_.key_cache, index * kPanel, in_use);
+    return ahead(a_.value_cache, (panels.begin + index - panels.end) * kPanel, in_use);
+  }
+  const T* values_ahead(int64_t index, Range panels, const T* in_use) const {
+    return ahead(index < panels.end ? a_.value_cache : a_.key_cache, index * kPanel, in_use);
+  }
+
+  // ---- a piece --------------------------------------------------------------------------------------------------
+
+  // Every row's state of one piece of the context.
+  void fold_piece(int64_t piece, float* states) {
+    const int64_t begin = piece * kPiece;
+    const Range positions = cut({begin, begin + kPiece}, {seen(0).begin, seen(item_.queries - 1).end});
+    const Range panels = {positions.begin / kPanel, (positions.end + kPanel - 1) / kPanel};
+    score(panels, begin);
+    if constexpr (std::is_same_v<T, int8_t>) {
+      gather_scales(a_.key_cache, positions, begin, key_scales_);
+      gather_scales(a_.value_cache, positions, begin, value_scales_);
+    }
+    for (int64_t row = 0; row < rows_; ++row) weigh(row, begin, states);
+    accumulate(panels, begin, states);
+  }
+
+  // Scores of the rows and panels of which a row sees anything.
+  void score(Range panels, int64_t piece_begin) {
+    for (int64_t panel_index = panels.begin; panel_index < panels.end; panel_index += 2) {
+      const int64_t position = panel_index * kPanel;
+      const bool two = panel_index + 1 < panels.end;
+      const Range queries = seeing_any(position, position + (two ? 2 : 1) * kPanel);
+      if (queries.empty()) continue;
+      Product<T> p;
+      p.rows = query_ + queries.begin * group_ * head_dim_;
+      p.row_stride = head_dim_;
+      p.segments = 1;
+      p.panels[0][0] = keys_at(position, 0);
+      p.panels[1][0] = two ? keys_at(position + kPanel, 1) : nullptr;
+      for (int i = 0; i < 2; ++i) p.ahead[i][0] = keys_ahead(panel_index + 2 + i, panels, p.panels[i][0]);
+      p.pair_stride = 2 * kPanel;
+      p.pairs = head_dim_ / 2;
+      p.sums = scores_ + queries.begin * group_ * kPiece + position - piece_begin;
+      p.sum_stride = kPiece;
+      multiply<false>(p, (queries.end - queries.begin) * group_);
+    }
+  }
+
+  // Turns the scores of a row into weights, 2^(score - top), zero where it does not see; leaves top and sum in states.
+  void weigh(int64_t row, int64_t piece_begin, float* states) {
+    const Range range = cut(seen(row / group_), {piece_begin, piece_begin + kPiece});
+    F32 tops = splat(-kInfinity), sums = {};
+    if (!range.empty()) {
+      const int32_t begin = static_cast<int32_t>(range.begin - piece_begin);
+      const int32_t end = static_cast<int32_t>(range.end - piece_begin);
+      float* scores = scores_ + row * kPiece;
+      const int32_t distance = static_cast<int32_t>(piece_begin - (first_position_ + row / group_));
+      const float slope = a_.alibi ? a_.alibi[head_of(row)] * kLog2e : 0.0f;
+      const int32_t first = begin / kLanes * kLanes;
+      for (int32_t i = first; i < end; i += kLanes) {
+        F32 s = load(scores + i);
+        if constexpr (std::is_same_v<T, int8_t>) s *= load(key_scales_ + i);
+        if (a_.soft_cap > 0.0f) s = soft_capped(s, a_.soft_cap) * kLog2e;
+        if (a_.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
+        const I32 index = counting() + i;
+        s = (index >= begin) & (index < end) ? s : splat(-kInfinity);
+        tops = max(s, tops);
+        store(scores + i, s);
+      }
+      const float highest = max(tops);
+      top(states, row) = highest;
+      for (int32_t i = first; i < end; i += kLanes) {
+        const F32 w = exp2_not_above_zero(load(scores + i) - highest);
+        sums += w;
+        store(scores + i, w);
+      }
+      if constexpr (std::is_same_v<T, int8_t>)
+        for (int32_t i = first; i < end; i += kLanes) store(scores + i, load(scores + i) * load(value_scales_ + i));
+    } else {
+      top(states, row) = -kInfinity;
+    }
+    sum_of(states, row) = sum(sums);
+    float* result = states + row * state_floats(a_);
+    for (int64_t i = 0; i < padded_; i += kLanes) store(result + i, F32{});
+  }
+
+  static I32 counting() {
+    I32 x;
+    for (int i = 0; i < kLanes; ++i) x[i] = i;
+    return x;
+  }
+
+  // Adds the weighted values to the states.
+  void accumulate(Range panels, int64_t piece_begin, float* states) {
+    int64_t index = panels.begin;
+    while (index < panels.end) {
+      const int64_t position = index * kPanel;
+      // As many panels as all queries see whole go together.
+      int count = 0;
+      while (count < kSegments && index + count < panels.end && seen_by_all(position + count * kPanel)) ++count;
+      if (count > 0)
+        add_panels(index, count, panels, piece_begin, states);
+      else
+        add_edge(index, panels, piece_begin, states);
+      index += count > 0 ? count : 1;
+    }
+  }
+
+  bool seen_by_all(int64_t position) const {
+    return seen(0).end >= position + kPanel && seen(item_.queries - 1).begin <= position;
+  }
+
+  void add_panels(int64_t index, int count, Range panels, int64_t piece_begin, float* states) {
+    const T *values[kSegments], *next[kSegments];
+    for (int s = 0; s < count; ++s) {
+      values[s] = values_at((index + s) * kPanel, s);
+      next[s] = values_ahead(index + s + kSegments, panels, values[s]);
+    }
+    multiply_values(values, next, count, kPanel / 2, scores_ + index * kPanel - piece_begin, item_.queries, states);
+  }
+
+  // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
+  void add_edge(int64_t index, Range panels, int64_t piece_begin, float* states) {
+    const int64_t position = index * kPanel;
+    const T* values = values_at(position, 0);
+    const T* next = values_ahead(index + 1, panels, values);
+    const Range any = seeing_any(position, position + kPanel);
+    const Range all = seeing_all(position, position + kPanel);
+    for (int64_t query = any.begin; query < any.end;) {
+      const bool together = query >= all.begin && query < all.end;
+      const int64_t count = together ? all.end - query : 1;
+      const Range tokens = cut(seen(query), {position, position + kPanel});
+      add_tokens(values, next, {tokens.begin - position, tokens.end - position}, query, count,
+                 scores_ + position - piece_begin, states);
+      query += count;
+    }
+  }
+
+  // Queries that see the same tokens of the panel: pairs of tokens, and a single one at either end.
+  void add_tokens(const T* values, const T* next, Range tokens, int64_t query, int64_t queries, const float* scores,
+                  float* states) {
+    const float* weights = scores + query * group_ * kPiece;
+    float* sums = states + query * group_ * state_floats(a_);
+    int64_t token = tokens.begin;
+    const auto add_one = [&] {
+      add_token(weights, kPiece, queries * group_, values, token++, padded_, sums, state_floats(a_));
+    };
+    if (token % 2 == 1 && token < tokens.end) add_one();
+    const int64_t pairs = (tokens.end - token) / 2;
+    if (pairs > 0) {
+      const T* first = values + token * padded_;
+      const T* ahead = next + token * padded_;
+      multiply_values(&first, &ahead, 1, pairs, weights + token, queries, sums);
+      token += 2 * pairs;
+    }
+    if (token < tokens.end) add_one();
+  }
+
+  void multiply_values(const T* const* values, const T* const* next, int count, int64_t pairs, const float* weights,
+                       int64_t queries, float* sums) {
+    Product<T> p;
+    p.rows = weights;
+    p.row_stride = kPiece;
+    p.segments = count;
+    p.pair_stride = 2 * padded_;
+    p.pairs = pairs;
+    p.sum_stride = state_floats(a_);
+    for (int64_t d = 0; d < padded_; d += 2 * kPanel) {
+      for (int i = 0; i < 2; ++i) {
+        const int64_t column = (d + i * kPanel) * Pairs<T>::kColumn;
+        const bool beyond = d + i * kPanel >= padded_;
+        for (int s = 0; s < count; ++s) {
+          p.panels[i][s] = beyond ? nullptr : values[s] + column;
+          p.ahead[i][s] = beyond ? nullptr : next[s] + column;
+        }
+      }
+      p.sums = sums + d;
+      multiply<true>(p, queries * group_);
+    }
+  }
+
+  const Attention& a_;
+  const AttentionItem& item_;
+  const int32_t* table_;
+  int64_t first_token_, seq_len_, first_position_;
+  int64_t group_, rows_, head_dim_, padded_;
+  float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
+  T* gathered_[kSegments];
+};
+
+template <typename F>
+void with_cache_type(Dtype dtype, const F& f) {
+  if (dtype == Dtype::f32)
+    f(float{});
+  else if (dtype == Dtype::bf16)
+    f(uint16_t{});
+  else
+    f(int8_t{});
+}
+
+void attend(const Attention& a, const Step& step, const AttentionItem& item) {
+  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).run(); });
+}
+
+void combine(const Attention& a, const Step& step, const AttentionItem& item) {
+  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).combine(); });
+}
+
+}  // namespace
+
 const AttentionTable* attention_table() {
-  static const AttentionTable table{};
+  static const AttentionTable table{write_cache, attend, combine};
   return &table;
 }
 

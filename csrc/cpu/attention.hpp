@@ -1,10 +1,89 @@
-// The attention kernels' entry points.
+// Paged attention: the layout of the KV cache and the kernels' entry points.
+//
+// A layer's cache is two arrays, keys and values, of blocks; a block holds a tile for each KV head. With P = head_dim
+// rounded up to a multiple of 16, a tile is block_size * P elements, then, for int8, block_size float32 scales.
+//
+// If block_size is a multiple of 16, a tile is a row of panels of 16 tokens, in which vectors need no shuffling:
+//   keys    [P / 2][16 tokens][2]   pairs of dimensions   } bfloat16; float32 and int8 lie plane by plane, the pair
+//   values  [16 tokens / 2][P][2]   pairs of tokens       } next to last: keys [P / 2][2][16], values [8][2][P]
+// Scores of 16 tokens are lanes of a vector, as are 16 dimensions of a result. A bfloat16 pair is one 32-bit lane: a
+// shift and a mask widen it, and it is what a bfloat16 dot-product instruction takes.
+// Any other block size is stored as [block_size][P], and panels are gathered from it.
+//
+// Invariance. A row (a query of a head) folds its context in pieces of kPiece positions counted from position 0, in
+// order. Within a piece every score is one chain of fused multiply-adds over the dimensions, and every element of the
+// result one chain over the tokens that the row may see, in order. So neither the other rows of a tile, nor the chunk
+// that brought the row, nor the thread that computed a piece leaves a trace in the result.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
 
 namespace octavo {
 
-struct AttentionTable {};
+constexpr int64_t kPanel = 16;
+constexpr int64_t kPiece = 256;
+
+struct CacheShape {
+  Dtype dtype;
+  int64_t kv_heads, head_dim, block_size;
+
+  int64_t padded() const { return (head_dim + 15) / 16 * 16; }
+  bool panelled() const { return block_size % kPanel == 0; }
+  int64_t item_size() const { return dtype == Dtype::f32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
+  int64_t data_bytes() const { return block_size * padded() * item_size(); }  // of a tile, scales not included
+  int64_t tile_bytes() const { return data_bytes() + (dtype == Dtype::i8 ? 4 * block_size : 0); }
+};
+
+// Writes k and v [T, kv_heads, head_dim] to Step.slots; strides count elements. int8: each token and head has a scale,
+// its largest magnitude / 127.
+struct CacheWrite {
+  const void* k;
+  int64_t k_stride;
+  const void* v;
+  int64_t v_stride;
+  Dtype dtype;
+  char* key_cache;
+  char* value_cache;
+  CacheShape shape;
+};
+
+// Causal attention of q [T, heads, head_dim] to out [T, heads, head_dim], contiguous, both of type dtype.
+struct Attention {
+  const void* q;
+  int64_t q_stride;
+  void* out;
+  Dtype dtype;
+  int64_t heads;
+  const char* key_cache;
+  const char* value_cache;
+  CacheShape shape;
+  float scale;
+  int64_t window;      // a token sees itself and the window - 1 tokens before it; 0: all before it
+  float soft_cap;      // scores become cap * tanh(score / cap); 0: they do not
+  const float* alibi;  // [heads] or null: slope * (position of key - position of query) is added to scores
+
+  int64_t group() const { return heads / shape.kv_heads; }  // query heads of a KV head
+};
+
+// Rows computed together: `queries` tokens of a sequence from its first_query-th in this step on, for all heads of a
+// KV head, over the context's pieces [first_piece, end_piece). Row i is query i / group, head i % group.
+struct AttentionItem {
+  int64_t sequence, kv_head, first_query, queries, first_piece, end_piece;
+  // Where to leave each piece's state for `combine`; null: the item has the whole context and writes the result.
+  float* states;
+};
+
+// A piece's states: for each row its result [padded], not yet divided by its sum, its largest score and its sum.
+inline int64_t state_floats(const Attention& a) { return a.shape.padded() + 16; }
+
+struct AttentionTable {
+  void (*write)(const CacheWrite&, const Step&, int64_t begin, int64_t end);
+  void (*attend)(const Attention&, const Step&, const AttentionItem&);
+  // Folds the states of an item's pieces, [end_piece - first_piece][rows][state_floats], and writes the result.
+  void (*combine)(const Attention&, const Step&, const AttentionItem&);
+};
+
+// Memory of the calling thread, 64-byte aligned, until its next call.
+float* attention_scratch(int64_t floats);
 
 }  // namespace octavo

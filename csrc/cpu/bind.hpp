@@ -7,4 +7,5 @@ void bind_gemm(nanobind::module_& m);
 void bind_pointwise(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
 }  // namespace octavo

@@ -1,9 +1,108 @@
-#include "attention.hpp"
+// Attention and the KV cache for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+#include <string>
+
+#include "attention.hpp"
+#include "attention_plan.hpp"
 #include "bind.hpp"
+#include "block_moves.hpp"
+#include "ranges.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace octavo {
 
-void bind_attention(nanobind::module_& m) { (void)m; }
+namespace {
+
+class WriteOp : public Op {
+ public:
+  explicit WriteOp(const CacheWrite& write) : write_(write) {}
+  void run(const Step& step) override {
+    const auto write = isa().attention->write;
+    for_row_ranges(step.tokens, write_.shape.kv_heads * write_.shape.head_dim * 8,
+                   [&](int64_t begin, int64_t end) { write(write_, step, begin, end); });
+  }
+
+ private:
+  CacheWrite write_;
+};
+
+class AttentionOp : public Op {
+ public:
+  explicit AttentionOp(const Attention& attention) : attention_(attention) {}
+  void run(const Step& step) override { run_attention(attention_, step); }
+
+ private:
+  Attention attention_;
+};
+
+CacheShape shape_of(Dtype cache_dtype, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+  if (head_dim < 2 || head_dim % 2 != 0)
+    throw std::invalid_argument("head_dim must be even and at least 2, not " + std::to_string(head_dim));
+  if (kv_heads < 1) throw std::invalid_argument("kv_heads must be at least 1, not " + std::to_string(kv_heads));
+  if (block_size < 1) throw std::invalid_argument("block_size must be at least 1, not " + std::to_string(block_size));
+  if (cache_dtype == Dtype::i8 && block_size * ((head_dim + 15) / 16 * 16) % 4 != 0)
+    throw std::invalid_argument("scales would not be aligned");
+  return {cache_dtype, kv_heads, head_dim, block_size};
+}
+
+void require_float(Dtype dtype) {
+  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
+    throw std::invalid_argument("queries, keys and values must be f32 or bf16, not i8");
+}
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+OpPtr reshape_and_cache(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t key_cache,
+                        uintptr_t value_cache, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
+                        Dtype cache_dtype) {
+  require_float(dtype);
+  return std::make_shared<WriteOp>(CacheWrite{pointer<void>(k), k_stride, pointer<void>(v), v_stride, dtype,
+                                              pointer<char>(key_cache), pointer<char>(value_cache),
+                                              shape_of(cache_dtype, kv_heads, head_dim, block_size)});
+}
+
+OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t key_cache, uintptr_t value_cache,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
+                      Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes) {
+  require_float(dtype);
+  const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size);
+  if (heads < 1 || heads % kv_heads != 0)
+    throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +
+                                std::to_string(heads));
+  if (window < 0 || !(soft_cap >= 0)) throw std::invalid_argument("window and soft_cap must not be negative");
+  return std::make_shared<AttentionOp>(Attention{
+      pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache), pointer<char>(value_cache),
+      shape, static_cast<float>(scale), window, static_cast<float>(soft_cap), pointer<float>(alibi_slopes)});
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def(
+      "block_bytes",
+      [](int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype cache_dtype) {
+        return kv_heads * shape_of(cache_dtype, kv_heads, head_dim, block_size).tile_bytes();
+      },
+      "kv_heads"_a, "head_dim"_a, "block_size"_a, "cache_dtype"_a,
+      "Bytes of a block of keys, or of values, of one layer.");
+  m.def("reshape_and_cache", &reshape_and_cache, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "key_cache"_a,
+        "value_cache"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a);
+  m.def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "key_cache"_a, "value_cache"_a, "heads"_a,
+        "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a, "scale"_a, "window"_a = 0,
+        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0);
+  m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+}
 
 }  // namespace octavo

@@ -1,9 +1,178 @@
-#include "gemm.hpp"
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "bind.hpp"
+#include "gemm.hpp"
+#include "gemm_pack.hpp"
+#include "limits.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
 
 namespace octavo {
+namespace {
 
-void bind_gemm(nanobind::module_& m) { (void)m; }
+using Weights = std::shared_ptr<const PackedLinear>;
+
+// The rows of x in float32, of all products: they run one after the other.
+float* scratch(size_t floats) {
+  static std::vector<float> memory;
+  if (memory.size() < floats + 16) memory.resize(floats + 16);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+// A product over all rows of the step. Rows go by in blocks that stay in the second-level cache, in float32, while the
+// groups of columns pass over them; the tasks of a block are its groups, a few at a time, times parts of its rows.
+class Linear : public Op {
+ public:
+  Linear(Weights weights, const void* x, int64_t x_stride, Dtype x_dtype, Product product)
+      : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_dtype_(x_dtype), product_(product) {
+    product_.weights = weights_->view();
+    in_place_ = x_dtype == Dtype::f32 && product_.weights.dtype == Dtype::f32;
+  }
+
+  void run(const Step& step) override {
+    const int64_t row_floats = product_.weights.k;
+    const int64_t block = std::clamp(kBlockFloats / row_floats / kRowsOfTask, int64_t{1}, int64_t{4}) * kRowsOfTask;
+    for (int64_t row = 0; row < step.tokens; row += block) run_block(row, std::min(block, step.tokens - row));
+  }
+
+ private:
+  static constexpr int64_t kBlockFloats = 160 * 1024;
+  static constexpr int64_t kRowsOfTask = 60;
+
+  void run_block(int64_t row, int64_t rows) {
+    Product block = product_;
+    const int64_t bytes = block.out_dtype == Dtype::bf16 ? 2 : 4;
+    block.out = static_cast<char*>(block.out) + row * block.out_stride * bytes;
+    if (in_place_) {
+      block.x = static_cast<const float*>(x_) + row * x_stride_;
+      block.x_stride = x_stride_;
+    } else {
+      widen(row, rows, block);
+    }
+    const int64_t groups = block.weights.groups, parts = (rows + kRowsOfTask - 1) / kRowsOfTask;
+    // Even, as few rows go by two groups at once.
+    const int64_t chunk = 2 * std::clamp(groups / (16 * ThreadPool::instance().size()), int64_t{1}, int64_t{8});
+    const auto multiply = isa().gemm->multiply;
+    parallel_for((groups + chunk - 1) / chunk * parts, [&](int64_t task) {
+      const int64_t group = task / parts * chunk, part = task % parts;
+      multiply(block, group, std::min(group + chunk, groups), rows * part / parts, rows * (part + 1) / parts);
+    });
+  }
+
+  void widen(int64_t row, int64_t rows, Product& block) {
+    const int64_t padded_k = block.weights.k;
+    block.x_stride = (padded_k + 15) / 16 * 16 + 16;  // rows of one tile must not fall on the same lines of the cache
+    float* out = scratch(static_cast<size_t>(rows * block.x_stride));
+    block.x = out;
+    const char* x = static_cast<const char*>(x_) + row * x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
+    const int64_t row_bytes = x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
+    const bool round = block.weights.dtype == Dtype::bf16;
+    const auto widen_rows = isa().gemm->widen;
+    const int64_t rows_at_once = std::max(int64_t{1}, 16384 / padded_k);
+    parallel_for((rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
+      const int64_t r = task * rows_at_once;
+      widen_rows(x + r * row_bytes, x_dtype_, x_stride_, weights_->k(), round, out + r * block.x_stride, padded_k,
+                 block.x_stride, std::min(rows_at_once, rows - r));
+    });
+  }
+
+  Weights weights_;
+  const void* x_;
+  int64_t x_stride_;
+  Dtype x_dtype_;
+  Product product_;
+  bool in_place_;
+};
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+OpPtr make_linear(Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
+                  Dtype out_dtype, Finish finish) {
+  const int64_t n = weights->view().n;
+  Product product;
+  product.out = reinterpret_cast<void*>(out);
+  product.out_stride = out_stride;
+  product.out_dtype = out_dtype;
+  product.finish = finish;
+  product.out_columns = finish == Finish::silu_mul ? n / 2 : n;
+  require(x_dtype != Dtype::i8 && out_dtype != Dtype::i8, "x and out must be float32 or bfloat16");
+  require(x_stride >= weights->k(), "x_stride " + std::to_string(x_stride) + " is less than k " +
+                                        std::to_string(weights->k()));
+  require(out_stride >= product.out_columns, "out_stride " + std::to_string(out_stride) + " is less than the " +
+                                                 std::to_string(product.out_columns) + " columns of out");
+  const bool gate_up = weights->order() == PackedLinear::Order::gate_up;
+  require(gate_up == (finish == Finish::silu_mul),
+          gate_up ? "weights packed as gate and up are for linear_silu_mul only"
+                  : "linear_silu_mul needs weights packed by pack_gate_up");
+  return std::make_shared<Linear>(std::move(weights), reinterpret_cast<const void*>(x), x_stride, x_dtype, product);
+}
+
+std::shared_ptr<PackedLinear> pack(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
+                                   uintptr_t bias, PackedLinear::Order order) {
+  nb::gil_scoped_release release;
+  return std::make_shared<PackedLinear>(reinterpret_cast<const void*>(weight), n, k, row_stride, dtype,
+                                        reinterpret_cast<const float*>(bias), order);
+}
+
+}  // namespace
+
+void bind_gemm(nb::module_& m) {
+  using Order = PackedLinear::Order;
+  nb::class_<PackedLinear>(m, "PackedLinear")
+      .def_prop_ro("n", [](const PackedLinear& p) { return p.view().n; })
+      .def_prop_ro("k", &PackedLinear::k)
+      .def_prop_ro("dtype", [](const PackedLinear& p) { return p.view().dtype; })
+      .def_prop_ro("gate_up", [](const PackedLinear& p) { return p.order() == Order::gate_up; })
+      .def_prop_ro("nbytes", &PackedLinear::nbytes);
+  m.def(
+      "pack_linear",
+      [](uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, uintptr_t bias) {
+        return pack(weight, n, k, row_stride, dtype, bias, Order::plain);
+      },
+      nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("dtype"), nb::arg("bias") = 0,
+      "A packed copy of weight [n, k] and bias [n] (float32), given by address.");
+  m.def(
+      "pack_gate_up",
+      [](uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, uintptr_t bias) {
+        return pack(weight, n, k, row_stride, dtype, bias, Order::gate_up);
+      },
+      nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("dtype"), nb::arg("bias") = 0,
+      "As pack_linear, for linear_silu_mul: the first half of the rows is the gate's, the second half up's.");
+  m.def(
+      "linear",
+      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
+         Dtype out_dtype) {
+        return make_linear(std::move(weights), x, x_stride, x_dtype, out, out_stride, out_dtype, Finish::store);
+      },
+      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
+      nb::arg("out_dtype"), "out[r] = x[r] W^T + bias, for each token r of the step.");
+  m.def(
+      "linear_add",
+      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t sum, int64_t sum_stride) {
+        return make_linear(std::move(weights), x, x_stride, x_dtype, sum, sum_stride, Dtype::f32, Finish::add);
+      },
+      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("sum"), nb::arg("sum_stride"),
+      "sum[r] += x[r] W^T + bias in float32, for each token r of the step.");
+  m.def(
+      "linear_silu_mul",
+      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
+         Dtype out_dtype) {
+        return make_linear(std::move(weights), x, x_stride, x_dtype, out, out_stride, out_dtype, Finish::silu_mul);
+      },
+      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
+      nb::arg("out_dtype"), "out[r] = silu(gate) * up of the product x[r] W^T + bias, for each token r of the step.");
+  m.def("measure_read_bandwidth", &measure_read_bandwidth, nb::arg("threads"),
+        nb::call_guard<nb::gil_scoped_release>(), "Bytes a second that so many threads read from memory.");
+  m.def("measure_fma_peak", &measure_fma_peak, nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),
+        "Operations a second, two for each float32 multiply-add, that so many threads do in registers.");
+}
 
 }  // namespace octavo

@@ -1,9 +1,187 @@
-#include "pointwise.hpp"
+// Pointwise operations for Python: factories of tape operations, and functions on logits that run at once.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
 
 #include "bind.hpp"
+#include "pointwise.hpp"
+#include "ranges.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace octavo {
 
-void bind_pointwise(nanobind::module_& m) { (void)m; }
+namespace {
+
+template <typename Arguments>
+class RowOp : public Op {
+ public:
+  using Kernel = void (*)(const Arguments&, const Step&, int64_t, int64_t);
+
+  // A step has `rows_of_token` rows for each token, each `work` units of work (see ranges.hpp).
+  RowOp(Kernel PointwiseTable::*kernel, const Arguments& arguments, int64_t rows_of_token, int64_t work)
+      : kernel_(kernel), arguments_(arguments), rows_of_token_(rows_of_token), work_(work) {}
+
+  void run(const Step& step) override {
+    const Kernel kernel = isa().pointwise->*kernel_;
+    for_row_ranges(step.tokens * rows_of_token_, work_,
+                   [&](int64_t begin, int64_t end) { kernel(arguments_, step, begin, end); });
+  }
+
+ private:
+  Kernel PointwiseTable::*kernel_;
+  Arguments arguments_;
+  int64_t rows_of_token_, work_;
+};
+
+template <typename Arguments>
+OpPtr row_op(typename RowOp<Arguments>::Kernel PointwiseTable::*kernel, const Arguments& arguments, int64_t work,
+             int64_t rows_of_token = 1) {
+  return std::make_shared<RowOp<Arguments>>(kernel, arguments, rows_of_token, work);
+}
+
+void require_float(Dtype dtype) {
+  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
+    throw std::invalid_argument("the type of an activation or weight must be f32 or bf16, not i8");
+}
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+OpPtr embedding(uintptr_t table, int64_t width, uintptr_t out, Dtype dtype, std::optional<Dtype> out_dtype) {
+  const Dtype result = out_dtype.value_or(dtype);
+  require_float(dtype);
+  require_float(result);
+  return row_op(&PointwiseTable::embedding,
+                Embedding{pointer<void>(table), dtype, width, pointer<void>(out), result}, width);
+}
+
+// The rows of a norm; a stride of 0 for out means that of x.
+Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uintptr_t bias, Dtype w_dtype,
+             uintptr_t out, Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
+             int64_t out_stride, int64_t out_head_stride) {
+  for (const Dtype dtype : {x_dtype, w_dtype, out_dtype}) require_float(dtype);
+  if (rows_per_token > 1 && head_stride == 0) head_stride = width;
+  if (out_head_stride == 0) out_head_stride = width;
+  if (out_stride == 0) out_stride = rows_per_token * width;
+  return Norm{pointer<void>(x),    x_dtype,   x_stride,   head_stride,     pointer<void>(weight), pointer<void>(bias), w_dtype,
+              pointer<void>(out), out_dtype, out_stride, out_head_stride, rows_per_token,         width, static_cast<float>(eps)};
+}
+
+OpPtr rms_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, Dtype w_dtype, uintptr_t out,
+               Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
+               int64_t out_stride, int64_t out_head_stride) {
+  const Norm norm = norm_of(x, x_dtype, x_stride, weight, 0, w_dtype, out, out_dtype, width, eps, rows_per_token,
+                            head_stride, out_stride, out_head_stride);
+  return row_op(&PointwiseTable::rms_norm, norm, width, rows_per_token);
+}
+
+OpPtr layer_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uintptr_t bias, Dtype w_dtype,
+                 uintptr_t out, Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token,
+                 int64_t head_stride, int64_t out_stride, int64_t out_head_stride) {
+  const Norm norm = norm_of(x, x_dtype, x_stride, weight, bias, w_dtype, out, out_dtype, width, eps, rows_per_token,
+                            head_stride, out_stride, out_head_stride);
+  return row_op(&PointwiseTable::layer_norm, norm, 2 * width, rows_per_token);
+}
+
+AddNorm add_norm_of(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
+                    uintptr_t bias, Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width,
+                    double eps) {
+  require_float(x_dtype);
+  require_float(residual_dtype);
+  return AddNorm{pointer<void>(x),        x_dtype,
+                 pointer<void>(residual), residual_dtype,
+                 pointer<float>(total),   norm_of(total, Dtype::f32, width, weight, bias, w_dtype, out, out_dtype, width,
+                                                  eps, 1, 0, 0, 0)};
+}
+
+OpPtr add_rms_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
+                   Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width, double eps) {
+  return row_op(&PointwiseTable::add_rms_norm,
+                add_norm_of(x, x_dtype, residual, residual_dtype, weight, 0, w_dtype, out, out_dtype, total, width, eps),
+                2 * width);
+}
+
+OpPtr add_layer_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
+                     uintptr_t bias, Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width,
+                     double eps) {
+  return row_op(
+      &PointwiseTable::add_layer_norm,
+      add_norm_of(x, x_dtype, residual, residual_dtype, weight, bias, w_dtype, out, out_dtype, total, width, eps),
+      3 * width);
+}
+
+template <Activation activation, bool gated>
+OpPtr activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t width, Dtype dtype) {
+  require_float(dtype);
+  const Activate arguments{pointer<void>(x), x_stride, pointer<void>(out), width, width, dtype, activation, gated};
+  return row_op(&PointwiseTable::activate, arguments, 4 * width);
+}
+
+OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64_t heads, int64_t kv_heads,
+             int64_t head_dim, int64_t rotary_dim, uintptr_t cos_sin, Dtype dtype) {
+  require_float(dtype);
+  if (rotary_dim % 2 != 0 || rotary_dim < 0 || rotary_dim > head_dim)
+    throw std::invalid_argument("rotary_dim must be even, from 0 to head_dim (" + std::to_string(head_dim) + "), not " +
+                                std::to_string(rotary_dim));
+  const Rotary arguments{pointer<void>(q), q_stride, pointer<void>(k),    k_stride, heads, kv_heads, head_dim,
+                         rotary_dim,       pointer<float>(cos_sin), dtype};
+  return row_op(&PointwiseTable::rotary, arguments, 2 * (heads + kv_heads) * rotary_dim);
+}
+
+template <typename T>
+void reduce_rows(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out, T (*PointwiseTable::*kernel)(const float*, int64_t)) {
+  if (vocab < 1) throw std::invalid_argument("a row must have at least one element");
+  nb::gil_scoped_release release;
+  const auto reduce = isa().pointwise->*kernel;
+  for_row_ranges(rows, vocab, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) pointer<T>(out)[row] = reduce(pointer<float>(logits) + row * vocab, vocab);
+  });
+}
+
+void argmax(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out) {
+  reduce_rows<int64_t>(logits, rows, vocab, out, &PointwiseTable::argmax);
+}
+
+void logsumexp(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out) {
+  reduce_rows<double>(logits, rows, vocab, out, &PointwiseTable::logsumexp);
+}
+
+}  // namespace
+
+void bind_pointwise(nb::module_& m) {
+  m.def("embedding", &embedding, "table"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none());
+  m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
+        "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0);
+  m.def("layer_norm", &layer_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "bias"_a, "w_dtype"_a, "out"_a,
+        "out_dtype"_a, "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0,
+        "out_head_stride"_a = 0);
+  m.def("add_rms_norm", &add_rms_norm, "x"_a, "x_dtype"_a, "residual"_a, "residual_dtype"_a, "weight"_a, "w_dtype"_a,
+        "out"_a, "out_dtype"_a, "total"_a, "width"_a, "eps"_a);
+  m.def("add_layer_norm", &add_layer_norm, "x"_a, "x_dtype"_a, "residual"_a, "residual_dtype"_a, "weight"_a, "bias"_a,
+        "w_dtype"_a, "out"_a, "out_dtype"_a, "total"_a, "width"_a, "eps"_a);
+
+  const auto def_activation = [&](const char* name, auto function) {
+    m.def(name, function, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a);
+  };
+  def_activation("silu", &activate<Activation::silu, false>);
+  def_activation("gelu", &activate<Activation::gelu, false>);
+  def_activation("gelu_tanh", &activate<Activation::gelu_tanh, false>);
+  def_activation("silu_and_mul", &activate<Activation::silu, true>);
+  def_activation("gelu_and_mul", &activate<Activation::gelu, true>);
+  def_activation("gelu_tanh_and_mul", &activate<Activation::gelu_tanh, true>);
+
+  m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
+        "rotary_dim"_a, "cos_sin"_a, "dtype"_a);
+  m.def("argmax", &argmax, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
+  m.def("logsumexp", &logsumexp, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
+}
 
 }  // namespace octavo

@@ -1,9 +1,173 @@
-#include "quant.hpp"
+// Quantised products as operations, and their Python names.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
 
 #include "bind.hpp"
+#include "quant.hpp"
+#include "ranges.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
 
 namespace octavo {
 
-void bind_quant(nanobind::module_& m) { (void)m; }
+namespace {
+
+// Rows that are quantised and multiplied at a time: their codes stay in the second-level cache while the panels pass.
+constexpr int64_t kRowsAtOnce = 64;
+// Work of quantising one value, in the units of for_row_ranges.
+constexpr int64_t kWorkOfValue = 2;
+
+// Room for quantised rows; one a thread that runs operations, as they come one after the other.
+class RowBuffer {
+ public:
+  QuantRows take(int64_t rows, int64_t num_groups) {
+    const int64_t tiled = (rows + kQuantTile - 1) / kQuantTile * kQuantTile * num_groups;
+    if (tiled > capacity_) {
+      free();
+      codes_ = static_cast<int8_t*>(::operator new(static_cast<size_t>(tiled) * kQuantGroup, kAlignment));
+      groups_ = static_cast<QuantGroup*>(::operator new(static_cast<size_t>(tiled) * sizeof(QuantGroup), kAlignment));
+      capacity_ = tiled;
+    }
+    return {codes_, groups_, num_groups};
+  }
+  ~RowBuffer() { free(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  void free() {
+    ::operator delete(codes_, kAlignment);
+    ::operator delete(groups_, kAlignment);
+  }
+  int64_t capacity_ = 0;
+  int8_t* codes_ = nullptr;
+  QuantGroup* groups_ = nullptr;
+};
+
+// One input times the matrices of one or more parts, whose outputs stand one after the other.
+class LinearQuant : public Op {
+ public:
+  LinearQuant(std::vector<std::shared_ptr<PackedQuant>> parts, const void* x, int64_t x_stride, Dtype x_dtype,
+              void* out, int64_t out_stride, Dtype out_dtype, const float* bias)
+      : parts_(std::move(parts)), x_(static_cast<const char*>(x)), x_dtype_(x_dtype) {
+    if (parts_.empty()) throw std::invalid_argument("a quantised product needs a matrix");
+    check_dtype(x_dtype);
+    check_dtype(out_dtype);
+    x_stride_ = x_stride * size_of(x_dtype);
+    out_stride_ = out_stride * size_of(out_dtype);
+    int64_t column = 0;
+    for (const auto& part : parts_) {
+      if (part->k != parts_[0]->k) throw std::invalid_argument("the parts of a quantised product differ in inputs");
+      outputs_.push_back({static_cast<char*>(out) + column * size_of(out_dtype), out_stride, out_dtype,
+                          bias == nullptr ? nullptr : bias + column});
+      first_panel_.push_back(panels_);
+      panels_ += part->panels;
+      column += part->n;
+    }
+  }
+
+  void run(const Step& step) override {
+    thread_local RowBuffer buffer;
+    for (int64_t first = 0; first < step.tokens; first += kRowsAtOnce) {
+      const int64_t rows = step.tokens - first < kRowsAtOnce ? step.tokens - first : kRowsAtOnce;
+      run_rows(first, rows, buffer.take(rows, parts_[0]->groups));
+    }
+  }
+
+ private:
+  static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+  static void check_dtype(Dtype dtype) {
+    if (dtype == Dtype::i8) throw std::invalid_argument("rows of a quantised product are float32 or bfloat16");
+  }
+
+  void run_rows(int64_t first, int64_t rows, const QuantRows& quantized) const {
+    const QuantTable& table = *isa().quant;
+    const int64_t k = parts_[0]->k;
+    for_row_ranges(rows, kWorkOfValue * k, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
+      }
+    });
+    const int64_t chunk = std::clamp(panels_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    parallel_for((panels_ + chunk - 1) / chunk, [&](int64_t task) {
+      for (int64_t i = task * chunk; i < std::min(panels_, (task + 1) * chunk); ++i) {
+        run_panel(i, first, rows, quantized);
+      }
+    });
+  }
+
+  void run_panel(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const {
+    size_t part = parts_.size() - 1;
+    while (panel < first_panel_[part]) --part;
+    QuantOutput out = outputs_[part];
+    out.data = static_cast<char*>(out.data) + first * out_stride_;
+    isa().quant->panel(*parts_[part], panel - first_panel_[part], quantized, rows, out);
+  }
+
+  std::vector<std::shared_ptr<PackedQuant>> parts_;
+  std::vector<QuantOutput> outputs_;
+  std::vector<int64_t> first_panel_;
+  int64_t panels_ = 0;
+  const char* x_;
+  int64_t x_stride_, out_stride_;  // bytes
+  Dtype x_dtype_;
+};
+
+void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, int bits, int64_t group,
+                   uintptr_t codes, uintptr_t scales) {
+  if (dtype == Dtype::i8) throw std::invalid_argument("weights are float32 or bfloat16");
+  if (group < 1 || k % group != 0) throw std::invalid_argument("k is no multiple of the group");
+  if (bits != 8 && !(bits == 4 && (group == 32 || group == 128))) {
+    throw std::invalid_argument("weights are quantised to 8 bits, or to 4 bits in groups of 32 or 128");
+  }
+  const int64_t row_bytes = row_stride * (dtype == Dtype::f32 ? 4 : 2);
+  const int64_t scale_bytes = group == k ? 4 : k / group * 2;
+  parallel_for(n, [&](int64_t row) {
+    isa().quant->encode(reinterpret_cast<const char*>(weight) + row * row_bytes, dtype, k, group, bits,
+                        reinterpret_cast<uint8_t*>(codes) + row * k,
+                        reinterpret_cast<char*>(scales) + row * scale_bytes);
+  });
+}
+
+}  // namespace
+
+void bind_quant(nb::module_& m) {
+  nb::class_<PackedQuant>(m, "PackedQuant")
+      .def("__init__",
+           [](PackedQuant* self, const std::string& format, int64_t n, int64_t k, uintptr_t codes, uintptr_t scales,
+              uintptr_t minima, uintptr_t group_scales, uintptr_t group_minima) {
+             const QuantSource source{reinterpret_cast<const uint8_t*>(codes), reinterpret_cast<const void*>(scales),
+                                      reinterpret_cast<const uint16_t*>(minima),
+                                      reinterpret_cast<const uint8_t*>(group_scales),
+                                      reinterpret_cast<const uint8_t*>(group_minima)};
+             new (self) PackedQuant(quant_format(format), n, k, source);
+           },
+           nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("codes"), nb::arg("scales"), nb::arg("minima") = 0,
+           nb::arg("group_scales") = 0, nb::arg("group_minima") = 0)
+      .def_prop_ro("format", [](const PackedQuant& self) { return std::string(layout_of(self.format).name); })
+      .def_ro("n", &PackedQuant::n)
+      .def_ro("k", &PackedQuant::k)
+      .def_prop_ro("nbytes", &PackedQuant::bytes);
+
+  m.def("quantize_rows", &quantize_rows, nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"),
+        nb::arg("dtype"), nb::arg("bits"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Codes and scales of weight [n, k], in groups of `group` values of a row.");
+  m.def("linear_quant",
+        [](std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out,
+           int64_t out_stride, Dtype out_dtype, uintptr_t bias) -> OpPtr {
+          return std::make_shared<LinearQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype,
+                                               reinterpret_cast<void*>(out), out_stride, out_dtype,
+                                               reinterpret_cast<const float*>(bias));
+        },
+        nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
+        nb::arg("out_dtype"), nb::arg("bias") = 0);
+}
 
 }  // namespace octavo

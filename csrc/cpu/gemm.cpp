@@ -1,9 +1,264 @@
+// The matrix products' kernels.
+//
+// A register tile of R rows times G groups of 16 columns accumulates over all of k in order; x is broadcast element by
+// element, the weights are read as they lie, a cache line for two k of a group. For bfloat16 a vector holds 32-bit words
+// of two neighbouring k: shifted left it is the even one in float32, masked the odd one. All rows of a call pass over a
+// group while it lies in the cache, and meanwhile the next group is fetched.
 #include "gemm.hpp"
 
+#include "gemm_limits.hpp"
+#include "vec.hpp"
+
 namespace octavo::OCTAVO_ISA {
+namespace {
+
+constexpr int kVectors = kGroup / kLanes;  // of a group
+
+// The most rows of a tile, and the groups side by side for a number of rows. With 16 registers, 5 rows x 2 vectors leave
+// room for the weights' words; 6 x 2 spills. A multiply-add takes 4 cycles and 2 start in each, so that a tile wants 8
+// accumulators; and one or two rows, which wait for memory, want two streams of weights.
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+constexpr int kMaxRows = 8;
+constexpr int wide_groups(int) { return 2; }
+#elif defined(OCTAVO_ISA_avx2)
+constexpr int kMaxRows = 5;
+constexpr int wide_groups(int rows) { return rows <= 2 ? 2 : 1; }
+#else
+constexpr int kMaxRows = 2;
+constexpr int wide_groups(int) { return 1; }
+#endif
+constexpr int kMaxGroups = 2;
+// When there are several tiles they differ by a row at most and have half of kMaxRows at least: all are equally wide.
+static_assert(wide_groups((kMaxRows + 1) / 2) == wide_groups(kMaxRows));
+
+struct Tile {
+  const void* weights;    // of the first group
+  int64_t group_bytes;
+  int64_t k;
+  const float* x;         // of the first row
+  int64_t x_stride;
+  const char* ahead;      // fetched into the cache meanwhile: from here and from the same place of the groups beside,
+  int64_t ahead_step;     // so many bytes further for each cache line read of a group
+};
+
+template <int R, int G>
+OCTAVO_INLINE void multiply_add_row_by_row(F32 (&sums)[R][G * kVectors], const F32 (&w)[G * kVectors], const float* x,
+                                           int64_t x_stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const F32 element = splat(x[r * x_stride]);
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v) sums[r][v] = fma(element, w[v], sums[r][v]);
+  }
+}
+
+// Which cache the next groups are fetched into, as __builtin_prefetch wants it. Measured: for few rows, which go through
+// the weights quickly, the second; for many, that the group is in the first from the beginning.
+constexpr int kFirstCache = 3, kSecondCache = 2;
+constexpr int kManyTiles = 5;
+
+template <int G, int Cache>
+OCTAVO_INLINE void fetch_ahead(const char* line, int64_t group_bytes) {
+#pragma GCC unroll 2
+  for (int g = 0; g < G; ++g) __builtin_prefetch(line + g * group_bytes, 0, Cache);
+}
+
+template <int R, int G, int Cache>
+OCTAVO_INLINE void accumulate_bf16(const Tile& tile, F32 (&sums)[R][G * kVectors]) {
+  const char* line = static_cast<const char*>(tile.weights);
+  const char* ahead = tile.ahead;
+  const float* x = tile.x;
+  for (int64_t pairs = tile.k / 2; pairs > 0; --pairs) {
+    F32 w[G * kVectors];
+    fetch_ahead<G, Cache>(ahead, tile.group_bytes);
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v)
+      w[v] = even_bf16(load_as<U32>(line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes)));
+    multiply_add_row_by_row<R, G>(sums, w, x, tile.x_stride);
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v)
+      w[v] = odd_bf16(load_as<U32>(line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes)));
+    multiply_add_row_by_row<R, G>(sums, w, x + 1, tile.x_stride);
+    line += 4 * kGroup;
+    ahead += tile.ahead_step;
+    x += 2;
+  }
+}
+
+template <int R, int G, int Cache>
+OCTAVO_INLINE void accumulate_f32(const Tile& tile, F32 (&sums)[R][G * kVectors]) {
+  const char* line = static_cast<const char*>(tile.weights);
+  const char* ahead = tile.ahead;
+  const float* x = tile.x;
+  for (int64_t k = tile.k; k > 0; --k) {
+    F32 w[G * kVectors];
+    fetch_ahead<G, Cache>(ahead, tile.group_bytes);
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v)
+      w[v] = load_as<F32>(line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes));
+    multiply_add_row_by_row<R, G>(sums, w, x, tile.x_stride);
+    line += 4 * kGroup;
+    ahead += tile.ahead_step;
+    ++x;
+  }
+}
+
+// sums [R][G * 16]
+template <Dtype dtype, int R, int G, int Cache>
+void run_tile(const Tile& tile, float* out) {
+  F32 sums[R][G * kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v) sums[r][v] = F32{};
+  if constexpr (dtype == Dtype::bf16)
+    accumulate_bf16<R, G, Cache>(tile, sums);
+  else
+    accumulate_f32<R, G, Cache>(tile, sums);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v) store(out + (r * G * kVectors + v) * kLanes, sums[r][v]);
+}
+
+using RunTile = void (*)(const Tile&, float*);
+
+// The kernel for a tile of `rows` rows, one group wide or as wide as suits that number of rows.
+template <Dtype dtype, int Cache, int R = kMaxRows>
+RunTile tile_kernel(int rows, bool wide) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile_kernel<dtype, Cache, R - 1>(rows, wide);
+  }
+  return wide ? run_tile<dtype, R, wide_groups(R), Cache> : run_tile<dtype, R, 1, Cache>;
+}
+
+RunTile tile_kernel(Dtype dtype, int rows, bool wide, bool many_tiles) {
+  if (dtype == Dtype::bf16)
+    return many_tiles ? tile_kernel<Dtype::bf16, kFirstCache>(rows, wide)
+                      : tile_kernel<Dtype::bf16, kSecondCache>(rows, wide);
+  return many_tiles ? tile_kernel<Dtype::f32, kFirstCache>(rows, wide)
+                    : tile_kernel<Dtype::f32, kSecondCache>(rows, wide);
+}
+
+// ---- what becomes of the sums -----------------------------------------------------------------------------------
+
+// One row of one group, sums [16], into the first `columns` of out.
+template <typename T>
+OCTAVO_INLINE void store_row(T* out, const float* sums, int64_t columns) {
+  if (columns >= kGroup) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; c += kLanes) store(out + c, load(sums + c));
+  } else {
+    for (int c = 0; c < columns; ++c) store_one(out + c, sums[c]);
+  }
+}
+
+OCTAVO_INLINE void add_row(float* out, const float* sums, int64_t columns) {
+  if (columns >= kGroup) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroup; c += kLanes) store(out + c, load(out + c) + load(sums + c));
+  } else {
+    for (int c = 0; c < columns; ++c) out[c] += sums[c];
+  }
+}
+
+template <typename T>
+OCTAVO_INLINE void silu_mul_row(T* out, const float* sums, int64_t columns) {
+  constexpr int half = kGroup / 2;
+  constexpr int lanes = kLanes < half ? kLanes : half;
+  float products[half];
+#pragma GCC unroll 4
+  for (int c = 0; c < half; c += lanes)
+    store(products + c, silu(load(sums + c, lanes)) * load(sums + half + c, lanes), lanes);
+  for (int c = 0; c < columns && c < half; ++c) store_one(out + c, products[c]);
+}
+
+template <typename T>
+void finish_rows(const Product& p, int64_t row, int rows, int64_t group, const float* sums, int64_t sums_stride) {
+  const int width = p.finish == Finish::silu_mul ? kGroup / 2 : kGroup;
+  const int64_t column = group * width, columns = p.out_columns - column;
+  T* out = static_cast<T*>(p.out) + row * p.out_stride + column;
+  for (int r = 0; r < rows; ++r, out += p.out_stride, sums += sums_stride) {
+    if (p.finish == Finish::store)
+      store_row(out, sums, columns);
+    else if (p.finish == Finish::silu_mul)
+      silu_mul_row(out, sums, columns);
+    else if constexpr (sizeof(T) == 4)
+      add_row(out, sums, columns);
+  }
+}
+
+// Sums [rows][groups * 16] of the columns from `group` on; adds the bias to them first.
+void finish(const Product& p, int64_t row, int rows, int64_t group, int groups, float* sums) {
+  const int64_t stride = groups * kGroup;
+  if (p.weights.bias != nullptr) {
+    const float* bias = p.weights.bias + group * kGroup;
+    for (int r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < stride; c += kLanes)
+        store(sums + r * stride + c, load(sums + r * stride + c) + load(bias + c));
+  }
+  for (int g = 0; g < groups; ++g) {
+    if (p.out_dtype == Dtype::bf16)
+      finish_rows<uint16_t>(p, row, rows, group + g, sums + g * kGroup, stride);
+    else
+      finish_rows<float>(p, row, rows, group + g, sums + g * kGroup, stride);
+  }
+}
+
+}  // namespace
+
+// ---- entry points -----------------------------------------------------------------------------------------------
+
+static void multiply(const Product& p, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end) {
+  const int64_t rows = row_end - row_begin;
+  if (rows <= 0) return;
+  const int64_t group_bytes = p.weights.k * kGroup * (p.weights.dtype == Dtype::bf16 ? 2 : 4);
+  // Tiles as equal as can be; each fetches an equal part of the groups that come next.
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  const int widest = wide_groups(static_cast<int>((rows + tiles - 1) / tiles));
+  float sums[kMaxRows * kMaxGroups * kGroup];
+  for (int64_t group = group_begin; group < group_end;) {
+    const bool wide = group + widest <= group_end;
+    const int width = wide ? widest : 1;
+    const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = row_begin + rows * t / tiles;
+      const int tile_rows = static_cast<int>(row_begin + rows * (t + 1) / tiles - first);
+      const char* ahead = weights + width * group_bytes + t * group_bytes / tiles;
+      const Tile tile{weights, group_bytes, p.weights.k, p.x + first * p.x_stride, p.x_stride, ahead, 64 / tiles};
+      tile_kernel(p.weights.dtype, tile_rows, wide, tiles >= kManyTiles)(tile, sums);
+      finish(p, first, tile_rows, group, width, sums);
+    }
+    group += width;
+  }
+}
+
+template <typename T>
+static void widen_rows(const T* x, int64_t x_stride, int64_t k, bool round, float* out, int64_t padded_k,
+                       int64_t out_stride, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x + r * x_stride;
+    float* to = out + r * out_stride;
+    int64_t i = 0;
+    for (; i + kLanes <= k; i += kLanes) {
+      const F32 v = load(from + i);
+      store(to + i, round ? (F32)(round_bf16(v) << 16) : v);
+    }
+    for (; i < k; ++i) to[i] = round ? from_bf16(to_bf16(load_one(from + i))) : load_one(from + i);
+    for (; i < padded_k; ++i) to[i] = 0.0f;
+  }
+}
+
+static void widen(const void* x, Dtype dtype, int64_t x_stride, int64_t k, bool round_to_bf16, float* out,
+                  int64_t padded_k, int64_t out_stride, int64_t rows) {
+  if (dtype == Dtype::bf16)
+    widen_rows(static_cast<const uint16_t*>(x), x_stride, k, false, out, padded_k, out_stride, rows);
+  else
+    widen_rows(static_cast<const float*>(x), x_stride, k, round_to_bf16, out, padded_k, out_stride, rows);
+}
 
 const GemmTable* gemm_table() {
-  static const GemmTable table{};
+  static const GemmTable table{widen, multiply, read_once, multiply_add_rounds};
   return &table;
 }
 

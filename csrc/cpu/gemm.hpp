@@ -1,10 +1,56 @@
-// The gemm kernels' entry points.
+// The matrix products' entry points: out[r, :] = finish(x[r, :] W^T + bias).
+//
+// Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of the
+// register tile or the thread: see gemm.cpp.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
 
 namespace octavo {
 
-struct GemmTable {};
+// Output columns (rows of W) that lie side by side in packed weights.
+constexpr int kGroup = 16;
+
+// Packed weights, groups of 16 columns one after the other, columns past n and k past the matrix zero:
+//   bf16  [groups][pairs][16][2]: two neighbouring k of a column are one 32-bit word
+//   f32   [groups][k][16]
+struct WeightView {
+  const void* data = nullptr;
+  const float* bias = nullptr;  // [groups * 16] in packed order, or null
+  Dtype dtype = Dtype::bf16;
+  int64_t n = 0;       // columns of the product
+  int64_t k = 0;       // as packed: even for bf16
+  int64_t groups = 0;
+};
+
+// What becomes of a product's elements, computed in float32.
+enum class Finish {
+  store,     // out[r, c], rounded to its type
+  add,       // out[r, c] += ..., out float32
+  silu_mul,  // group g holds 8 columns of the gate and the same 8 of up: out[r, 8 g + c] = silu(gate) * up
+};
+
+struct Product {
+  WeightView weights;
+  const float* x = nullptr;  // [rows, k]
+  int64_t x_stride = 0;
+  void* out = nullptr;
+  int64_t out_stride = 0;
+  Dtype out_dtype = Dtype::f32;
+  int64_t out_columns = 0;  // n, or half of it for silu_mul
+  Finish finish = Finish::store;
+};
+
+struct GemmTable {
+  // out[r, 0 .. k) = x[r, 0 .. k) in float32, rounded to bfloat16 first if round_to_bf16; zeros to padded_k.
+  void (*widen)(const void* x, Dtype dtype, int64_t x_stride, int64_t k, bool round_to_bf16, float* out,
+                int64_t padded_k, int64_t out_stride, int64_t rows);
+  // The part of a product in the given groups and rows.
+  void (*multiply)(const Product& product, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end);
+  // For the limits of this machine: reads so many bytes once; runs so many rounds of independent multiply-adds, and
+  // returns how many floating-point operations a round is. What they compute goes to *sink.
+  void (*read)(const void* data, int64_t bytes, float* sink);
+  int64_t (*multiply_add)(int64_t rounds, float* sink);
+};
 
 }  // namespace octavo

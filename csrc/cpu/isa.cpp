@@ -10,9 +10,13 @@ namespace octavo {
   const PointwiseTable* pointwise_table();          \
   const AttentionTable* attention_table();          \
   const QuantTable* quant_table();                  \
+  const SamplingTable* sampling_table();            \
   }
 #define OCTAVO_ROW(name) \
-  Isa { #name, name::gemm_table(), name::pointwise_table(), name::attention_table(), name::quant_table() }
+  Isa {                                                                                                   \
+    #name, name::gemm_table(), name::pointwise_table(), name::attention_table(), name::quant_table(),     \
+        name::sampling_table()                                                                            \
+  }
 
 OCTAVO_DECLARE(generic)
 #ifdef OCTAVO_HAS_avx2

@@ -10,6 +10,7 @@ struct GemmTable;
 struct PointwiseTable;
 struct AttentionTable;
 struct QuantTable;
+struct SamplingTable;
 
 struct Isa {
   std::string name;
@@ -17,6 +18,7 @@ struct Isa {
   const PointwiseTable* pointwise;
   const AttentionTable* attention;
   const QuantTable* quant;
+  const SamplingTable* sampling;
 };
 
 // What this processor can run, best first; generic is always the last.

@@ -1,9 +1,181 @@
+// Embedding, activations, rotary positions and reductions of logits.
 #include "pointwise.hpp"
+
+#include <limits>
+#include <type_traits>
+
+#include "pointwise_norm.hpp"
+#include "rows.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
+namespace {
+
+void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto type) {
+    with_type(a.out_dtype, [&](auto out_type) {
+      for (int64_t row = begin; row < end; ++row) {
+        const auto* source = static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) +
+                             step.token_ids[row] * a.width;
+        auto* target = static_cast<decltype(out_type)>(a.out) + row * a.width;
+        for_vectors(a.width, [&](int64_t i, auto lanes) { store(target + i, load(source + i, lanes), lanes); });
+      }
+    });
+  });
+}
+
+// ---- activations ------------------------------------------------------------------------------------------------
+
+// x times the normal distribution function. Its lower tail is erfc(z) / 2 with z = |x| / sqrt(2), and erfc(z) =
+// e^(-z z) t P(t), t = 1 / (1 + z / 2); P is a least-squares fit at Chebyshev nodes, within 2e-7 of the value.
+OCTAVO_INLINE F32 gelu(F32 x) {
+  const F32 z = (x < 0.0f ? -x : x) * 0.70710678118f;
+  const F32 t = 1.0f / fma(z, splat(0.5f), splat(1.0f));
+  F32 p = splat(-0.06019725f);
+  p = fma(p, t, splat(0.28986904f));
+  p = fma(p, t, splat(-0.49768485f));
+  p = fma(p, t, splat(0.28946814f));
+  p = fma(p, t, splat(-0.03403652f));
+  p = fma(p, t, splat(0.20562154f));
+  p = fma(p, t, splat(0.24241569f));
+  p = fma(p, t, splat(0.28246227f));
+  p = fma(p, t, splat(0.2820819f));
+  const F32 square = z * z;
+  const F32 rest = fma(z, z, -square);  // what rounding the square lost: e^-(a + b) = e^-a (1 - b)
+  const F32 power = exp(-square);
+  const F32 tail = 0.5f * (t * p) * fma(-power, square < 87.0f ? rest : F32{}, power);
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// x (1 + tanh(u)) / 2 = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+OCTAVO_INLINE F32 gelu_tanh(F32 x) {
+  const F32 u = x * fma(x * x, splat(0.044715f), splat(1.0f)) * 0.79788456080f;
+  return x / (1.0f + exp(-2.0f * u));
+}
+
+template <typename T, typename F>
+void activate_row(const T* x, T* out, int64_t width, bool gated, const F& f) {
+  if (gated)
+    for_vectors(width, [&](int64_t i, auto lanes) {
+      store(out + i, f(load(x + i, lanes)) * load(x + width + i, lanes), lanes);
+    });
+  else
+    for_vectors(width, [&](int64_t i, auto lanes) { store(out + i, f(load(x + i, lanes)), lanes); });
+}
+
+void activate(const Activate& a, const Step&, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride;
+      if (a.activation == Activation::silu)
+        activate_row(x, out, a.width, a.gated, [](F32 v) { return silu(v); });
+      else if (a.activation == Activation::gelu)
+        activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu(v); });
+      else
+        activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu_tanh(v); });
+    }
+  });
+}
+
+// ---- rotary positions ---------------------------------------------------------------------------------------------
+
+template <typename T>
+void rotate_heads(T* x, int64_t heads, int64_t head_dim, const float* cos, const float* sin, int64_t half) {
+  for (T* head = x; head < x + heads * head_dim; head += head_dim) {
+    for_vectors(half, [&](int64_t i, auto lanes) {
+      const F32 first = load(head + i, lanes), second = load(head + half + i, lanes);
+      const F32 c = load(cos + i, lanes), s = load(sin + i, lanes);
+      store(head + i, fma(first, c, -(second * s)), lanes);
+      store(head + half + i, fma(second, c, first * s), lanes);
+    });
+  }
+}
+
+void rotary(const Rotary& a, const Step& step, int64_t begin, int64_t end) {
+  const int64_t half = a.rotary_dim / 2;
+  with_type(a.dtype, [&](auto type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    for (int64_t row = begin; row < end; ++row) {
+      const float* cos = a.cos_sin + step.positions[row] * a.rotary_dim;
+      rotate_heads(static_cast<T*>(a.q) + row * a.q_stride, a.heads, a.head_dim, cos, cos + half, half);
+      rotate_heads(static_cast<T*>(a.k) + row * a.k_stride, a.kv_heads, a.head_dim, cos, cos + half, half);
+    }
+  });
+}
+
+// ---- logits -------------------------------------------------------------------------------------------------------
+
+int64_t argmax(const float* row, int64_t width) {
+  // Each lane keeps its best value and the vector that it was in; an earlier one wins, as only more is better.
+  F32 best = splat(-std::numeric_limits<float>::infinity());
+  I32 where = {}, nan = {};
+  int64_t i = 0;
+  for (int32_t vector = 0; i + kLanes <= width; i += kLanes, ++vector) {
+    const F32 x = load(row + i);
+    const I32 better = x > best;
+    best = better ? x : best;
+    where = better ? vector + I32{} : where;
+    nan |= x != x;
+  }
+  float value = -std::numeric_limits<float>::infinity();
+  int64_t index = 0;
+  for (int lane = 0; lane < kLanes && i > 0; ++lane) {
+    if (nan[lane]) return -1;
+    const int64_t here = int64_t{where[lane]} * kLanes + lane;
+    if (best[lane] > value || (best[lane] == value && here < index)) {
+      value = best[lane];
+      index = here;
+    }
+  }
+  for (; i < width; ++i) {
+    if (row[i] != row[i]) return -1;
+    if (row[i] > value) {
+      value = row[i];
+      index = i;
+    }
+  }
+  return index;
+}
+
+double logsumexp(const float* row, int64_t width) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  F32 tops = splat(-infinity);
+  I32 nan = {};
+  float top = -infinity;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const F32 x = load(row + i);
+    tops = max(x, tops);
+    nan |= x != x;
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (nan[lane]) return std::numeric_limits<double>::quiet_NaN();
+  }
+  for (; i < width; ++i) {
+    if (row[i] != row[i]) return std::numeric_limits<double>::quiet_NaN();
+    top = max(row[i], top);
+  }
+  top = max(max(tops), top);
+  if (top == infinity || top == -infinity) return top;
+  typedef double F64 __attribute__((vector_size(8 * kLanes)));
+  F64 sums = {};
+  for (i = 0; i + kLanes <= width; i += kLanes) sums += __builtin_convertvector(exp(load(row + i) - top), F64);
+  if (i < width) {
+    const Tail tail{static_cast<int>(width - i)};
+    sums += __builtin_convertvector(keep(exp(load(row + i, tail) - top), tail), F64);
+  }
+  double sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+  return static_cast<double>(top) + std::log(sum);
+}
+
+}  // namespace
+
 const PointwiseTable* pointwise_table() {
-  static const PointwiseTable table{};
+  static const PointwiseTable table{embedding, rms_norm, layer_norm, add_rms_norm, add_layer_norm,
+                                    activate,  rotary,   argmax,     logsumexp};
   return &table;
 }
 

@@ -1,10 +1,85 @@
-// The pointwise kernels' entry points.
+// The pointwise kernels' entry points: each computes rows [begin, end) of an operation, whatever the other rows are.
+// All arithmetic is float32 and rounds once to the type of the result. Strides count elements.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
 
 namespace octavo {
 
-struct PointwiseTable {};
+// out[row] = table[token_ids[row]], both [.., width].
+struct Embedding {
+  const void* table;
+  Dtype dtype;
+  int64_t width;
+  void* out;
+  Dtype out_dtype;
+};
+
+// Row t * heads + h lies at x + t * x_stride + h * x_head_stride, and likewise in out; in place is allowed.
+// weight [width]; bias [width] or null (layer norm only).
+struct Norm {
+  const void* x;
+  Dtype x_dtype;
+  int64_t x_stride, x_head_stride;
+  const void* weight;
+  const void* bias;
+  Dtype weight_dtype;
+  void* out;
+  Dtype out_dtype;
+  int64_t out_stride, out_head_stride;
+  int64_t heads, width;
+  float eps;
+};
+
+// total = x + residual, then norm.out = norm of total; x, residual and total are [T, width]; norm.x is total.
+// total may be the memory of a float32 x or residual.
+struct AddNorm {
+  const void* x;
+  Dtype x_dtype;
+  const void* residual;
+  Dtype residual_dtype;
+  float* total;
+  Norm norm;
+};
+
+enum class Activation : int { silu, gelu, gelu_tanh };
+
+// out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed.
+struct Activate {
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t width;
+  Dtype dtype;
+  Activation activation;
+  bool gated;
+};
+
+// Rotates in place heads of q [T, heads, head_dim] and k [T, kv_heads, head_dim], rows strided: dimension i is paired
+// with i + rotary_dim / 2. cos_sin [max position, rotary_dim]: cosines, then sines, of half as many angles.
+struct Rotary {
+  void* q;
+  int64_t q_stride;
+  void* k;
+  int64_t k_stride;
+  int64_t heads, kv_heads, head_dim, rotary_dim;
+  const float* cos_sin;
+  Dtype dtype;
+};
+
+struct PointwiseTable {
+  void (*embedding)(const Embedding&, const Step&, int64_t begin, int64_t end);
+  void (*rms_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
+  void (*layer_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
+  void (*add_rms_norm)(const AddNorm&, const Step&, int64_t begin, int64_t end);
+  void (*add_layer_norm)(const AddNorm&, const Step&, int64_t begin, int64_t end);
+  void (*activate)(const Activate&, const Step&, int64_t begin, int64_t end);
+  void (*rotary)(const Rotary&, const Step&, int64_t begin, int64_t end);
+  // The index of a row's largest value, the lowest of several; -1 if there is a NaN.
+  int64_t (*argmax)(const float* row, int64_t width);
+  // log(sum(exp(row))): exponentials in float32, summed in float64. -inf if all are -inf; NaN if there is a NaN.
+  double (*logsumexp)(const float* row, int64_t width);
+};
 
 }  // namespace octavo

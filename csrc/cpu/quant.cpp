@@ -1,9 +1,144 @@
+// Products of quantised rows and packed quantised weights.
 #include "quant.hpp"
+
+#include "quant_dot.hpp"
+#include "quant_encode.hpp"
+#include "quant_rows.hpp"
+#include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
+namespace {
+
+void quantize(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row) {
+  if (dtype == Dtype::f32) {
+    quantize_row(static_cast<const float*>(x), k, rows.codes_of(row), rows.groups_of(row));
+  } else {
+    quantize_row(static_cast<const uint16_t*>(x), k, rows.codes_of(row), rows.groups_of(row));
+  }
+}
+
+// Scales and minima of a group's columns; `header` is the block's and `i` the group's number in the block.
+template <QuantFormat Format>
+OCTAVO_INLINE Columns scales_of(const uint8_t* header, int i) {
+  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header), load_u8(header + 64 + i * kPanel));
+  return load_f16(header);
+}
+template <QuantFormat Format>
+OCTAVO_INLINE Columns minima_of(const uint8_t* header, int i) {
+  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header + 32), load_u8(header + 192 + i * kPanel));
+  return load_f16(header + 32);
+}
+
+// Adds a group to the sums of each row.
+template <QuantFormat Format, int Rows>
+OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, const int8_t* x, const QuantGroup* groups,
+                             Columns (&sums)[Rows]) {
+  constexpr bool has_minima = Format == QuantFormat::q4_1 || Format == QuantFormat::q4_k;
+  Dots<Rows> dots;
+  if constexpr (layout_of(Format).bits == 8) {
+    dot_8bit<Rows>(w, x, groups, dots);
+  } else {
+    dot_4bit<Rows, !has_minima>(w, x, groups, dots);
+  }
+  Columns scales, minima;
+  if constexpr (Format != QuantFormat::q8_channel) scales = scales_of<Format>(header, i);
+  if constexpr (has_minima) minima = minima_of<Format>(header, i);
+  for (int r = 0; r < Rows; ++r) {
+    Columns scale = spread(groups[r].scale);
+    if constexpr (Format != QuantFormat::q8_channel) scale = multiply(scales, scale);
+    sums[r] = add(sums[r], multiply(as_float(dots, r), scale));
+    if constexpr (has_minima) {
+      const Columns share = multiply(minima, spread(groups[r].scaled_sum));
+      sums[r] = Format == QuantFormat::q4_k ? subtract(sums[r], share) : add(sums[r], share);
+    }
+  }
+}
+
+// Products of a panel and a tile's first rows.
+template <QuantFormat Format, int Rows>
+void multiply_tile(const uint8_t* panel, int64_t num_groups, const int8_t* x, const QuantGroup* groups,
+                   float (*out)[kPanel]) {
+  constexpr QuantLayout layout = layout_of(Format);
+  const int64_t groups_a_block = layout.groups == 0 ? num_groups : layout.groups;
+  Columns sums[Rows];
+  for (int r = 0; r < Rows; ++r) sums[r] = spread(0);
+  const uint8_t* w = panel;
+  for (int64_t g = 0; g < num_groups; g += groups_a_block) {
+    const uint8_t* header = w;
+    w += layout.header;
+    for (int64_t i = 0; i < groups_a_block; ++i) {
+      add_group<Format, Rows>(header, static_cast<int>(i), w, x, groups, sums);
+      w += layout.group_bytes();
+      x += kQuantGroup * kQuantTile;
+      groups += kQuantTile;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    if constexpr (Format == QuantFormat::q8_channel) sums[r] = multiply(sums[r], load_f32(panel));
+    to_floats(sums[r], out[r]);
+  }
+}
+
+template <QuantFormat Format>
+void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, int count, float (*out)[kPanel]) {
+  const int8_t* x = rows.codes_of(row);
+  const QuantGroup* groups = rows.groups_of(row);
+  switch (count) {
+    case 1: return multiply_tile<Format, 1>(panel, rows.num_groups, x, groups, out);
+    case 2: return multiply_tile<Format, 2>(panel, rows.num_groups, x, groups, out);
+    case 3: return multiply_tile<Format, 3>(panel, rows.num_groups, x, groups, out);
+    default: return multiply_tile<Format, 4>(panel, rows.num_groups, x, groups, out);
+  }
+}
+
+template <typename T>
+OCTAVO_INLINE void store_row(const float* sums, const float* bias, int columns, T* out) {
+  float biased[kPanel];
+  for (int c = 0; c < columns; ++c) biased[c] = bias == nullptr ? sums[c] : sums[c] + bias[c];
+  if (columns == kPanel) {
+    for (int c = 0; c < kPanel; c += kLanes) store(out + c, load(biased + c));
+  } else {
+    for (int c = 0; c < columns; ++c) store_one(out + c, biased[c]);
+  }
+}
+
+template <QuantFormat Format>
+void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t count, const QuantOutput& out) {
+  const int64_t first = panel * kPanel;
+  const int columns = static_cast<int>(weight.n - first < kPanel ? weight.n - first : kPanel);
+  const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
+  for (int64_t row = 0; row < count; row += kQuantTile) {
+    const int tile = static_cast<int>(count - row < kQuantTile ? count - row : kQuantTile);
+    float sums[kQuantTile][kPanel];
+    multiply_rows<Format>(weight.panel(panel), rows, row, tile, sums);
+    for (int r = 0; r < tile; ++r) {
+      const int64_t at = (row + r) * out.stride + first;
+      if (out.dtype == Dtype::f32) {
+        store_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
+      } else {
+        store_row(sums[r], bias, columns, static_cast<uint16_t*>(out.data) + at);
+      }
+    }
+  }
+}
+
+void panel(const PackedQuant& weight, int64_t i, const QuantRows& rows, int64_t count, const QuantOutput& out) {
+  switch (weight.format) {
+    case QuantFormat::q8_channel: return run_panel<QuantFormat::q8_channel>(weight, i, rows, count, out);
+    case QuantFormat::q8_32: return run_panel<QuantFormat::q8_32>(weight, i, rows, count, out);
+    case QuantFormat::q8_128: return run_panel<QuantFormat::q8_128>(weight, i, rows, count, out);
+    case QuantFormat::q4_32: return run_panel<QuantFormat::q4_32>(weight, i, rows, count, out);
+    case QuantFormat::q4_128: return run_panel<QuantFormat::q4_128>(weight, i, rows, count, out);
+    case QuantFormat::q4_1: return run_panel<QuantFormat::q4_1>(weight, i, rows, count, out);
+    case QuantFormat::q4_k: return run_panel<QuantFormat::q4_k>(weight, i, rows, count, out);
+  }
+}
+
+}  // namespace
+
 const QuantTable* quant_table() {
-  static const QuantTable table{};
+  static const QuantTable table{encode_weights, quantize, panel};
   return &table;
 }
 

@@ -1,10 +1,117 @@
-// The quant kernels' entry points.
+// Weight-only quantised matrix products: packed weights, quantised activations, and the kernels' entry points.
+//
+// The product of a row x and a column w is, over groups of 32 values of K in order,
+//     sum_g  scale_x[g] * (scale_w[g] * dot(q_x[g], q_w[g])  -  min_w[g] * sum(q_x[g]))
+// with the dot products exact in integers and the sum over groups in float32, a product and a sum at a time, never
+// fused: every instruction set gives the same bits, and so does every number of rows.
 #pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
 #include "isa.hpp"
 #include "ops.hpp"
 
 namespace octavo {
 
-struct QuantTable {};
+constexpr int kPanel = 16;       // output columns that are packed together
+constexpr int kQuantGroup = 32;  // values of K that share an activation scale
+constexpr int kQuantTile = 4;    // rows that are computed together
+
+// How a matrix is quantised. `q8` codes are signed bytes; `q4` codes are 0 to 15 and stand for code - 8, or for code in
+// the two formats with minima. The number is that of the values of K that share a float16 scale; q8_channel has one
+// float32 scale for a whole column; q4_1 adds a float16 minimum; q4_k has, for every 256 values, a float16 scale for 8
+// scales of 6 bits and one for 8 minima of 6 bits.
+enum class QuantFormat : int { q8_channel, q8_32, q8_128, q4_32, q4_128, q4_1, q4_k };
+
+// A panel is 16 columns: a run of blocks along K, each a header and its groups' codes.
+struct QuantLayout {
+  const char* name;
+  int bits;
+  int groups;  // of 32 values in a block; 0: all of K is one block, padded with zeros to whole groups
+  int header;  // bytes: scales[16]; q4_1: and minima[16]; q4_k: d[16], dmin[16], scales[8][16], minima[8][16]
+  constexpr int group_bytes() const { return kPanel * kQuantGroup * bits / 8; }
+};
+
+constexpr QuantLayout kQuantLayouts[] = {{"q8_channel", 8, 0, 64}, {"q8_32", 8, 1, 32}, {"q8_128", 8, 4, 32},
+                                         {"q4_32", 4, 1, 32},      {"q4_128", 4, 4, 32}, {"q4_1", 4, 1, 64},
+                                         {"q4_k", 4, 8, 320}};
+constexpr QuantLayout layout_of(QuantFormat format) { return kQuantLayouts[static_cast<int>(format)]; }
+
+// The format of that name. Throws std::invalid_argument, naming all formats.
+QuantFormat quant_format(const std::string& name);
+
+// What a matrix is packed from, row-major; what a format does not have is null.
+struct QuantSource {
+  const uint8_t* codes;          // [n, k]; q8: signed bytes
+  const void* scales;            // float16 [n, k / values of a block]; q8_channel: float32 [n]
+  const uint16_t* minima;        // float16, as scales
+  const uint8_t* group_scales;   // q4_k: [n, k / 32], 6 bits
+  const uint8_t* group_minima;   // as group_scales
+};
+
+// A matrix [n, k] in panels, the last one padded with columns of zero scale.
+//
+// Codes of a group: 8 bits: [8 quads][16 columns][4 of K], as code + 128. 4 bits: [4][16 columns][4 bytes], byte i
+// holding value i of an even quad in its low half and value i of the odd quad after it in its high half.
+class PackedQuant {
+ public:
+  // Throws std::invalid_argument if k is no multiple of the format's block.
+  PackedQuant(QuantFormat format, int64_t n, int64_t k, const QuantSource& source);
+  ~PackedQuant();
+  PackedQuant(const PackedQuant&) = delete;
+  PackedQuant& operator=(const PackedQuant&) = delete;
+
+  const QuantFormat format;
+  const int64_t n, k;
+  const int64_t groups;  // of 32 values, the last one padded
+  const int64_t panels;
+  const int64_t panel_bytes;
+  const uint8_t* panel(int64_t i) const { return data_ + i * panel_bytes; }
+  int64_t bytes() const { return panels * panel_bytes; }
+
+ private:
+  void pack_panel(int64_t panel, const QuantSource& source);
+  uint8_t* data_;
+};
+
+// Of a group of 32 values of an activation row.
+struct QuantGroup {
+  float scale;       // greatest magnitude / 127; not a number if a value is infinite or not a number
+  float scaled_sum;  // scale * sum of the codes
+  int32_t pairs;     // two int16: -8 times the sum of codes 0 and 1 of each quad, and that of codes 2 and 3
+  int32_t unused;
+};
+
+// Quantised rows. Rows are laid out four together, so that a tile of rows is read through one pointer.
+struct QuantRows {
+  int8_t* codes;       // [rows / 4][groups * 8 quads][4 rows][4 of K], aligned to 16 bytes
+  QuantGroup* groups;  // [rows / 4][groups][4 rows]
+  int64_t num_groups;
+  int8_t* codes_of(int64_t row) const {
+    return codes + row / kQuantTile * num_groups * (kQuantGroup * kQuantTile) + row % kQuantTile * 4;
+  }
+  QuantGroup* groups_of(int64_t row) const {
+    return groups + row / kQuantTile * num_groups * kQuantTile + row % kQuantTile;
+  }
+};
+
+// Where results go: column 0 of row 0 of the matrix's own columns.
+struct QuantOutput {
+  void* data;
+  int64_t stride;  // elements
+  Dtype dtype;
+  const float* bias;  // of the matrix's own columns, or null
+};
+
+struct QuantTable {
+  // Quantises a row of weights w[k], float32 or bfloat16, to 8 or 4 bits in groups of `group` values, a divisor of k.
+  // Scales are float16, but float32 if `group` is k; not a number if a weight is infinite or not a number.
+  void (*encode)(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales);
+  // Quantises a row x[k], float32 or bfloat16, into row `row`.
+  void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
+  // Computes a panel's columns for the first `count` rows.
+  void (*panel)(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t count, const QuantOutput& out);
+};
 
 }  // namespace octavo

@@ -47,34 +47,64 @@ void pin_to(int index) {
 }
 }  // namespace
 
+// The tasks of one loop that one thread starts on. The loop's number and the next task to hand out are one word: whoever
+// exchanges it for its successor has taken a task of a loop that is therefore not over.
+constexpr uint32_t kClosed = 0xffffffff;  // as the next task: there is none
+struct alignas(64) Share {
+  std::atomic<uint64_t> loop_and_next{0};
+};
+
 struct ThreadPool::State {
   std::mutex mutex;  // guards sleeping and waking only
   std::condition_variable wake;
   std::vector<std::thread> threads;
+  std::vector<Share> shares{1};  // one for each thread
   std::atomic<int> busy{0};
   std::atomic<bool> stop{false};
-  std::atomic<uint64_t> generation{0};  // one more for each loop
-  std::atomic<int> unfinished{0};       // threads still in the loop
   std::atomic<int> sleeping{0};
-  const std::function<void(int64_t)>* function = nullptr;
-  int64_t tasks = 0;
+  // The loop's. A thread that comes late may read what the caller writes for the next loop; by then the shares of its own
+  // loop are closed, and the exchange fails.
+  std::atomic<const std::function<void(int64_t)>*> function{nullptr};
+  std::atomic<int64_t> tasks{0};
+  alignas(64) std::atomic<uint32_t> loop{0};   // one more for each loop
+  alignas(64) std::atomic<int64_t> finished{0};  // tasks of this loop
   int size = 1;
 
-  void run_share(int thread) const {
-    const int64_t begin = tasks * thread / size, end = tasks * (thread + 1) / size;
-    for (int64_t task = begin; task < end; ++task) (*function)(task);
+  int64_t first_task(int64_t tasks_now, int thread) const { return tasks_now * thread / size; }
+
+  // Runs the tasks of one share until none is left; returns how many it ran.
+  int64_t run_share(int thread, uint32_t now) {
+    std::atomic<uint64_t>& ticket = shares[thread].loop_and_next;
+    int64_t ran = 0;
+    uint64_t seen = ticket.load(std::memory_order_acquire);
+    while (seen >> 32 == now) {
+      const auto* f = function.load(std::memory_order_acquire);
+      const int64_t task = static_cast<uint32_t>(seen);
+      if (task >= first_task(tasks.load(std::memory_order_acquire), thread + 1)) break;
+      if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      (*f)(task);
+      ++ran;
+      seen = ticket.load(std::memory_order_acquire);
+    }
+    return ran;
   }
 
-  void work(int thread, bool pin, uint64_t seen) {
+  void run_loop(int thread, uint32_t now) {
+    for (int i = 0; i < size; ++i) {
+      const int64_t ran = run_share((thread + i) % size, now);
+      if (ran > 0) finished.fetch_add(ran, std::memory_order_acq_rel);
+    }
+  }
+
+  void work(int thread, bool pin, uint32_t seen) {
     if (pin) pin_to(thread);
     int spins = 0;
     while (true) {
-      const uint64_t now = generation.load(std::memory_order_acquire);
+      const uint32_t now = loop.load(std::memory_order_acquire);
       if (stop.load(std::memory_order_relaxed)) return;
       if (now != seen) {
         seen = now;
-        run_share(thread);
-        unfinished.fetch_sub(1, std::memory_order_release);
+        run_loop(thread, now);
         spins = 0;
       } else if (busy.load(std::memory_order_relaxed) > 0) {
         pause_briefly();
@@ -82,7 +112,7 @@ struct ThreadPool::State {
       } else {
         std::unique_lock<std::mutex> lock(mutex);
         sleeping.fetch_add(1);
-        wake.wait(lock, [&] { return stop || busy > 0 || generation != seen; });
+        wake.wait(lock, [&] { return stop || busy > 0 || loop != seen; });
         sleeping.fetch_sub(1);
       }
     }
@@ -119,10 +149,12 @@ ThreadPool& ThreadPool::instance() {
 int ThreadPool::size() const { return state_->size; }
 
 void ThreadPool::resize(int size, bool pin) {
-  state_->join();
-  state_->size = size < 1 ? 1 : size;
-  const uint64_t seen = state_->generation;
-  for (int i = 1; i < state_->size; ++i) state_->threads.emplace_back([this, i, pin, seen] { state_->work(i, pin, seen); });
+  State& s = *state_;
+  s.join();
+  s.size = size < 1 ? 1 : size;
+  s.shares = std::vector<Share>(s.size);
+  const uint32_t seen = s.loop;
+  for (int i = 1; i < s.size; ++i) s.threads.emplace_back([&s, i, pin, seen] { s.work(i, pin, seen); });
 }
 
 void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>& f) {
@@ -132,14 +164,20 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
     for (int64_t task = 0; task < tasks; ++task) f(task);
     return;
   }
-  s.function = &f;
-  s.tasks = tasks;
-  s.unfinished.store(s.size - 1, std::memory_order_relaxed);
-  s.generation.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t now = s.loop.load(std::memory_order_relaxed) + 1;
+  for (Share& share : s.shares) share.loop_and_next.store(kClosed, std::memory_order_relaxed);
+  s.function.store(&f, std::memory_order_release);
+  s.tasks.store(tasks, std::memory_order_release);
+  s.finished.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < s.size; ++i) {
+    const uint64_t first = static_cast<uint64_t>(s.first_task(tasks, i));
+    s.shares[i].loop_and_next.store(uint64_t{now} << 32 | first, std::memory_order_release);
+  }
+  s.loop.store(now, std::memory_order_seq_cst);
   s.wake_all();
-  s.run_share(0);
+  s.run_loop(0, now);
   int spins = 0;
-  while (s.unfinished.load(std::memory_order_acquire) > 0) {
+  while (s.finished.load(std::memory_order_acquire) < tasks) {
     pause_briefly();
     if (++spins % kSpins == 0) std::this_thread::yield();
   }

@@ -15,8 +15,10 @@ class ThreadPool {
   void resize(int size, bool pin);
   int size() const;
 
-  // Calls f(task) for each task in 0 .. tasks - 1. Tasks are handed out in runs fixed by `tasks` and the number of
-  // threads; which thread runs a task must not matter to its result. Not reentrant: f must not call it.
+  // Calls f(task) for each task in 0 .. tasks - 1, tasks < 2^32. Each thread starts on an equal run of neighbouring
+  // tasks, and then helps the others with theirs, one task at a time: the caller never waits for a thread that another
+  // process keeps from running, unless that thread is within a task. Which thread runs a task must not matter to its
+  // result. Not reentrant: f must not call it, nor may two threads at once.
   void parallel_for(int64_t tasks, const std::function<void(int64_t)>& f);
 
   // While one lives, the other threads spin instead of sleeping.

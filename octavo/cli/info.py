@@ -76,7 +76,7 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
         },
         "memory_bytes": {"total": memory.total, "available": memory.available},
         "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
-        "kernels": load_kernels(options.kernels, "cpu").name,
+        "kernels": load_kernels(options.kernels, "cpu").describe(),
         "cache": str(cache_dir()),
     }
 

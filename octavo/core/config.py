@@ -25,7 +25,7 @@ class EngineConfig(BaseModel):
         description="Type of weights, activations and KV cache; auto: as the checkpoint, float16 and GGUF as bfloat16.",
     )
     device: Literal["auto", "cpu"] = Field("auto", description="Where the model runs.")
-    kernels: Literal["auto", "reference"] = Field(
+    kernels: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="Kernel backend; auto takes the fastest that this machine can run."
     )
     max_model_len: int | None = Field(

@@ -14,7 +14,6 @@ from octavo.core.request import SequenceRequest, SequenceStatus
 from octavo.executor.executor import UniprocExecutor
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
-from octavo.runner.memory import num_blocks
 from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
 
 logger = logging.getLogger("octavo")
@@ -53,7 +52,7 @@ class EngineCore:
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=wanted)
         self.executor = UniprocExecutor(options, fitted, folder, self.dtype)
-        blocks = num_blocks(self.model_config, options, self.dtype, wanted)
+        blocks = self.executor.collective_rpc("num_blocks", wanted)[0]
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
         self.max_model_len = min(wanted, blocks * options.block_size)
         if self.max_model_len < wanted:

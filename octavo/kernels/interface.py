@@ -7,6 +7,7 @@ Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +48,34 @@ class AttentionBatch:
     block_size: int
 
 
+#: What a captured network is: token ids int64 [T] and their batch to hidden states [T, E].
+Forward = Callable[[Tensor, AttentionBatch], Tensor]
+
+
 class Kernels(ABC):
     """A backend. All tensors are contiguous unless said otherwise; outputs are new tensors unless said otherwise."""
 
     name: str
+
+    def describe(self) -> str:
+        """What computes, for people."""
+        return self.name
+
+    @abstractmethod
+    def set_threads(self, count: int | None) -> None:
+        """How many threads compute; None takes one for each processor that this process may use."""
+
+    def capture(self, forward: Forward, max_tokens: int) -> Forward:
+        """A function that does what ``forward`` does for up to ``max_tokens`` tokens, with less work around the kernels.
+
+        ``forward`` may be called here, with inputs that mean nothing. The captured function may return the same memory
+        each time it is called.
+        """
+        return forward
+
+    @abstractmethod
+    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one KV cache block of one layer, keys and values."""
 
     @abstractmethod
     def make_cache(
@@ -69,6 +94,14 @@ class Kernels(ABC):
     @abstractmethod
     def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
         """As ``linear`` with a float32 result, for logits: rounded to bfloat16, the best two often tie."""
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """As ``pack_linear`` for ``linear_silu_and_mul``: weight [2 * I, in], the gate's rows first."""
+        return self.pack_linear(weight, bias)
+
+    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
+        """``silu_and_mul(linear(x, weight))``: [T, I]; a backend may do it in one pass, without rounding between."""
+        return self.silu_and_mul(self.linear(x, weight))
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:

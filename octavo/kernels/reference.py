@@ -36,6 +36,15 @@ class ReferenceKernels(Kernels):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
 
+    def set_threads(self, count: int | None) -> None:
+        """Torch's threads; None leaves them as torch chose them."""
+        if count is not None:
+            torch.set_num_threads(count)
+
+    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Keys and values without padding."""
+        return 2 * block_size * kv_heads * head_dim * dtype.itemsize
+
     def make_cache(
         self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[LayerCache]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from octavo.kernels.interface import Kernels
+from octavo.kernels.interface import Forward, Kernels
 
 
 class KernelClock:
@@ -30,6 +30,11 @@ class KernelClock:
                 self.seconds += time.perf_counter() - start
 
         return timed
+
+    def capture(self, forward: Forward, max_tokens: int) -> Forward:
+        """The backend's capture; its replay is one kernel, and a forward that it returns as it is calls timed ones."""
+        captured = self._kernels.capture(forward, max_tokens)
+        return captured if captured is forward else self.time(captured)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._kernels, name)

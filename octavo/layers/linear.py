@@ -83,8 +83,12 @@ class ParallelLinear(Layer):
     def complete(self) -> None:
         """Packs the matrix and drops the unpacked one."""
         assert self._weight is not None
-        self.packed = self.kernels.pack_linear(self._weight, self._bias)
+        self.packed = self.pack(self._weight, self._bias)
         self._weight = self._bias = None
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """The backend's form of the whole matrix."""
+        return self.kernels.pack_linear(weight, bias)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
@@ -103,6 +107,21 @@ class MergedColumnParallelLinear(ParallelLinear):
             rows = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
             shares.append(Part(name, out_features, rows, slice(None)))
         super().__init__(context, shares, in_features, in_features, bias)
+
+
+class GateUpParallelLinear(MergedColumnParallelLinear):
+    """The first two matrices of a gated feed-forward network and the activation between them."""
+
+    def __init__(self, context: LayerContext, hidden: int, inner: int, bias: bool) -> None:
+        super().__init__(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """silu(gate(x)) * up(x): x [T, hidden] to [T, inner / tp_size]."""
+        return self.kernels.linear_silu_and_mul(x, self.packed)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """The backend's form of gate and up together."""
+        return self.kernels.pack_gate_up(weight, bias)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -159,8 +178,8 @@ class RowParallelLinear(ParallelLinear):
         self._adds_bias = context.tp_rank == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in / tp_size] to [T, out]."""
-        return self._all_reduce(self.kernels.linear(x, self.packed))
+        """x [T, in / tp_size] to float32 [T, out]: it is added to the residual stream, and not rounded before."""
+        return self._all_reduce(self.kernels.linear_float32(x, self.packed))
 
     def place(self, shard: str, tensor: Tensor) -> None:
         """As every linear layer does; ranks other than 0 pass the bias over."""

@@ -11,7 +11,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionBatch, LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
-from octavo.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
@@ -96,11 +96,11 @@ class Attention(Layer):
         self.cos_sin = cos_sin
 
     def __call__(self, x: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
-        """x [T, E] to [T, E]; writes the tokens' keys and values to the cache."""
+        """x [T, E] to float32 [T, E]; writes the tokens' keys and values to the cache."""
         tokens, kernels = x.shape[0], self.kernels
         q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = kernels.rotary(q, k, batch.positions, self.cos_sin)
         kernels.reshape_and_cache(k, v, cache, batch.slots)
         attended = kernels.paged_attention(q, cache, batch, self.scale, self.window)
@@ -113,12 +113,9 @@ class MLP(Layer):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.kernels = context.kernels
-        self.gate_up = self.attach(
-            "", MergedColumnParallelLinear(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias)
-        )
+        self.gate_up = self.attach("", GateUpParallelLinear(context, hidden, inner, bias))
         self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, E] to [T, E]."""
-        return self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+        """x [T, E] to float32 [T, E]."""
+        return self.down(self.gate_up(x))

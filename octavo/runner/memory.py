@@ -39,11 +39,6 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     return (c.num_layers * layer + vocab) * _ITEM_SIZE[dtype]
 
 
-def block_bytes(config: ModelConfig, dtype: str, block_size: int) -> int:
-    """Bytes of one KV cache block, keys and values of all layers."""
-    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * _ITEM_SIZE[dtype]
-
-
 def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     """Bytes that the largest step needs beside weights and cache: activations of one layer, and logits.
 
@@ -68,8 +63,8 @@ def check_weights_fit(config: ModelConfig, dtype: str) -> None:
         )
 
 
-def num_blocks(config: ModelConfig, options: EngineConfig, dtype: str, max_model_len: int) -> int:
-    """KV cache blocks for this engine, once the weights are in memory.
+def num_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, max_model_len: int) -> int:
+    """KV cache blocks of ``block_bytes`` each for this engine, once the weights are in memory.
 
     ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free beside the largest
     step's activations, and never more than ``max_num_seqs`` sequences of full length could use.
@@ -80,7 +75,7 @@ def num_blocks(config: ModelConfig, options: EngineConfig, dtype: str, max_model
     """
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
-    each = block_bytes(config, dtype, options.block_size)
+    each = block_bytes
     free = available_memory() - activation_bytes(config, options)
     budget = int(options.gpu_memory_utilization * free)
     per_sequence = -(-max_model_len // options.block_size)

@@ -37,24 +37,35 @@ class ModelRunner:
             InsufficientMemoryError: the weights do not fit.
             WeightError: a weight file is missing or wrong.
         """
-        if options.num_threads is not None:
-            torch.set_num_threads(options.num_threads)
         memory.check_weights_fit(config, dtype)
         self.options = options
         self.config = config
         self.dtype = dtype
-        kernels = load_kernels(options.kernels, "cpu")
+        kernels = load_kernels(options.kernels, "cpu", head_dim=config.head_dim)
+        kernels.set_threads(options.num_threads)
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
+        self._cache_dtype: torch.dtype = getattr(torch, dtype)
         context = LayerContext(kernels=self._kernels, dtype=getattr(torch, dtype), device="cpu")
         self.model = load_model(folder, config, context)
 
+    def num_blocks(self, max_model_len: int) -> int:
+        """KV cache blocks that the memory allows now; see ``memory.num_blocks``."""
+        c = self.config
+        layer = self._kernels.block_bytes(self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype)
+        return memory.num_blocks(c, self.options, c.num_layers * layer, max_model_len)
+
+    @torch.inference_mode()
     def make_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocates the KV cache and the rows for sequences of up to ``max_model_len`` tokens."""
         c = self.config
         self._caches = self._kernels.make_cache(
-            c.num_layers, num_blocks, self.options.block_size, c.num_kv_heads, c.head_dim, getattr(torch, self.dtype)
+            c.num_layers, num_blocks, self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
+        )
+        caches, model = self._caches, self.model
+        self._forward = self._kernels.capture(
+            lambda token_ids, batch: model.forward(token_ids, caches, batch), self.options.max_num_batched_tokens
         )
         self._batch = InputBatch(self.options.max_num_seqs, max_model_len, self.options.block_size)
         self._sampler = Sampler(c.vocab_size, self._batch.tokens)
@@ -69,7 +80,7 @@ class ModelRunner:
         result = StepResult(step=plan.step)
         if plan.seq_ids:
             inputs = self._batch.build(plan)
-            hidden = self.model.forward(inputs.token_ids, self._caches, inputs.attention)
+            hidden = self._forward(inputs.token_ids, inputs.attention)
             if self._wants_prompt_logprobs:
                 self._add_prompt_logprobs(plan, inputs, hidden, result)
             self._sample(plan, inputs, hidden, result)

@@ -265,5 +265,5 @@ def test_empty_step_is_computed_to_nothing() -> None:
 def test_backends_are_chosen_by_name() -> None:
     assert load_kernels("reference", "cpu").name == "reference"
     assert load_kernels("auto", "cpu").name in ("reference", "cpu")
-    with pytest.raises(ConfigError, match=r"'refrence'.*auto, reference"):
+    with pytest.raises(ConfigError, match=r"'refrence'.*auto, cpu, reference"):
         load_kernels("refrence", "cpu")

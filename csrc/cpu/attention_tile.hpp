@@ -1,0 +1,203 @@
+// The register tile of attention: rows of float32 times a panel of cached keys or values, for all types of cache.
+#pragma once
+#include "attention.hpp"
+#include "vec.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+namespace {
+
+constexpr int kVectors = kPanel / kLanes;  // of 16 columns
+// Sums that a tile keeps in registers, and rows that it may have.
+constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 12 : 8;
+constexpr int kTileRows = kSums / kVectors < 12 ? kSums / kVectors : 12;
+
+// sum += x * y, in the register where the sum is. Left to itself GCC lets sums wander, runs out of registers and holds
+// some in memory, which makes their chains several times as long.
+OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+#elif defined(OCTAVO_ISA_avx2)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+#else
+  sum = fma(x, y, sum);
+#endif
+}
+
+// How the pairs of a panel lie; see attention.hpp. `half` chooses the first or second of each pair.
+template <typename T>
+struct Pairs {
+  static constexpr int64_t kColumn = 1;  // from one column to the next
+  static OCTAVO_INLINE F32 widen(const T* columns, int64_t pair_stride, int half) {
+    return widen_plane(columns + half * (pair_stride / 2));
+  }
+  static OCTAVO_INLINE void prefetch(const T* columns, int64_t pair_stride, int half) {
+    __builtin_prefetch(columns + half * (pair_stride / 2));
+  }
+  static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
+  static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {
+    typedef int8_t I8 __attribute__((vector_size(kLanes), may_alias));
+    const I8 narrow = load_as<I8>(p);
+#if defined(OCTAVO_ISA_avx2)  // GCC 12 widens in many small steps
+    __m128i low = {};
+    std::memcpy(&low, &narrow, sizeof narrow);
+    return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
+#else
+    return __builtin_convertvector(__builtin_convertvector(narrow, I32), F32);
+#endif
+  }
+};
+
+template <>
+struct Pairs<uint16_t> {
+  static constexpr int64_t kColumn = 2;
+  static OCTAVO_INLINE F32 widen(const uint16_t* columns, int64_t, int half) {
+    const U32 words = load_as<U32>(columns);
+#if defined(OCTAVO_ISA_avx2)  // two shifts, where a mask would take a register that 3 x 4 sums need
+    if (half) return (F32)_mm256_slli_epi32(_mm256_srli_epi32((__m256i)words, 16), 16);
+#endif
+    return half ? odd_bf16(words) : even_bf16(words);
+  }
+  static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t, int half) {
+    if (half == 0) __builtin_prefetch(columns);
+  }
+};
+
+constexpr int kSegments = 4;
+
+// What a tile multiplies: sums[r][column] += sum over pairs k and halves h of rows[r][2 k + h] * panel[k][column][h].
+template <typename T>
+struct Product {
+  const float* rows;
+  int64_t row_stride;
+  // Segments follow each other in the sums, each of so many pairs. Of each there are one or two panels of 16 columns
+  // (those of the second may be null), and what to fetch into the cache meanwhile: panels of the same kind.
+  int segments;
+  const T* panels[2][kSegments];
+  const T* ahead[2][kSegments];
+  int64_t pair_stride;
+  int64_t pairs;
+  float* sums;
+  int64_t sum_stride;
+};
+
+// sums += column of rows times row of columns.
+template <int kRows, int kColumns, typename Row, typename Column>
+OCTAVO_INLINE void multiply_add(F32 (&sums)[kRows][kColumns], const Row& row, const Column& column) {
+  if constexpr (kColumns > kRows) {  // hold the fewer of them
+    F32 x[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) x[r] = row(r);
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) {
+      const F32 y = column(c);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) add_product(sums[r][c], x[r], y);
+    }
+  } else {
+    F32 y[kColumns];
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) y[c] = column(c);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const F32 x = row(r);
+#pragma GCC unroll 16
+      for (int c = 0; c < kColumns; ++c) add_product(sums[r][c], x, y[c]);
+    }
+  }
+}
+
+template <typename T, int kRows, int kPanels, bool kAdd>
+__attribute__((noinline)) void multiply_tile(const Product<T>& p) {
+  constexpr int kColumns = kPanels * kVectors;
+  F32 sums[kRows][kColumns];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = kAdd ? load(p.sums + r * p.sum_stride + c * kLanes) : F32{};
+  const float* rows = p.rows;
+  const int64_t row_stride = p.row_stride, pair_stride = p.pair_stride;
+  for (int segment = 0; segment < p.segments; ++segment) {
+    const T *first = p.panels[0][segment], *second = p.panels[kPanels - 1][segment];
+    const T *ahead = p.ahead[0][segment], *second_ahead = p.ahead[kPanels - 1][segment];
+    for (int64_t pairs = p.pairs; pairs > 0; --pairs) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Pairs<T>::prefetch(ahead, pair_stride, half);
+        if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride, half);
+        multiply_add(
+            sums, [&](int r) __attribute__((always_inline)) { return splat(rows[r * row_stride + half]); },
+            [&](int c) __attribute__((always_inline)) {
+              const T* panel = c < kVectors ? first : second;
+              return Pairs<T>::widen(panel + c % kVectors * kLanes * Pairs<T>::kColumn, pair_stride, half);
+            });
+      }
+      rows += 2;
+      first += pair_stride;
+      second += pair_stride;
+      ahead += pair_stride;
+      second_ahead += pair_stride;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) store(p.sums + r * p.sum_stride + c * kLanes, sums[r][c]);
+}
+
+template <typename T, bool kAdd, int kPanels, int kRows>
+void multiply_exactly(const Product<T>& p, int rows) {
+  if (rows == kRows)
+    multiply_tile<T, kRows, kPanels, kAdd>(p);
+  else if constexpr (kRows > 1)
+    multiply_exactly<T, kAdd, kPanels, kRows - 1>(p, rows);
+}
+
+// Whether this many rows can have sums of two panels in registers.
+constexpr int kRowsOfTwoPanels = kSums / (2 * kVectors);
+
+// Any number of rows, which are shared out evenly over tiles. The
+// sums start from what they hold if kAdd, else from zero.
+template <bool kAdd, typename T>
+void multiply(Product<T> p, int64_t rows) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const float* first_row = p.rows;
+  float* first_sum = p.sums;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t begin = rows * i / tiles;
+    const int count = static_cast<int>(rows * (i + 1) / tiles - begin);
+    p.rows = first_row + begin * p.row_stride;
+    p.sums = first_sum + begin * p.sum_stride;
+    if (p.panels[1][0] && count <= kRowsOfTwoPanels) {
+      multiply_exactly<T, kAdd, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
+      continue;
+    }
+    multiply_exactly<T, kAdd, 1, kTileRows>(p, count);
+    if (!p.panels[1][0]) continue;
+    Product<T> second = p;
+    for (int s = 0; s < p.segments; ++s) {
+      second.panels[0][s] = p.panels[1][s];
+      second.ahead[0][s] = p.ahead[1][s];
+    }
+    second.sums += kPanel;
+    multiply_exactly<T, kAdd, 1, kTileRows>(second, count);
+  }
+}
+
+// One token of a panel of values, for the end of a range that is not a whole number of pairs.
+template <typename T>
+void add_token(const float* weights, int64_t weight_stride, int64_t rows, const T* panel, int64_t token, int64_t padded,
+               float* sums, int64_t sum_stride) {
+  const T* pair = panel + token / 2 * 2 * padded;
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    const F32 y = Pairs<T>::widen(pair + c * Pairs<T>::kColumn, 2 * padded, token % 2);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* sum = sums + r * sum_stride + c;
+      store(sum, fma(splat(weights[r * weight_stride + token]), y, load(sum)));
+    }
+  }
+}
+
+}  // namespace
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,98 @@
+// Writes keys and values to their slots in the layout of attention.hpp.
+#include "attention_write.hpp"
+
+#include <type_traits>
+
+#include "rows.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+namespace {
+
+// Where a head's dimensions lie: dimension d at first + d / 2 * pair_step + d % 2 * half_step.
+struct Place {
+  int64_t first, pair_step, half_step;
+};
+
+// In a tile, for the token at this offset of its block.
+Place key_place(const CacheShape& shape, int64_t offset) {
+  if (!shape.panelled()) return {offset * shape.padded(), 2, 1};
+  const int64_t panel = offset / kPanel * kPanel * shape.padded(), token = offset % kPanel;
+  if (shape.dtype == Dtype::bf16) return {panel + 2 * token, 2 * kPanel, 1};
+  return {panel + token, 2 * kPanel, kPanel};
+}
+
+Place value_place(const CacheShape& shape, int64_t offset) {
+  const bool interleaved = shape.panelled() && shape.dtype == Dtype::bf16;
+  if (interleaved) return {offset / 2 * 2 * shape.padded() + offset % 2, 4, 2};
+  return {offset * shape.padded(), 2, 1};  // values by planes are simply [tokens][P]
+}
+
+template <typename T, typename C>
+void put_floats(const T* x, int64_t head_dim, const Place& place, C* tile) {
+  C* target = tile + place.first;
+  for (int64_t d = 0; d < head_dim; d += 2, target += place.pair_step) {
+    store_one(target, load_one(x + d));
+    store_one(target + place.half_step, load_one(x + d + 1));
+  }
+}
+
+// As it is: conversion of a bfloat16 to itself.
+void put_floats(const uint16_t* x, int64_t head_dim, const Place& place, uint16_t* tile) {
+  uint16_t* target = tile + place.first;
+  for (int64_t d = 0; d < head_dim; d += 2, target += place.pair_step) {
+    target[0] = x[d];
+    target[place.half_step] = x[d + 1];
+  }
+}
+
+// Returns the scale. What is not finite cannot be scaled: then the scale, and so every element, is NaN.
+template <typename T>
+float put_int8(const T* x, int64_t head_dim, const Place& place, int8_t* tile) {
+  float largest = 0.0f;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float magnitude = std::fabs(load_one(x + d));
+    if (!(magnitude <= largest)) largest = magnitude;
+    if (magnitude != magnitude) break;
+  }
+  const bool finite = largest <= 3.4028235e38f;
+  const float scale = finite ? largest / 127.0f : NAN;
+  const float inverse = finite && scale > 1e-37f ? 1.0f / scale : 0.0f;  // no less: its inverse would overflow
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float level = finite ? __builtin_rintf(min(127.0f, max(-127.0f, load_one(x + d) * inverse))) : 1.0f;
+    tile[place.first + d / 2 * place.pair_step + d % 2 * place.half_step] = static_cast<int8_t>(level);
+  }
+  return scale;
+}
+
+template <typename T>
+void put_head(const T* x, const CacheShape& shape, const Place& place, int64_t offset, char* tile) {
+  if (shape.dtype == Dtype::f32)
+    put_floats(x, shape.head_dim, place, reinterpret_cast<float*>(tile));
+  else if (shape.dtype == Dtype::bf16)
+    put_floats(x, shape.head_dim, place, reinterpret_cast<uint16_t*>(tile));
+  else
+    reinterpret_cast<float*>(tile + shape.data_bytes())[offset] =
+        put_int8(x, shape.head_dim, place, reinterpret_cast<int8_t*>(tile));
+}
+
+}  // namespace
+
+void write_cache(const CacheWrite& a, const Step& step, int64_t begin, int64_t end) {
+  const CacheShape& shape = a.shape;
+  const int64_t tile_bytes = shape.tile_bytes();
+  with_type(a.dtype, [&](auto type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t block = step.slots[row] / shape.block_size, offset = step.slots[row] % shape.block_size;
+      const Place key = key_place(shape, offset), value = value_place(shape, offset);
+      for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        const int64_t tile = (block * shape.kv_heads + head) * tile_bytes, column = head * shape.head_dim;
+        put_head(static_cast<const T*>(a.k) + row * a.k_stride + column, shape, key, offset, a.key_cache + tile);
+        put_head(static_cast<const T*>(a.v) + row * a.v_stride + column, shape, value, offset, a.value_cache + tile);
+      }
+    }
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA

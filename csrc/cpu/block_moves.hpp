@@ -1,0 +1,19 @@
+// Copies of cache blocks, in all layers at once.
+#pragma once
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace octavo {
+
+// Block numbers (source, target).
+using BlockPairs = std::vector<std::pair<int64_t, int64_t>>;
+
+// Copies blocks of `bytes` within each of the arrays; every source is read before any target is written.
+void copy_blocks(const std::vector<uintptr_t>& arrays, const BlockPairs& pairs, int64_t bytes);
+
+// Copies blocks of `bytes` from each source array to the target array of the same index.
+void swap_blocks(const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& targets, const BlockPairs& pairs,
+                 int64_t bytes);
+
+}  // namespace octavo

@@ -1,0 +1,40 @@
+#include "gemm_limits.hpp"
+
+#include "vec.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+// In two streams, left to the processor's own prefetching: that was the fastest of many ways.
+void read_once(const void* data, int64_t bytes, float* sink) {
+  constexpr int kLine = 64;
+  const char* first = static_cast<const char*>(data);
+  const int64_t half = bytes / 2 / kLine * kLine;
+  const char* second = first + half;
+  U32 seen[2] = {};
+  for (int64_t at = 0; at < half; at += kLine) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLine; i += 4 * kLanes) {
+      seen[0] |= load_as<U32>(first + at + i);
+      seen[1] |= load_as<U32>(second + at + i);
+    }
+  }
+  store(sink, (F32)(seen[0] | seen[1]));
+}
+
+// Twelve chains: more than a multiply-add has cycles, times those that start in each.
+int64_t multiply_add_rounds(int64_t rounds, float* sink) {
+  constexpr int kChains = 12;
+  F32 sums[kChains];
+#pragma GCC unroll 12
+  for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));
+  float factor = sink[0], term = sink[1];
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sums[i] = fma(sums[i], splat(factor), splat(term));
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < kChains; ++i) store(sink, load(sink) + sums[i]);
+  return int64_t{2} * kChains * kLanes;
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,10 @@
+// What the products are measured against: see GemmTable.
+#pragma once
+#include <cstdint>
+
+namespace octavo::OCTAVO_ISA {
+
+void read_once(const void* data, int64_t bytes, float* sink);
+int64_t multiply_add_rounds(int64_t rounds, float* sink);
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,1 @@
+"""Octavo's C++ kernels for CPUs, as a backend."""

@@ -1,0 +1,42 @@
+"""Buffers of a recorded step: fixed in place, and used again as soon as the recording drops them."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Arena:
+    """Hands out tensors whose memory lives as long as the arena.
+
+    A recorded operation holds addresses, so its buffers must never move. When the last tensor on a buffer is gone, no
+    later operation of the recording can mean it, and the buffer is handed out again: recording runs in the order in
+    which the operations will run, so the reuse is right then too.
+    """
+
+    def __init__(self) -> None:
+        self._owned: list[np.ndarray] = []
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        free = self._free.setdefault(size, [])
+        if free:
+            buffer = free.pop()
+        else:
+            buffer = np.empty(size + 64, dtype=np.uint8)
+            self._owned.append(buffer)
+        start = -buffer.ctypes.data % 64
+        # The storage of the tensor, and of all its views, keeps this view of the buffer alive and nothing else does.
+        view = buffer[start : start + size]
+        weakref.finalize(view, free.append, buffer)
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(buffer.nbytes for buffer in self._owned)

@@ -1,0 +1,150 @@
+"""The KV cache of the CPU kernels.
+
+A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp says how
+a block is laid out inside (transposed panels of 16 tokens; the scales of an int8 cache included). So blocks of every
+kind of cache are copied and swapped as bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.interface import LayerCache
+
+_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
+_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
+
+_PAGE = 4096
+
+
+@dataclass(slots=True)
+class CpuLayerCache(LayerCache):
+    """``key`` and ``value`` are uint8 [blocks, bytes of a block]."""
+
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    #: int8: a scale for each token and KV head.
+    dtype: torch.dtype
+
+
+def make_cache(
+    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> list[LayerCache]:
+    """The cache of every layer, all zero, each array aligned to a page.
+
+    Raises:
+        ConfigError: there is no such type of cache.
+    """
+    if dtype not in _DTYPES:
+        known = ", ".join(str(known) for known in _DTYPES)
+        raise ConfigError(f"the CPU kernels have no KV cache of type {dtype}; known: {known}")
+    block_bytes = _cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype])
+    size = -(-blocks * block_bytes // _PAGE) * _PAGE
+    memory = _untouched_zeros(2 * layers * size)
+    arrays = [memory[i * size :][: blocks * block_bytes].view(blocks, block_bytes) for i in range(2 * layers)]
+    return [
+        CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
+        for key, value in zip(arrays[::2], arrays[1::2], strict=True)
+    ]
+
+
+def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
+    """The operation that writes k and v [T, K, D], tokens strided, to the step's slots."""
+    assert isinstance(cache, CpuLayerCache)
+    return _cpu.reshape_and_cache(
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        cache.key.data_ptr(),
+        cache.value.data_ptr(),
+        cache.kv_heads,
+        cache.head_dim,
+        cache.block_size,
+        _DTYPES[k.dtype],
+        _DTYPES[cache.dtype],
+    )
+
+
+def attention_op(
+    q: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> Any:
+    """The operation that computes attention of q [T, H, D], tokens strided, to out [T, H, D], contiguous.
+
+    Args:
+        window: a token attends to itself and the ``window - 1`` tokens before it.
+        soft_cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
+        alibi_slopes: float32 [H], or none: times the distance to a key, subtracted from its score (Press et al. 2021).
+    """
+    assert isinstance(cache, CpuLayerCache)
+    return _cpu.paged_attention(
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        cache.key.data_ptr(),
+        cache.value.data_ptr(),
+        q.shape[1],
+        cache.kv_heads,
+        cache.head_dim,
+        cache.block_size,
+        _DTYPES[q.dtype],
+        _DTYPES[cache.dtype],
+        scale,
+        window or 0,
+        soft_cap,
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+    )
+
+
+def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """Copies blocks (source, target) in every layer; all sources are read before any target is written."""
+    if caches and pairs:
+        _check(pairs, len(caches[0].key), len(caches[0].key))
+        _cpu.copy_blocks(_addresses(caches), pairs, caches[0].key.stride(0))
+
+
+def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """Copies blocks (source, target) of one cache to another of the same kind, in every layer."""
+    if sources and pairs:
+        _check(pairs, len(sources[0].key), len(targets[0].key))
+        _cpu.swap_blocks(_addresses(sources), _addresses(targets), pairs, sources[0].key.stride(0))
+
+
+def _addresses(caches: list[LayerCache]) -> list[int]:
+    return [blocks.data_ptr() for cache in caches for blocks in (cache.key, cache.value)]
+
+
+def _check(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:
+    for source, target in pairs:
+        if not (0 <= source < sources and 0 <= target < targets):
+            raise IndexError(f"cannot copy block {source} of {sources} to block {target} of {targets}")
+
+
+def _untouched_zeros(size: int) -> Tensor:
+    """uint8 zeros that take no memory before they are written, in large pages if the system has them.
+
+    Blocks lie anywhere in the cache: with small pages each needs its own entry in the processor's table of pages.
+    """
+    if size == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

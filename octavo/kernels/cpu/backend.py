@@ -1,0 +1,243 @@
+"""The CPU backend: C++ operations, run one by one or recorded once and replayed for every step.
+
+Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call costs a
+few. So the network's forward runs once with ``recording`` on; each kernel then appends an operation with fixed buffers
+to a tape, for as many rows as a step may have, and from then on a step is one call that runs the tape for the rows
+it has. It is the processor's counterpart of a captured CUDA graph, but one tape serves every number of rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.cpu import attention, linear
+from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
+
+_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
+_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
+
+
+class CpuKernels(Kernels):
+    """Kernels of ``octavo._cpu``. Every result of a row is the same whatever other rows there are."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        """Takes the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
+
+        Raises:
+            ConfigError: this processor cannot run that instruction set.
+        """
+        wanted = os.environ.get("OCTAVO_CPU_ISA")
+        if wanted:
+            try:
+                _cpu.choose_isa(wanted)
+            except ValueError as e:
+                raise ConfigError(f"OCTAVO_CPU_ISA: {e}") from None
+        self._tape: Any = None
+        self._arena = Arena()
+        self.set_threads(None)
+
+    def describe(self) -> str:
+        """Name and instruction set."""
+        return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads)"
+
+    def set_threads(self, count: int | None) -> None:
+        """Threads of our pool. Torch's own, which would spin beside ours after each of its operations, are put to one."""
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        _cpu.set_threads(count or available or 1)
+        torch.set_num_threads(1)
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def capture(self, forward: Forward, max_tokens: int) -> Forward:
+        """Records ``forward`` for up to ``max_tokens`` tokens; the result replays it.
+
+        The tensor that the replay returns is overwritten by the next replay.
+        """
+        none = torch.zeros(0, dtype=torch.int64)
+        batch = AttentionBatch(none, none, none.view(0, 0), none, none, 0, 0, 0, 0)
+        self._tape = tape = _cpu.Tape()
+        try:
+            result = forward(torch.zeros(max_tokens, dtype=torch.int64), batch)
+        finally:
+            self._tape = None
+
+        return _Replay(tape, result, forward)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype) if self._tape is None else self._arena.take(shape, dtype)
+
+    def _do(self, op: Any, step: Any) -> None:
+        if self._tape is None:
+            op.run(step)
+        else:
+            self._tape.append(op)
+
+    # --- kernels ----------------------------------------------------------------------------------------------------
+
+    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block of one layer, keys and values, padding and scales included."""
+        return 2 * int(_cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype]))
+
+    def make_cache(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[LayerCache]:
+        """Keys and values in the layout that ``paged_attention`` reads."""
+        return attention.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Packs the weight for the register tiles."""
+        return linear.pack(weight, bias)
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """x [T, in] to [T, out], of x's type."""
+        return self._linear(x, weight, x.dtype)
+
+    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
+        """As ``linear``, not rounded."""
+        return self._linear(x, weight, torch.float32)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Packs gate and up so that a register tile holds both."""
+        return linear.pack_gate_up(weight, bias)
+
+    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
+        """The activation on the float32 sums, while they are in registers."""
+        out = self._new((x.shape[0], weight.n // 2), x.dtype)
+        op = _cpu.linear_silu_mul(
+            weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
+        )
+        self._do(op, _cpu.Step(x.shape[0]))
+        return out
+
+    def _linear(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
+        out = self._new((x.shape[0], weight.n), dtype)
+        op = _cpu.linear(
+            weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[dtype]
+        )
+        self._do(op, _cpu.Step(x.shape[0]))
+        return out
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of the table."""
+        out = self._new((ids.shape[0], table.shape[1]), table.dtype)
+        op = _cpu.embedding(table.data_ptr(), table.shape[1], out.data_ptr(), _DTYPES[table.dtype])
+        self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()))
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm over the last dimension; x [T, E], or [T, heads, D] with any strides over the first two."""
+        out = self._new(tuple(x.shape), weight.dtype)
+        heads = x.shape[1] if x.dim() == 3 else 1
+        op = _cpu.rms_norm(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            x.stride(0),
+            weight.data_ptr(),
+            _DTYPES[weight.dtype],
+            out.data_ptr(),
+            _DTYPES[out.dtype],
+            x.shape[-1],
+            eps,
+            rows_per_token=heads,
+            head_stride=x.stride(1) if heads > 1 else 0,
+        )
+        self._do(op, _cpu.Step(x.shape[0]))
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); the sum takes the residual's place if that is float32."""
+        out = self._new(tuple(x.shape), weight.dtype)
+        total = residual if residual.dtype == torch.float32 else self._new(tuple(x.shape), torch.float32)
+        op = _cpu.add_rms_norm(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            residual.data_ptr(),
+            _DTYPES[residual.dtype],
+            weight.data_ptr(),
+            _DTYPES[weight.dtype],
+            out.data_ptr(),
+            _DTYPES[out.dtype],
+            total.data_ptr(),
+            x.shape[-1],
+            eps,
+        )
+        self._do(op, _cpu.Step(x.shape[0]))
+        return out, total
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates both in place."""
+        op = _cpu.rotary(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            cos_sin.shape[1],
+            cos_sin.data_ptr(),
+            _DTYPES[q.dtype],
+        )
+        self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()))
+        return q, k
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        width = x.shape[1] // 2
+        out = self._new((x.shape[0], width), x.dtype)
+        op = _cpu.silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, _DTYPES[x.dtype])
+        self._do(op, _cpu.Step(x.shape[0]))
+        return out
+
+    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Writes keys and values to their slots."""
+        self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()))
+
+    def paged_attention(
+        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Folds each sequence's context in pieces of fixed positions, in order."""
+        out = self._new(tuple(q.shape), q.dtype)
+        self._do(attention.attention_op(q, cache, out, scale, window), _step(q.shape[0], batch))
+        return out
+
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks in every layer, all sources before any target."""
+        attention.copy_blocks(caches, pairs)
+
+
+class _Replay:
+    """A recorded forward. Holds the forward itself too: the tape knows its weights by address only."""
+
+    def __init__(self, tape: Any, result: Tensor, forward: Forward) -> None:
+        self._tape, self._result, self._forward = tape, result, forward
+
+    def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+        self._tape.run(_step(len(token_ids), batch, token_ids))
+        return self._result[: len(token_ids)]
+
+
+def _step(tokens: int, batch: AttentionBatch, token_ids: Tensor | None = None) -> Any:
+    tables = batch.block_tables
+    return _cpu.Step(
+        tokens,
+        len(batch.seq_lens),
+        batch.num_decodes,
+        0 if token_ids is None else token_ids.data_ptr(),
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        batch.query_start.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        tables.data_ptr(),
+        tables.stride(0) if tables.dim() == 2 else 0,
+    )

@@ -1,0 +1,94 @@
+"""Weights to codes of 8 or 4 bits, at load.
+
+Formats (their names are the compiled kernels' own):
+
+=============  ====================================================================  ===============
+name           a weight is                                                           bits a weight
+=============  ====================================================================  ===============
+``q8_channel`` code in -127 .. 127 times a float32 scale of its row                  8 + 32 / K
+``q8_32``      int8 code times a float16 scale of 32 neighbours (GGUF's Q8_0)        8.5
+``q8_128``     the same with 128 neighbours                                          8.125
+``q4_32``      (code - 8), code in 0 .. 15, times such a scale (GGUF's Q4_0)         4.5
+``q4_128``     the same with 128 neighbours                                          4.125
+``q4_1``       code times scale plus a float16 minimum, both of 32 neighbours        5
+``q4_k``       code times d * s minus dmin * m; s and m of 32, d and dmin of 256     4.625
+=============  ====================================================================  ===============
+
+Neighbours are values of one row, along K.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, WeightError
+
+_cpu: Any = importlib.import_module("octavo._cpu")
+_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [N, K] in codes; what its format does not have is None."""
+
+    format: str
+    #: [N, K]; 8 bits: int8; 4 bits: uint8, one a byte.
+    codes: Tensor
+    #: float16 [N, K / group]; q8_channel: float32 [N].
+    scales: Tensor
+    #: float16 [N, K / group].
+    minima: Tensor | None = None
+    #: q4_k: uint8 [N, K / 32], 6 bits, of the scales; and of the minima.
+    group_scales: Tensor | None = None
+    group_minima: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """The weights that the codes stand for, float32 [N, K]."""
+        n, k = self.codes.shape
+        scales = self.scales.float().view(n, -1)
+        minima = None if self.minima is None else self.minima.float()
+        if self.group_scales is not None and self.group_minima is not None and minima is not None:
+            scales = scales.repeat_interleave(8, 1) * self.group_scales
+            minima = -(minima.repeat_interleave(8, 1) * self.group_minima)
+        codes = self.codes.float().view(n, scales.shape[1], -1)
+        if minima is None:
+            codes = codes if self.codes.dtype == torch.int8 else codes - 8
+            return (codes * scales[..., None]).view(n, k)
+        return (codes * scales[..., None] + minima[..., None]).view(n, k)
+
+
+def quantize_weight(weight: Tensor, kind: str, group: int | None) -> QuantizedWeight:
+    """Quantises a floating weight [N, K].
+
+    8 bits: the greatest magnitude of a group is 127 times its scale. 4 bits: of ten scales tried, that of least squared
+    error.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        kind: "int8" or "int4".
+        group: weights of a row that share a scale, 32 or 128; None (int8 only): the whole row.
+
+    Raises:
+        ConfigError: an unknown kind or group, or K is no multiple of the group.
+        WeightError: a weight is infinite or not a number, or too great for a float16 scale.
+    """
+    if (kind, group) not in {("int8", None), ("int8", 32), ("int8", 128), ("int4", 32), ("int4", 128)}:
+        raise ConfigError(f"quantization {kind!r} with group {group!r}: expected int8 (None, 32, 128) or int4 (32, 128)")
+    n, k = weight.shape
+    if group is not None and k % group:
+        raise ConfigError(f"{kind} in groups of {group} needs inputs in multiples of {group}, not {k}")
+    bits = int(kind[-1])
+    weight = (weight if weight.dtype in _DTYPES else weight.float()).contiguous()
+    codes = torch.empty((n, k), dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales = torch.empty(n) if group is None else torch.empty((n, k // group), dtype=torch.float16)
+    _cpu.quantize_rows(
+        weight.data_ptr(), n, k, k, _DTYPES[weight.dtype], bits, group or k, codes.data_ptr(), scales.data_ptr()
+    )
+    if not scales.isfinite().all():
+        raise WeightError("a weight is infinite, not a number, or too great to be quantised")
+    return QuantizedWeight("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)

@@ -1,0 +1,326 @@
+"""The paged attention of the CPU kernels against float64, and its results' independence of everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+_cpu: Any = pytest.importorskip("octavo._cpu")
+from octavo.kernels.cpu import attention  # noqa: E402
+
+F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
+
+
+@pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before, threads = _cpu.isa(), _cpu.num_threads()
+    _cpu.choose_isa(request.param)
+    yield
+    _cpu.choose_isa(before)
+    _cpu.set_threads(threads)
+
+
+@dataclass
+class Network:
+    """What a layer's attention is like."""
+
+    group: int = 3
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = BF16
+    cache_dtype: torch.dtype = BF16
+    window: int | None = None
+    soft_cap: float = 0.0
+    alibi: bool = False
+    scale: float = field(init=False)
+    slopes: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scale = self.head_dim**-0.5
+        self.slopes = 2.0 ** -torch.arange(1, self.heads + 1).float() if self.alibi else None
+
+    @property
+    def heads(self) -> int:
+        return self.group * self.kv_heads
+
+
+@dataclass
+class Sequence:
+    """All of a sequence's queries, keys and values, and the blocks of its cache."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: list[int]
+
+
+class World:
+    """Sequences with shuffled blocks in a cache that was full of NaN."""
+
+    def __init__(self, network: Network, lengths: list[int], seed: int, strength: float = 2.0) -> None:
+        self.network = n = network
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-length // n.block_size) for length in lengths]
+        total = sum(counts) + 2
+        [self.cache] = attention.make_cache(1, total, n.block_size, n.kv_heads, n.head_dim, n.cache_dtype)
+        for blocks in (self.cache.key, self.cache.value):
+            blocks.fill_(0xFF)  # a NaN in every type and scale
+        free = torch.randperm(total, generator=generator).tolist()
+        self.sequences = []
+        for length, count in zip(lengths, counts, strict=True):
+            q = (torch.randn(length, n.heads, n.head_dim, generator=generator) * strength).to(n.dtype)
+            k, v = (torch.randn(length, n.kv_heads, n.head_dim, generator=generator).to(n.dtype) for _ in range(2))
+            self.sequences.append(Sequence(q, k, v, [free.pop() for _ in range(count)]))
+
+    def step(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Writes and attends the tokens [begin, end) of sequences, (sequence, begin, end) each; results in order."""
+        n = self.network
+        parts = [(self.sequences[s], begin, end) for s, begin, end in chunks]
+        counts = [end - begin for _, begin, end in chunks]
+        tokens = sum(counts)
+        # Rows of one tensor, as a projection leaves them, with something else before them.
+        qkv = torch.full((tokens, 1 + n.heads + 2 * n.kv_heads, n.head_dim), float("nan"), dtype=n.dtype)
+        q, k, v = qkv[:, 1:].split([n.heads, n.kv_heads, n.kv_heads], dim=1)
+        if parts:
+            for target, name in ((q, "q"), (k, "k"), (v, "v")):
+                target.copy_(torch.cat([getattr(s, name)[begin:end] for s, begin, end in parts]))
+        slots = torch.tensor(
+            [s.blocks[t // n.block_size] * n.block_size + t % n.block_size for s, b, e in parts for t in range(b, e)],
+            dtype=torch.int64,
+        )
+        query_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32)
+        seq_lens = torch.tensor([end for _, _, end in parts], dtype=torch.int32)
+        tables = torch.zeros(len(parts), 1 + max([len(s.blocks) for s, _, _ in parts], default=0), dtype=torch.int32)
+        for row, (s, _, _) in zip(tables, parts, strict=True):
+            row[: len(s.blocks)] = torch.tensor(s.blocks, dtype=torch.int32)
+        out = torch.full((tokens, n.heads, n.head_dim), float("nan"), dtype=n.dtype)
+        step = _cpu.Step(
+            tokens,
+            len(parts),
+            slots=slots.data_ptr(),
+            query_start=query_start.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            block_tables=tables.data_ptr(),
+            block_table_stride=tables.stride(0),
+        )
+        attention.write_op(k, v, self.cache).run(step)
+        attention.attention_op(q, self.cache, out, n.scale, n.window, n.soft_cap, n.slopes).run(step)
+        return list(out.split(counts))
+
+    def expected(self, s: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The result in float64 [end - begin, H, D], and the size of the terms that it sums."""
+        n, sequence = self.network, self.sequences[s]
+        q = sequence.q[begin:end].double()
+        k, v = (as_cached(x[:end], n.cache_dtype).repeat_interleave(n.group, dim=1) for x in (sequence.k, sequence.v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * n.scale
+        if n.soft_cap:
+            scores = n.soft_cap * torch.tanh(scores / n.soft_cap)
+        distance = torch.arange(begin, end)[:, None] - torch.arange(end)[None]
+        if n.slopes is not None:
+            scores -= n.slopes.double()[:, None, None] * distance
+        hidden = distance < 0
+        if n.window is not None:
+            hidden |= distance >= n.window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v), torch.einsum("hqk,khd->qhd", weights, v.abs())
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the cache holds of x [L, K, D], in float64."""
+    if dtype != I8:
+        return x.to(dtype).double()
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale > 1e-37, 1 / scale, 0)
+    return (x.float() * inverse).round().clamp(-127, 127).double() * scale.double()
+
+
+def assert_right(world: World, chunks: list[tuple[int, int, int]], results: list[Tensor]) -> None:
+    for chunk, actual in zip(chunks, results, strict=True):
+        expected, size = world.expected(*chunk)
+        # Scores of float32 have errors of some 1e-6 of their terms; int8 may round a tie otherwise in float32.
+        limit = 3e-5 * size + (2**-8 * expected.abs() if actual.dtype == BF16 else 0) + 1e-30
+        error = (actual.double() - expected).abs()
+        assert not error.isnan().any() and bool((error <= limit).all()), (chunk, float((error / limit).max()))
+
+
+networks = st.builds(
+    Network,
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 17).map(lambda i: 8 * i),
+    block_size=st.one_of(st.integers(1, 33), st.sampled_from([16, 32, 64])),
+    dtype=st.sampled_from([F32, BF16]),
+    cache_dtype=st.sampled_from([F32, BF16, I8]),
+    window=st.one_of(st.none(), st.integers(1, 400)),
+    soft_cap=st.sampled_from([0.0, 0.0, 5.0]),
+    alibi=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    networks,
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.booleans()), max_size=4),
+    st.integers(0, 2**31),
+)
+def test_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], seed: int) -> None:
+    """Decodes and chunks of prefills together: (tokens before, tokens now, whether it is a decode)."""
+    chunks = [(s, before, before + (1 if decode else now)) for s, (before, now, decode) in enumerate(parts)]
+    world = World(network, [end for _, _, end in chunks], seed)
+    world.step([(s, 0, begin) for s, begin, _ in chunks])
+    assert_right(world, chunks, world.step(chunks))
+
+
+@pytest.mark.parametrize("window", [None, 256, 300])
+@pytest.mark.parametrize("dtype", [BF16, I8])
+def test_long_context(window: int | None, dtype: torch.dtype) -> None:
+    network = Network(kv_heads=1, cache_dtype=dtype, window=window)
+    world = World(network, [1100], 0)
+    world.step([(0, 0, 1000)])
+    for chunks in ([(0, 1000, 1001)], [(0, 1001, 1100)]):
+        assert_right(world, chunks, world.step(chunks))
+
+
+def test_a_sequence_of_one_token_is_its_value() -> None:
+    world = World(Network(), [1], 0)
+    [out] = world.step([(0, 0, 1)])
+    assert torch.equal(out, world.sequences[0].v.repeat_interleave(3, dim=1))
+
+
+def test_no_sequences() -> None:
+    assert World(Network(), [], 0).step([]) == []
+
+
+def test_huge_scores_do_not_overflow() -> None:
+    world = World(Network(dtype=F32, cache_dtype=F32), [50], 0, strength=1e4)
+    [out] = world.step([(0, 0, 50)])
+    expected, _ = world.expected(0, 0, 50)
+    # A softmax of such scores takes one value; which of two near ones, float32 cannot always tell.
+    assert float(((out.double() - expected).abs() > 0.01).double().mean()) < 0.01
+
+
+@pytest.mark.parametrize("cache_dtype", [F32, BF16, I8])
+def test_a_later_nan_of_the_same_chunk_does_not_reach_earlier_tokens(cache_dtype: torch.dtype) -> None:
+    network = Network(cache_dtype=cache_dtype)
+    world = World(network, [40], 0)
+    [clean] = world.step([(0, 0, 40)])
+    world.sequences[0].k[21] = world.sequences[0].v[21] = float("nan")
+    [dirty] = world.step([(0, 0, 40)])
+    assert torch.equal(dirty[:21], clean[:21])
+    assert dirty[21:].isnan().all()
+
+
+# --- invariance -----------------------------------------------------------------------------------------------------
+
+VARIANTS = [
+    Network(),
+    Network(group=1, kv_heads=3, head_dim=40, block_size=16, dtype=F32, cache_dtype=F32),
+    Network(group=4, cache_dtype=I8, block_size=32),
+    Network(group=7, kv_heads=1, head_dim=72, block_size=5),
+    Network(window=37, soft_cap=4.0, alibi=True),
+    Network(window=290, cache_dtype=I8, block_size=7),
+]
+
+
+@pytest.mark.parametrize("network", VARIANTS, ids=range(len(VARIANTS)))
+def test_a_token_is_the_same_in_any_chunk_batch_and_number_of_threads(network: Network) -> None:
+    """Three sequences in one step, on one and two threads; alone in chunks of many sizes; and one token at a time."""
+    lengths = [530, 17, 275]
+    world = World(network, lengths, 1)
+    everything = [(s, 0, length) for s, length in enumerate(lengths)]
+    _cpu.set_threads(1)
+    whole = world.step(everything)
+    _cpu.set_threads(2)
+    for one_thread, two_threads in zip(whole, world.step(everything), strict=True):
+        assert torch.equal(one_thread, two_threads)
+
+    begin, sizes = 0, iter([1, 1, 2, 3, 33, 7, 64, 1, 120, 31, 1, 2, 264])
+    while begin < lengths[0]:
+        end = begin + next(sizes)
+        _cpu.set_threads(1 + begin % 2)
+        others = [(2, begin % 200, begin % 200 + 3), (1, 16, 17)] if begin % 3 else []
+        assert torch.equal(world.step([(0, begin, end), *others])[0], whole[0][begin:end])
+        begin = end
+
+    for position in [0, 1, 15, 16, 255, 256, 257, 300, 511, 512, 529]:
+        _cpu.set_threads(1 + position % 2)
+        [alone] = world.step([(0, position, position + 1)])
+        assert torch.equal(alone, whole[0][position : position + 1])
+        together = world.step([(2, 100, 101), (0, position, position + 1), (1, 3, 4)])
+        assert torch.equal(together[1], alone)
+        assert torch.equal(together[0], whole[2][100:101]) and torch.equal(together[2], whole[1][3:4])
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, I8])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_copied_blocks(dtype: torch.dtype, threads: int) -> None:
+    """A chain and a cycle: each target gets what its source held before."""
+    _cpu.set_threads(threads)
+    caches = attention.make_cache(3, 8, 16, 2, 64, dtype)
+    for i, cache in enumerate(caches):
+        for blocks in (cache.key, cache.value):
+            blocks.copy_(torch.randint(256, blocks.shape, generator=torch.Generator().manual_seed(i)).byte())
+    for pairs in ([(0, 7), (3, 6)], [(0, 1), (1, 2), (4, 5), (5, 4), (6, 6)]):
+        before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
+        attention.copy_blocks(caches, pairs)
+        for cache, old in zip(caches, before, strict=True):
+            for blocks, old_blocks in zip((cache.key, cache.value), old, strict=True):
+                for source, target in pairs:
+                    old_blocks = old_blocks.index_copy(0, torch.tensor([target]), blocks[target][None])
+                    assert torch.equal(blocks[target], old[0 if blocks is cache.key else 1][source])
+                assert torch.equal(blocks, old_blocks)
+
+
+def test_swapped_blocks_go_to_another_cache() -> None:
+    gpu, host = (attention.make_cache(2, blocks, 16, 1, 64, BF16) for blocks in (5, 9))
+    for cache in gpu:
+        cache.key.fill_(1)[3].fill_(7)
+        cache.value.fill_(2)[4].fill_(8)
+    attention.swap_blocks(gpu, host, [(3, 8), (4, 0)])
+    for cache in host:
+        assert cache.key[[8, 0]].unique(dim=1).flatten().tolist() == [7, 1]
+        assert cache.value[[8, 0]].unique(dim=1).flatten().tolist() == [2, 8]
+        assert not cache.key[1:8].any()
+    attention.swap_blocks(gpu, host, [])
+    attention.copy_blocks(gpu, [])
+
+
+@pytest.mark.parametrize("pair", [(-1, 0), (0, 5), (5, 0)])
+def test_copies_of_blocks_that_do_not_exist_are_refused(pair: tuple[int, int]) -> None:
+    with pytest.raises(IndexError, match="cannot copy block"):
+        attention.copy_blocks(attention.make_cache(1, 5, 16, 1, 8, BF16), [pair])
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_takes_as_much_memory_as_its_tokens() -> None:
+    for dtype, size in ((F32, 4), (BF16, 2)):
+        [cache] = attention.make_cache(1, 3, 16, 2, 64, dtype)
+        assert cache.key.shape == cache.value.shape == (3, 16 * 2 * 64 * size)
+        assert not cache.key.any() and cache.key.data_ptr() % 64 == 0
+    [cache] = attention.make_cache(1, 3, 16, 2, 64, I8)
+    assert cache.key.shape == (3, 16 * 2 * (64 + 4))  # and a scale
+
+
+def test_what_cannot_be_is_refused() -> None:
+    from octavo.core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="no KV cache of type"):
+        attention.make_cache(1, 1, 16, 1, 64, torch.float16)
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        attention.make_cache(1, 1, 16, 1, 7, BF16)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        _cpu.paged_attention(0, 0, 0, 0, 0, 4, 3, 64, 16, _cpu.Dtype.bf16, _cpu.Dtype.bf16, 1.0)
