@@ -5,8 +5,8 @@ machine and close together: only ratios of one hour on one machine mean anything
 
     python scripts/compare_engines.py --engine octavo --model FOLDER --batches 1,8,64
 
-Every engine gets the same random prompts (token ids), answers greedily past the end-of-sequence token to the same length,
-and says what the capital of France is: a fast wrong answer counts for nothing.
+Every engine gets the same random prompts (token ids), answers greedily past the end-of-sequence token to the same
+length, and says what the capital of France is: a fast wrong answer counts for nothing.
 """
 
 from __future__ import annotations

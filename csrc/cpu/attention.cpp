@@ -1,9 +1,10 @@
 // Attention of a tile of rows over its context; attention.hpp has the layout and the order of the arithmetic.
 #include "attention.hpp"
 
-#include <limits>
 #include <type_traits>
 
+#include "attention_math.hpp"
+#include "attention_panels.hpp"
 #include "attention_tile.hpp"
 #include "attention_write.hpp"
 #include "rows.hpp"
@@ -12,46 +13,6 @@ namespace octavo::OCTAVO_ISA {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504089f;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// 2^x for x <= 0: 1 for 0, 0 below -126, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, is a least-squares fit at
-// Chebyshev nodes, within 1e-8.
-OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
-  const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  const F32 bounded = max(splat(-126.0f), x);
-  const F32 shifted = bounded + magic;
-  const F32 r = bounded - (shifted - magic);
-  F32 p = splat(1.54614475e-04f);
-  p = fma(p, r, splat(1.33908674e-03f));
-  p = fma(p, r, splat(9.61805667e-03f));
-  p = fma(p, r, splat(5.55035710e-02f));
-  p = fma(p, r, splat(2.40226509e-01f));
-  p = fma(p, r, splat(6.93147188e-01f));
-  p = fma(p, r, splat(1.0f));
-  const F32 scale = (F32)(((U32)shifted - (0x4b400000u - 127u)) << 23);
-  return x < -126.0f ? F32{} : p * scale;
-}
-
-OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }
-
-// cap * tanh(x / cap)
-OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
-  const F32 e = exp(x * (2.0f / cap));
-  return cap * (1.0f - 2.0f / (e + 1.0f));
-}
-
-// Positions begin .. end - 1.
-struct Range {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
-
-Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
-
 // The computation of one item; T is the type of the cache's elements.
 template <typename T>
 class Tile {
@@ -59,23 +20,22 @@ class Tile {
   Tile(const Attention& a, const Step& step, const AttentionItem& item)
       : a_(a),
         item_(item),
-        table_(step.block_tables + item.sequence * step.block_table_stride),
+        panels_(a, step.block_tables + item.sequence * step.block_table_stride, step.seq_lens[item.sequence],
+                item.kv_head),
         first_token_(step.query_start[item.sequence] + item.first_query),
-        seq_len_(step.seq_lens[item.sequence]),
-        first_position_(seq_len_ - (step.query_start[item.sequence + 1] - first_token_)),
+        first_position_(step.seq_lens[item.sequence] - (step.query_start[item.sequence + 1] - first_token_)),
         group_(a.group()),
         rows_(item.queries * group_),
         head_dim_(a.shape.head_dim),
         padded_(a.shape.padded()) {
-    const int64_t panel_floats = kPanel * padded_ * static_cast<int64_t>(sizeof(T)) / 4;
-    float* memory = attention_scratch(rows_ * (head_dim_ + kPiece + 2 * state_floats(a)) + 2 * kPiece +
-                                     kSegments * panel_floats);
+    const int64_t buffers = Panels<T>::kBuffers * Panels<T>::floats(a.shape);
+    float* memory = attention_scratch(buffers + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * state_floats(a)));
     const auto take = [&](int64_t floats) {
       float* taken = memory;
       memory += floats;
       return taken;
     };
-    for (T*& buffer : gathered_) buffer = reinterpret_cast<T*>(take(panel_floats));
+    panels_.set_buffers(take(buffers));
     key_scales_ = take(kPiece);
     value_scales_ = take(kPiece);
     scores_ = take(rows_ * kPiece);
@@ -99,7 +59,8 @@ class Tile {
   // The states of the pieces, folded in order.
   void combine() {
     const int64_t piece_floats = rows_ * state_floats(a_);
-    for (int64_t i = 1; i < item_.end_piece - item_.first_piece; ++i) fold(item_.states, item_.states + i * piece_floats);
+    const int64_t pieces = item_.end_piece - item_.first_piece;
+    for (int64_t i = 1; i < pieces; ++i) fold(item_.states, item_.states + i * piece_floats);
     write(item_.states);
   }
 
@@ -163,76 +124,13 @@ class Tile {
   void write(float* totals) const {
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
-        auto* out = static_cast<decltype(type)>(a_.out) + ((first_token_ + row / group_) * a_.heads + head_of(row)) * head_dim_;
+        const int64_t token = first_token_ + row / group_;
+        auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * head_dim_;
         const float* total = totals + row * state_floats(a_);
         const float sum = sum_of(totals, row);
         for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
       }
     });
-  }
-
-  // ---- the cache ------------------------------------------------------------------------------------------------
-
-  const char* tile_of(const char* cache, int64_t position) const {
-    const int64_t block = table_[position / a_.shape.block_size];
-    return cache + (block * a_.shape.kv_heads + item_.kv_head) * a_.shape.tile_bytes();
-  }
-
-  // The panel, or the token where there are none, at this position.
-  const T* in_place(const char* cache, int64_t position) const {
-    return reinterpret_cast<const T*>(tile_of(cache, position)) + position % a_.shape.block_size * padded_;
-  }
-
-  // The panel that starts at this position.
-  const T* keys_at(int64_t position, int buffer) const {
-    if (a_.shape.panelled()) return in_place(a_.key_cache, position);
-    constexpr bool interleaved = Pairs<T>::kColumn == 2;
-    return gather(a_.key_cache, position, gathered_[buffer], [](int64_t token, int64_t d) {
-      return interleaved ? d / 2 * 2 * kPanel + token * 2 + d % 2 : d * kPanel + token;
-    });
-  }
-
-  const T* values_at(int64_t position, int buffer) const {
-    if (a_.shape.panelled()) return in_place(a_.value_cache, position);
-    constexpr bool interleaved = Pairs<T>::kColumn == 2;
-    return gather(a_.value_cache, position, gathered_[buffer], [this](int64_t token, int64_t d) {
-      return interleaved ? token / 2 * 2 * padded_ + d * 2 + token % 2 : token * padded_ + d;
-    });
-  }
-
-  // Makes a panel of blocks that hold none; place(token, d) says where in the panel an element goes.
-  template <typename F>
-  const T* gather(const char* cache, int64_t position, T* target, const F& place) const {
-    for (int64_t token = 0; token < kPanel; ++token) {
-      // Past the end of the sequence there may be no block to read.
-      const T* source = position + token < seq_len_ ? in_place(cache, position + token) : nullptr;
-      for (int64_t d = 0; d < padded_; ++d) target[place(token, d)] = source ? source[d] : T{};
-    }
-    return target;
-  }
-
-  // The scales of positions [begin, end) of an int8 cache, from that of the piece's first on.
-  void gather_scales(const char* cache, Range positions, int64_t piece_begin, float* scales) const {
-    for (int64_t p = positions.begin; p < positions.end; ++p) {
-      const float* of_block = reinterpret_cast<const float*>(tile_of(cache, p) + a_.shape.data_bytes());
-      scales[p - piece_begin] = of_block[p % a_.shape.block_size];
-    }
-  }
-
-  // A panel that will be read soon, to be fetched while another is used: blocks lie anywhere, so the processor cannot
-  // guess where the next one is. Without one, the panel in use.
-  const T* ahead(const char* cache, int64_t position, const T* in_use) const {
-    return a_.shape.panelled() && position < seq_len_ ? in_place(cache, position) : in_use;
-  }
-
-  // After a piece's keys come its values, and after those the next piece's keys. A panel of keys takes as much memory as
-  // one of values, in the same order, so that one can be fetched while the other is read.
-  const T* keys_ahead(int64_t index, Range panels, const T* in_use) const {
-    if (index < panels.end) return ahead(a_.key_cache, index * kPanel, in_use);
-    return ahead(a_.value_cache, (panels.begin + index - panels.end) * kPanel, in_use);
-  }
-  const T* values_ahead(int64_t index, Range panels, const T* in_use) const {
-    return ahead(index < panels.end ? a_.value_cache : a_.key_cache, index * kPanel, in_use);
   }
 
   // ---- a piece --------------------------------------------------------------------------------------------------
@@ -244,8 +142,8 @@ class Tile {
     const Range panels = {positions.begin / kPanel, (positions.end + kPanel - 1) / kPanel};
     score(panels, begin);
     if constexpr (std::is_same_v<T, int8_t>) {
-      gather_scales(a_.key_cache, positions, begin, key_scales_);
-      gather_scales(a_.value_cache, positions, begin, value_scales_);
+      panels_.gather_key_scales(positions, begin, key_scales_);
+      panels_.gather_value_scales(positions, begin, value_scales_);
     }
     for (int64_t row = 0; row < rows_; ++row) weigh(row, begin, states);
     accumulate(panels, begin, states);
@@ -262,14 +160,18 @@ class Tile {
       p.rows = query_ + queries.begin * group_ * head_dim_;
       p.row_stride = head_dim_;
       p.segments = 1;
-      p.panels[0][0] = keys_at(position, 0);
-      p.panels[1][0] = two ? keys_at(position + kPanel, 1) : nullptr;
-      for (int i = 0; i < 2; ++i) p.ahead[i][0] = keys_ahead(panel_index + 2 + i, panels, p.panels[i][0]);
+      p.panels[0][0] = panels_.keys(position, 0);
+      p.panels[1][0] = two ? panels_.keys(position + kPanel, 1) : nullptr;
+      for (int i = 0; i < 2; ++i)
+        p.ahead[i][0] = panels_.keys_ahead(panel_index + kSegments + i, panels, p.panels[i][0]);
       p.pair_stride = 2 * kPanel;
       p.pairs = head_dim_ / 2;
       p.sums = scores_ + queries.begin * group_ * kPiece + position - piece_begin;
       p.sum_stride = kPiece;
-      multiply<false>(p, (queries.end - queries.begin) * group_);
+      const int64_t count = (queries.end - queries.begin) * group_;
+      const size_t bytes = sizeof(float) * (two ? 2 : 1) * kPanel;
+      for (int64_t row = 0; row < count; ++row) std::memset(p.sums + row * kPiece, 0, bytes);
+      multiply(p, count);
     }
   }
 
@@ -340,8 +242,8 @@ class Tile {
   void add_panels(int64_t index, int count, Range panels, int64_t piece_begin, float* states) {
     const T *values[kSegments], *next[kSegments];
     for (int s = 0; s < count; ++s) {
-      values[s] = values_at((index + s) * kPanel, s);
-      next[s] = values_ahead(index + s + kSegments, panels, values[s]);
+      values[s] = panels_.values((index + s) * kPanel, s);
+      next[s] = panels_.values_ahead(index + s + kSegments, panels, values[s]);
     }
     multiply_values(values, next, count, kPanel / 2, scores_ + index * kPanel - piece_begin, item_.queries, states);
   }
@@ -349,8 +251,8 @@ class Tile {
   // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
   void add_edge(int64_t index, Range panels, int64_t piece_begin, float* states) {
     const int64_t position = index * kPanel;
-    const T* values = values_at(position, 0);
-    const T* next = values_ahead(index + 1, panels, values);
+    const T* values = panels_.values(position, 0);
+    const T* next = panels_.values_ahead(index + 1, panels, values);
     const Range any = seeing_any(position, position + kPanel);
     const Range all = seeing_all(position, position + kPanel);
     for (int64_t query = any.begin; query < any.end;) {
@@ -402,17 +304,16 @@ class Tile {
         }
       }
       p.sums = sums + d;
-      multiply<true>(p, queries * group_);
+      multiply(p, queries * group_);
     }
   }
 
   const Attention& a_;
   const AttentionItem& item_;
-  const int32_t* table_;
-  int64_t first_token_, seq_len_, first_position_;
+  Panels<T> panels_;
+  int64_t first_token_, first_position_;
   int64_t group_, rows_, head_dim_, padded_;
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
-  T* gathered_[kSegments];
 };
 
 template <typename F>

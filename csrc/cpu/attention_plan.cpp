@@ -61,13 +61,16 @@ std::vector<Work> tiles_of(const Attention& a, const Step& step) {
       const int64_t end = (position + count + kPiece - 1) / kPiece;
       // A row too many stands for reading the keys and values.
       const int64_t cost = (position + count - begin * kPiece) * (count * a.group() + 1);
-      for (int64_t head = 0; head < a.shape.kv_heads; ++head) tiles.push_back({{s, head, first, count, begin, end, nullptr}, cost});
+      for (int64_t head = 0; head < a.shape.kv_heads; ++head)
+        tiles.push_back({{s, head, first, count, begin, end, nullptr}, cost});
     }
   }
   return tiles;
 }
 
-int64_t piece_floats(const Attention& a, const AttentionItem& item) { return item.queries * a.group() * state_floats(a); }
+int64_t piece_floats(const Attention& a, const AttentionItem& item) {
+  return item.queries * a.group() * state_floats(a);
+}
 
 }  // namespace
 

@@ -25,6 +25,7 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 }
 
 // How the pairs of a panel lie; see attention.hpp. `half` chooses the first or second of each pair.
+// Prefetches go to the second cache: the first can wait for too few lines at once to keep the memory busy.
 template <typename T>
 struct Pairs {
   static constexpr int64_t kColumn = 1;  // from one column to the next
@@ -32,7 +33,7 @@ struct Pairs {
     return widen_plane(columns + half * (pair_stride / 2));
   }
   static OCTAVO_INLINE void prefetch(const T* columns, int64_t pair_stride, int half) {
-    __builtin_prefetch(columns + half * (pair_stride / 2));
+    __builtin_prefetch(columns + half * (pair_stride / 2), 0, 2);
   }
   static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
   static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {
@@ -48,18 +49,28 @@ struct Pairs {
   }
 };
 
+#if defined(OCTAVO_ISA_avx2)
+alignas(32) constexpr uint32_t kOddMask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                              0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+#endif
+
 template <>
 struct Pairs<uint16_t> {
   static constexpr int64_t kColumn = 2;
   static OCTAVO_INLINE F32 widen(const uint16_t* columns, int64_t, int half) {
-    const U32 words = load_as<U32>(columns);
-#if defined(OCTAVO_ISA_avx2)  // two shifts, where a mask would take a register that 3 x 4 sums need
-    if (half) return (F32)_mm256_slli_epi32(_mm256_srli_epi32((__m256i)words, 16), 16);
+#if defined(OCTAVO_ISA_avx2)  // the mask in memory, as 3 x 4 or 6 x 2 sums leave no register for it
+    if (half == 1) {
+      F32 x;
+      const U32* words = reinterpret_cast<const U32*>(columns);
+      asm volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(x) : "m"(*words), "m"(kOddMask));
+      return x;
+    }
 #endif
+    const U32 words = load_as<U32>(columns);
     return half ? odd_bf16(words) : even_bf16(words);
   }
   static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t, int half) {
-    if (half == 0) __builtin_prefetch(columns);
+    if (half == 0) __builtin_prefetch(columns, 0, 2);
   }
 };
 
@@ -81,40 +92,25 @@ struct Product {
   int64_t sum_stride;
 };
 
-// sums += column of rows times row of columns.
-template <int kRows, int kColumns, typename Row, typename Column>
-OCTAVO_INLINE void multiply_add(F32 (&sums)[kRows][kColumns], const Row& row, const Column& column) {
-  if constexpr (kColumns > kRows) {  // hold the fewer of them
-    F32 x[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) x[r] = row(r);
-#pragma GCC unroll 16
-    for (int c = 0; c < kColumns; ++c) {
-      const F32 y = column(c);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) add_product(sums[r][c], x[r], y);
-    }
-  } else {
-    F32 y[kColumns];
-#pragma GCC unroll 16
-    for (int c = 0; c < kColumns; ++c) y[c] = column(c);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const F32 x = row(r);
-#pragma GCC unroll 16
-      for (int c = 0; c < kColumns; ++c) add_product(sums[r][c], x, y[c]);
-    }
-  }
+// The element, read anew: keeping those of one panel for the next would take registers that the sums need.
+OCTAVO_INLINE F32 splat_anew(const float* p) {
+#if defined(OCTAVO_ISA_avx2)
+  F32 x;
+  asm volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
+  return x;
+#else
+  return splat(*p);
+#endif
 }
 
-template <typename T, int kRows, int kPanels, bool kAdd>
+template <typename T, int kRows, int kPanels>
 __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
   constexpr int kColumns = kPanels * kVectors;
   F32 sums[kRows][kColumns];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int c = 0; c < kColumns; ++c) sums[r][c] = kAdd ? load(p.sums + r * p.sum_stride + c * kLanes) : F32{};
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = load(p.sums + r * p.sum_stride + c * kLanes);
   const float* rows = p.rows;
   const int64_t row_stride = p.row_stride, pair_stride = p.pair_stride;
   for (int segment = 0; segment < p.segments; ++segment) {
@@ -125,12 +121,19 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
       for (int half = 0; half < 2; ++half) {
         Pairs<T>::prefetch(ahead, pair_stride, half);
         if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride, half);
-        multiply_add(
-            sums, [&](int r) __attribute__((always_inline)) { return splat(rows[r * row_stride + half]); },
-            [&](int c) __attribute__((always_inline)) {
-              const T* panel = c < kVectors ? first : second;
-              return Pairs<T>::widen(panel + c % kVectors * kLanes * Pairs<T>::kColumn, pair_stride, half);
-            });
+#pragma GCC unroll 2
+        for (int i = 0; i < kPanels; ++i) {
+          F32 y[kVectors];
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v)
+            y[v] = Pairs<T>::widen((i ? second : first) + v * kLanes * Pairs<T>::kColumn, pair_stride, half);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            const F32 x = splat_anew(rows + r * row_stride + half);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) add_product(sums[r][i * kVectors + v], x, y[v]);
+          }
+        }
       }
       rows += 2;
       first += pair_stride;
@@ -145,20 +148,19 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
     for (int c = 0; c < kColumns; ++c) store(p.sums + r * p.sum_stride + c * kLanes, sums[r][c]);
 }
 
-template <typename T, bool kAdd, int kPanels, int kRows>
+template <typename T, int kPanels, int kRows>
 void multiply_exactly(const Product<T>& p, int rows) {
   if (rows == kRows)
-    multiply_tile<T, kRows, kPanels, kAdd>(p);
+    multiply_tile<T, kRows, kPanels>(p);
   else if constexpr (kRows > 1)
-    multiply_exactly<T, kAdd, kPanels, kRows - 1>(p, rows);
+    multiply_exactly<T, kPanels, kRows - 1>(p, rows);
 }
 
-// Whether this many rows can have sums of two panels in registers.
+// The most rows of which sums of two panels fit into the registers.
 constexpr int kRowsOfTwoPanels = kSums / (2 * kVectors);
 
-// Any number of rows, which are shared out evenly over tiles. The
-// sums start from what they hold if kAdd, else from zero.
-template <bool kAdd, typename T>
+// Any number of rows, which are shared out evenly over tiles.
+template <typename T>
 void multiply(Product<T> p, int64_t rows) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const float* first_row = p.rows;
@@ -169,10 +171,10 @@ void multiply(Product<T> p, int64_t rows) {
     p.rows = first_row + begin * p.row_stride;
     p.sums = first_sum + begin * p.sum_stride;
     if (p.panels[1][0] && count <= kRowsOfTwoPanels) {
-      multiply_exactly<T, kAdd, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
+      multiply_exactly<T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
       continue;
     }
-    multiply_exactly<T, kAdd, 1, kTileRows>(p, count);
+    multiply_exactly<T, 1, kTileRows>(p, count);
     if (!p.panels[1][0]) continue;
     Product<T> second = p;
     for (int s = 0; s < p.segments; ++s) {
@@ -180,7 +182,7 @@ void multiply(Product<T> p, int64_t rows) {
       second.ahead[0][s] = p.ahead[1][s];
     }
     second.sums += kPanel;
-    multiply_exactly<T, kAdd, 1, kTileRows>(second, count);
+    multiply_exactly<T, 1, kTileRows>(second, count);
   }
 }
 

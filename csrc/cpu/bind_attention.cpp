@@ -80,9 +80,10 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
     throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +
                                 std::to_string(heads));
   if (window < 0 || !(soft_cap >= 0)) throw std::invalid_argument("window and soft_cap must not be negative");
-  return std::make_shared<AttentionOp>(Attention{
-      pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache), pointer<char>(value_cache),
-      shape, static_cast<float>(scale), window, static_cast<float>(soft_cap), pointer<float>(alibi_slopes)});
+  return std::make_shared<AttentionOp>(
+      Attention{pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache),
+                pointer<char>(value_cache), shape, static_cast<float>(scale), window, static_cast<float>(soft_cap),
+                pointer<float>(alibi_slopes)});
 }
 
 }  // namespace

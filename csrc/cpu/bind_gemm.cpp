@@ -56,8 +56,8 @@ class Linear : public Op {
       widen(row, rows, block);
     }
     const int64_t groups = block.weights.groups, parts = (rows + kRowsOfTask - 1) / kRowsOfTask;
-    // Even, as few rows go by two groups at once.
-    const int64_t chunk = 2 * std::clamp(groups / (16 * ThreadPool::instance().size()), int64_t{1}, int64_t{8});
+    // Even, as few rows go by two groups at once, and small, so that no thread waits long for the last one.
+    const int64_t chunk = groups >= 32 * ThreadPool::instance().size() ? 4 : 2;
     const auto multiply = isa().gemm->multiply;
     parallel_for((groups + chunk - 1) / chunk * parts, [&](int64_t task) {
       const int64_t group = task / parts * chunk, part = task % parts;

@@ -63,7 +63,7 @@ OpPtr embedding(uintptr_t table, int64_t width, uintptr_t out, Dtype dtype, std:
                 Embedding{pointer<void>(table), dtype, width, pointer<void>(out), result}, width);
 }
 
-// The rows of a norm; a stride of 0 for out means that of x.
+// Strides that are 0 (x_stride excepted) are those of a contiguous tensor.
 Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uintptr_t bias, Dtype w_dtype,
              uintptr_t out, Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
              int64_t out_stride, int64_t out_head_stride) {
@@ -71,8 +71,22 @@ Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uin
   if (rows_per_token > 1 && head_stride == 0) head_stride = width;
   if (out_head_stride == 0) out_head_stride = width;
   if (out_stride == 0) out_stride = rows_per_token * width;
-  return Norm{pointer<void>(x),    x_dtype,   x_stride,   head_stride,     pointer<void>(weight), pointer<void>(bias), w_dtype,
-              pointer<void>(out), out_dtype, out_stride, out_head_stride, rows_per_token,         width, static_cast<float>(eps)};
+  Norm norm;
+  norm.x = pointer<void>(x);
+  norm.x_dtype = x_dtype;
+  norm.x_stride = x_stride;
+  norm.x_head_stride = head_stride;
+  norm.weight = pointer<void>(weight);
+  norm.bias = pointer<void>(bias);
+  norm.weight_dtype = w_dtype;
+  norm.out = pointer<void>(out);
+  norm.out_dtype = out_dtype;
+  norm.out_stride = out_stride;
+  norm.out_head_stride = out_head_stride;
+  norm.heads = rows_per_token;
+  norm.width = width;
+  norm.eps = static_cast<float>(eps);
+  return norm;
 }
 
 OpPtr rms_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, Dtype w_dtype, uintptr_t out,
@@ -96,17 +110,17 @@ AddNorm add_norm_of(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residu
                     double eps) {
   require_float(x_dtype);
   require_float(residual_dtype);
-  return AddNorm{pointer<void>(x),        x_dtype,
-                 pointer<void>(residual), residual_dtype,
-                 pointer<float>(total),   norm_of(total, Dtype::f32, width, weight, bias, w_dtype, out, out_dtype, width,
-                                                  eps, 1, 0, 0, 0)};
+  const Norm norm =
+      norm_of(total, Dtype::f32, width, weight, bias, w_dtype, out, out_dtype, width, eps, 1, 0, 0, 0);
+  return AddNorm{pointer<void>(x), x_dtype, pointer<void>(residual), residual_dtype, pointer<float>(total), norm};
 }
 
 OpPtr add_rms_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
                    Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width, double eps) {
-  return row_op(&PointwiseTable::add_rms_norm,
-                add_norm_of(x, x_dtype, residual, residual_dtype, weight, 0, w_dtype, out, out_dtype, total, width, eps),
-                2 * width);
+  return row_op(
+      &PointwiseTable::add_rms_norm,
+      add_norm_of(x, x_dtype, residual, residual_dtype, weight, 0, w_dtype, out, out_dtype, total, width, eps),
+      2 * width);
 }
 
 OpPtr add_layer_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
@@ -131,18 +145,20 @@ OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64
   if (rotary_dim % 2 != 0 || rotary_dim < 0 || rotary_dim > head_dim)
     throw std::invalid_argument("rotary_dim must be even, from 0 to head_dim (" + std::to_string(head_dim) + "), not " +
                                 std::to_string(rotary_dim));
-  const Rotary arguments{pointer<void>(q), q_stride, pointer<void>(k),    k_stride, heads, kv_heads, head_dim,
-                         rotary_dim,       pointer<float>(cos_sin), dtype};
+  const Rotary arguments{pointer<void>(q), q_stride, pointer<void>(k), k_stride, heads,
+                         kv_heads, head_dim, rotary_dim, pointer<float>(cos_sin), dtype};
   return row_op(&PointwiseTable::rotary, arguments, 2 * (heads + kv_heads) * rotary_dim);
 }
 
 template <typename T>
-void reduce_rows(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out, T (*PointwiseTable::*kernel)(const float*, int64_t)) {
+void reduce_rows(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out,
+                 T (*PointwiseTable::*kernel)(const float*, int64_t)) {
   if (vocab < 1) throw std::invalid_argument("a row must have at least one element");
   nb::gil_scoped_release release;
   const auto reduce = isa().pointwise->*kernel;
   for_row_ranges(rows, vocab, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) pointer<T>(out)[row] = reduce(pointer<float>(logits) + row * vocab, vocab);
+    for (int64_t row = begin; row < end; ++row)
+      pointer<T>(out)[row] = reduce(pointer<float>(logits) + row * vocab, vocab);
   });
 }
 

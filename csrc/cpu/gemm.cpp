@@ -1,9 +1,9 @@
 // The matrix products' kernels.
 //
 // A register tile of R rows times G groups of 16 columns accumulates over all of k in order; x is broadcast element by
-// element, the weights are read as they lie, a cache line for two k of a group. For bfloat16 a vector holds 32-bit words
-// of two neighbouring k: shifted left it is the even one in float32, masked the odd one. All rows of a call pass over a
-// group while it lies in the cache, and meanwhile the next group is fetched.
+// element, the weights are read as they lie, a cache line for two k of a group. For bfloat16 a vector holds 32-bit
+// words of two neighbouring k: shifted left it is the even one in float32, masked the odd one. All rows of a call pass
+// over a group while it lies in the cache, and meanwhile the next group is fetched.
 #include "gemm.hpp"
 
 #include "gemm_limits.hpp"
@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kVectors = kGroup / kLanes;  // of a group
 
-// The most rows of a tile, and the groups side by side for a number of rows. With 16 registers, 5 rows x 2 vectors leave
-// room for the weights' words; 6 x 2 spills. A multiply-add takes 4 cycles and 2 start in each, so that a tile wants 8
-// accumulators; and one or two rows, which wait for memory, want two streams of weights.
+// The most rows of a tile, and the groups side by side for a number of rows. With 16 registers, 5 rows x 2 vectors
+// leave room for the weights' words; 6 x 2 spills. A multiply-add takes 4 cycles and 2 start in each, so that a tile
+// wants 8 accumulators; and one or two rows, which wait for memory, want two streams of weights.
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 constexpr int kMaxRows = 8;
 constexpr int wide_groups(int) { return 2; }
@@ -32,13 +32,13 @@ constexpr int kMaxGroups = 2;
 static_assert(wide_groups((kMaxRows + 1) / 2) == wide_groups(kMaxRows));
 
 struct Tile {
-  const void* weights;    // of the first group
+  const void* weights;  // of the first group
   int64_t group_bytes;
   int64_t k;
-  const float* x;         // of the first row
+  const float* x;  // of the first row
   int64_t x_stride;
-  const char* ahead;      // fetched into the cache meanwhile: from here and from the same place of the groups beside,
-  int64_t ahead_step;     // so many bytes further for each cache line read of a group
+  const char* ahead;   // fetched into the cache meanwhile: from here and from the same place of the groups beside,
+  int64_t ahead_step;  // so many bytes further for each cache line read of a group
 };
 
 template <int R, int G>
@@ -52,8 +52,8 @@ OCTAVO_INLINE void multiply_add_row_by_row(F32 (&sums)[R][G * kVectors], const F
   }
 }
 
-// Which cache the next groups are fetched into, as __builtin_prefetch wants it. Measured: for few rows, which go through
-// the weights quickly, the second; for many, that the group is in the first from the beginning.
+// Which cache the next groups are fetched into, as __builtin_prefetch wants it. Measured: for few rows, which go
+// through the weights quickly, the second; for many, that the group is in the first from the beginning.
 constexpr int kFirstCache = 3, kSecondCache = 2;
 constexpr int kManyTiles = 5;
 

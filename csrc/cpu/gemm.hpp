@@ -1,7 +1,7 @@
 // The matrix products' entry points: out[r, :] = finish(x[r, :] W^T + bias).
 //
-// Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of the
-// register tile or the thread: see gemm.cpp.
+// Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of
+// the register tile or the thread: see gemm.cpp.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"

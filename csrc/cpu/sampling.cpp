@@ -104,11 +104,17 @@ OCTAVO_INLINE int compress(I32 mask, F32 x, I32 y, float* xs, int32_t* ys) {
 #endif
 
 int64_t within(const float* row, int64_t size, float top, float reach, float* logits, int32_t* ids) {
+  // Vectors by fours: a branch for each would mostly be guessed wrong where a few lanes of many vectors are chosen.
+  constexpr int kGroup = 4;
   int64_t i = 0, found = 0;  // found <= i, so that a whole vector has room
-  for (; i + kLanes <= size; i += kLanes) {
-    const F32 x = load(row + i);
-    const I32 near = distance_of(x, top) <= reach;
-    found += compress(near, x, lane_numbers() + static_cast<int32_t>(i), logits + found, ids + found);
+  for (; i + kGroup * kLanes <= size; i += kGroup * kLanes) {
+    I32 near[kGroup], any_near = {};
+    for (int j = 0; j < kGroup; ++j) any_near |= near[j] = distance_of(load(row + i + j * kLanes), top) <= reach;
+    if (!any(any_near)) continue;
+    for (int j = 0; j < kGroup; ++j) {
+      const int64_t at = i + j * kLanes;
+      found += compress(near[j], load(row + at), lane_numbers() + static_cast<int32_t>(at), logits + found, ids + found);
+    }
   }
   for (; i < size; ++i) {
     if (!((top + 0.0f) - row[i] <= reach)) continue;
@@ -119,7 +125,7 @@ int64_t within(const float* row, int64_t size, float top, float reach, float* lo
 }
 
 OCTAVO_INLINE F32 weight_of(F32 logits, float top, float temperature) {
-  return exp(distance_of(logits, top) * (-1.0f / temperature));
+  return exp(distance_of(logits, top) / -temperature);
 }
 
 void weights(const float* logits, int64_t size, float top, float temperature, float* out) {

@@ -95,7 +95,7 @@ class Row {
   Tokens nucleus_of_all(double temperature, double share) {
     const double total = mass(all_, temperature);
     // A short list does if it is heavy enough; a share of a millionth is room for rounding.
-    for (const double nats : {5.0, 9.0}) {
+    for (const double nats : {5.0, 8.0, 11.0}) {
       const Tokens list = within(static_cast<float>(temperature * nats));
       if (mass(list, temperature) > share * total * 1.000001) return nucleus(list, temperature, share * total);
     }

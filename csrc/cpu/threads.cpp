@@ -15,8 +15,8 @@
 #endif
 
 namespace octavo {
-
 namespace {
+
 inline void pause_briefly() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -27,6 +27,14 @@ inline void pause_briefly() {
 
 // Spins this long at a time before it lets another process have the processor, so that a busy machine is not blocked.
 constexpr int kSpins = 4096;
+
+int current_processor() {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
 
 void pin_to(int index) {
 #ifdef __linux__
@@ -45,14 +53,36 @@ void pin_to(int index) {
   (void)index;
 #endif
 }
-}  // namespace
 
-// The tasks of one loop that one thread starts on. The loop's number and the next task to hand out are one word: whoever
-// exchanges it for its successor has taken a task of a loop that is therefore not over.
+// The tasks of one loop that one thread starts on. The loop's number and the next task to hand out are one word:
+// whoever exchanges it for its successor has taken a task of a loop that is therefore not over.
 constexpr uint32_t kClosed = 0xffffffff;  // as the next task: there is none
 struct alignas(64) Share {
   std::atomic<uint64_t> loop_and_next{0};
+  std::atomic<int> processor{-1};  // where its thread was seen last
 };
+
+// Moves this thread to a processor that is allowed and where no thread of the pool was seen, if there is one. On a busy
+// machine the scheduler is content to keep two threads of a pool on one processor, which then get nothing from the
+// other.
+void move_apart(const std::vector<Share>& shares) {
+#ifdef __linux__
+  cpu_set_t allowed, free;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  free = allowed;
+  for (const Share& share : shares) {
+    const int processor = share.processor.load(std::memory_order_relaxed);
+    if (processor >= 0 && processor < CPU_SETSIZE) CPU_CLR(processor, &free);
+  }
+  if (CPU_COUNT(&free) == 0) return;
+  sched_setaffinity(0, sizeof(free), &free);
+  sched_setaffinity(0, sizeof(allowed), &allowed);
+#else
+  (void)shares;
+#endif
+}
+
+}  // namespace
 
 struct ThreadPool::State {
   std::mutex mutex;  // guards sleeping and waking only
@@ -62,11 +92,11 @@ struct ThreadPool::State {
   std::atomic<int> busy{0};
   std::atomic<bool> stop{false};
   std::atomic<int> sleeping{0};
-  // The loop's. A thread that comes late may read what the caller writes for the next loop; by then the shares of its own
-  // loop are closed, and the exchange fails.
+  // The loop's. A thread that comes late may read what the caller writes for the next loop; by then the shares of its
+  // own loop are closed, and the exchange fails.
   std::atomic<const std::function<void(int64_t)>*> function{nullptr};
   std::atomic<int64_t> tasks{0};
-  alignas(64) std::atomic<uint32_t> loop{0};   // one more for each loop
+  alignas(64) std::atomic<uint32_t> loop{0};     // one more for each loop
   alignas(64) std::atomic<int64_t> finished{0};  // tasks of this loop
   int size = 1;
 
@@ -96,6 +126,18 @@ struct ThreadPool::State {
     }
   }
 
+  // Notes where a thread is; one that finds another there, the caller or one before it, goes elsewhere.
+  void note_processor(int thread) {
+    const int here = current_processor();
+    shares[thread].processor.store(here, std::memory_order_relaxed);
+    for (int i = 0; i < thread; ++i) {
+      if (here < 0 || shares[i].processor.load(std::memory_order_relaxed) != here) continue;
+      move_apart(shares);
+      shares[thread].processor.store(current_processor(), std::memory_order_relaxed);
+      return;
+    }
+  }
+
   void work(int thread, bool pin, uint32_t seen) {
     if (pin) pin_to(thread);
     int spins = 0;
@@ -104,6 +146,7 @@ struct ThreadPool::State {
       if (stop.load(std::memory_order_relaxed)) return;
       if (now != seen) {
         seen = now;
+        note_processor(thread);
         run_loop(thread, now);
         spins = 0;
       } else if (busy.load(std::memory_order_relaxed) > 0) {
@@ -173,6 +216,7 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
     const uint64_t first = static_cast<uint64_t>(s.first_task(tasks, i));
     s.shares[i].loop_and_next.store(uint64_t{now} << 32 | first, std::memory_order_release);
   }
+  s.note_processor(0);
   s.loop.store(now, std::memory_order_seq_cst);
   s.wake_all();
   s.run_loop(0, now);

@@ -6,7 +6,8 @@
 namespace octavo {
 
 // Runs loops on `size` threads, the caller being one of them. Between the kernels of a step the others wait by
-// spinning, as the next loop comes within microseconds; outside a step (see Busy) they sleep in the kernel.
+// spinning, as the next loop comes within microseconds; outside a step (see Busy) they sleep in the kernel. A thread
+// that finds itself on the processor of another moves away.
 class ThreadPool {
  public:
   static ThreadPool& instance();

@@ -12,14 +12,16 @@ from octavo.cli.engine_flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.errors import ConfigError
 
-KINDS = ("offline",)
+KINDS = ("offline", "kernels")
 
 EXAMPLE = """\
 examples:
   octavo bench offline smollm2-135m --batches 1,8,64
   octavo bench offline smollm2-135m --batches 16 --input-len 1024 --json -
+  octavo bench kernels smollm2-135m --rows 1,8,64
 
 offline   random prompts of a fixed length as one batch, greedy, to a fixed length; one row a batch size
+kernels   each kernel alone at the shapes of the model, and its share of what this machine can do at best
 """
 
 
@@ -34,6 +36,7 @@ def make_parser() -> Parser:
     parser.add_argument("--batches", type=_sizes, default=[1, 8, 64], metavar="N,N", help="batch sizes (1,8,64)")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens a prompt has (128)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens to generate (128)")
+    parser.add_argument("--rows", type=_sizes, default=[1, 8, 64, 512], metavar="N,N", help="for kernels (1,8,64,512)")
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -43,17 +46,17 @@ def run(arguments: Arguments) -> int:
     """Measures and prints a table, or JSON lines."""
     if not arguments.words or arguments.words[0] not in KINDS:
         raise ConfigError(f"octavo bench needs what to measure: {', '.join(KINDS)}")
-    arguments.words.pop(0)
+    measure = {"offline": _offline, "kernels": _kernels}[arguments.words.pop(0)]
     model = take_model(arguments)
     refuse_words(arguments)
     for name in ("input_len", "output_len"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
     if arguments.json is None:
-        _offline(arguments, model, None)
+        measure(arguments, model, None)
     else:
         with json_stream(arguments.json) as stream:
-            _offline(arguments, model, stream)
+            measure(arguments, model, stream)
     return 0
 
 
@@ -78,6 +81,37 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
             f"  {figures.share_outside_kernels:14.1%}",
             flush=True,
         )
+
+
+def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    import torch
+
+    from octavo.bench.kernels import measure
+    from octavo.bench.limits import measure_limits
+    from octavo.kernels import load_kernels
+    from octavo.loader.resolve import resolve_model
+    from octavo.models.config import read_model_config
+
+    options = read_engine_config(arguments, model)
+    config = read_model_config(resolve_model(options.model, dtype=options.dtype, revision=options.revision))
+    kernels = load_kernels(options.kernels, "cpu", head_dim=config.head_dim)
+    kernels.set_threads(options.num_threads)
+    limits = measure_limits()
+    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    if stream is None:
+        print(f"{kernels.describe()}, {dtype}: reads {limits.read_gb_s:.1f} GB/s, adds {limits.fma_gflops:.0f} GFLOP/s")
+        print(f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}")
+    with torch.inference_mode():
+        for f in measure(kernels, config, dtype, limits, arguments.rows):
+            if stream is not None:
+                stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(f))).decode() + "\n")
+                stream.flush()
+                continue
+            print(
+                f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f} {f.gflop_per_s:8.1f}"
+                f" {f.share_of_limit:8.0%}",
+                flush=True,
+            )
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:

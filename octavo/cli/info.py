@@ -13,11 +13,13 @@ from octavo.cli.engine_flags import add_engine_flags, read_engine_config
 from octavo.cli.machine import cpu_name, instruction_sets, usable_cores
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
 
 EXAMPLE = """\
 examples:
   octavo info
   octavo info smollm2-135m --json -
+  octavo info --limits
 """
 
 
@@ -29,6 +31,9 @@ def make_parser() -> Parser:
         description="Shows what this machine and this installation offer, and the shape of a model.\n"
         "The model is fetched if need be.",
         epilog=EXAMPLE,
+    )
+    parser.add_argument(
+        "--limits", action="store_true", help="measure read bandwidth and multiply-add peak, for about a second"
     )
     add_json_flag(parser)
     add_engine_flags(parser)
@@ -42,6 +47,8 @@ def run(arguments: Arguments) -> int:
     # The machine can be described without a model; the other options are checked in any case.
     options = read_engine_config(arguments, model if model is not None else "none")
     facts = machine_facts(options)
+    if arguments.limits:
+        facts["limits"] = limit_facts()
     if model is not None:
         facts["model"] = model_facts(options)
     if arguments.json is None:
@@ -78,6 +85,26 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
         "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
         "kernels": load_kernels(options.kernels, "cpu").describe(),
         "cache": str(cache_dir()),
+    }
+
+
+def limit_facts() -> dict[str, Any]:
+    """What memory and registers can do at best.
+
+    Raises:
+        ConfigError: the compiled kernels, which measure it, are not built.
+    """
+    from octavo.bench.limits import measure_limits
+
+    try:
+        limits = measure_limits()
+    except ImportError:
+        raise ConfigError("octavo._cpu, which measures the limits, was not built") from None
+    return {
+        "threads": limits.threads,
+        "instruction_set": limits.instruction_set,
+        "read_gb_per_s": round(limits.read_gb_s, 1),
+        "multiply_add_gflop_per_s": round(limits.fma_gflops, 1),
     }
 
 

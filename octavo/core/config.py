@@ -22,7 +22,17 @@ class EngineConfig(BaseModel):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Type of weights, activations and KV cache; auto: as the checkpoint, float16 and GGUF as bfloat16.",
+        description="Type of weights and activations; auto: as the checkpoint, float16 and GGUF as bfloat16.",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto",
+        description="Type of the KV cache; auto: as dtype; int8 halves bfloat16's bytes, with a scale for each token "
+        "and head (CPU kernels only).",
+    )
+    quantization: Literal["int8", "int4", "gguf"] | None = Field(
+        None,
+        description="Quantise the matrices as they are loaded (int8, int4), or compute with those of a GGUF file in "
+        "the file's own bits (gguf); default: in dtype (CPU kernels only).",
     )
     device: Literal["auto", "cpu"] = Field("auto", description="Where the model runs.")
     kernels: Literal["auto", "cpu", "reference"] = Field(

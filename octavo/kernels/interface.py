@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.core.errors import ConfigError
+from octavo.kernels.gguf_rows import GGUFRows
+
 
 @dataclass(slots=True)
 class LayerCache:
@@ -66,7 +69,7 @@ class Kernels(ABC):
         """How many threads compute; None takes one for each processor that this process may use."""
 
     def capture(self, forward: Forward, max_tokens: int) -> Forward:
-        """A function that does what ``forward`` does for up to ``max_tokens`` tokens, with less work around the kernels.
+        """What ``forward`` does, for up to ``max_tokens`` tokens, with less work around the kernels.
 
         ``forward`` may be called here, with inputs that mean nothing. The captured function may return the same memory
         each time it is called.
@@ -102,6 +105,22 @@ class Kernels(ABC):
     def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
         """``silu_and_mul(linear(x, weight))``: [T, I]; a backend may do it in one pass, without rounding between."""
         return self.silu_and_mul(self.linear(x, weight))
+
+    def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
+        """As ``pack_linear``, with the weight quantised to "int8" or "int4"; ``linear`` and its like take the result.
+
+        Raises:
+            ConfigError: the backend cannot.
+        """
+        raise ConfigError(f"the {self.name} backend has no quantised products: it cannot serve quantization={kind!r}")
+
+    def pack_gguf(self, parts: list[GGUFRows], bias: Tensor | None) -> Any:
+        """As ``pack_linear``, from matrices in a file's blocks, one part's outputs after the other's.
+
+        Raises:
+            ConfigError: the backend cannot.
+        """
+        raise ConfigError(f"the {self.name} backend has no quantised products: it cannot serve quantization='gguf'")
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.core.errors import ConfigError
 from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
@@ -42,7 +43,13 @@ class ReferenceKernels(Kernels):
             torch.set_num_threads(count)
 
     def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Keys and values without padding."""
+        """Keys and values without padding.
+
+        Raises:
+            ConfigError: the cache would not hold floating-point numbers; this backend has no scales.
+        """
+        if not dtype.is_floating_point:
+            raise ConfigError(f"the reference backend has no KV cache of type {dtype}; use float32 or bfloat16")
         return 2 * block_size * kv_heads * head_dim * dtype.itemsize
 
     def make_cache(

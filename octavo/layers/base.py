@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from octavo.core.errors import WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -36,8 +37,10 @@ class Layer:
         for name, child in self._children:
             yield from child.tensors(f"{prefix}{name}." if name else prefix)
 
-    def load(self, shard: str, tensor: Tensor) -> None:
-        """Takes one whole tensor of the checkpoint, of any floating type; after the last one the layer is ready.
+    def load(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+        """Takes one whole tensor of the checkpoint, of any floating type or in blocks.
+
+        After the last one the layer is ready.
 
         Raises:
             WeightError: its shape is not the expected one.
@@ -50,7 +53,7 @@ class Layer:
         if not self.expected:
             self.complete()
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: Any) -> None:
         """Copies this rank's share of a tensor of the right shape to where it belongs."""
         raise NotImplementedError
 

@@ -28,6 +28,9 @@ class LayerContext:
     #: Type of weights and activations.
     dtype: torch.dtype
     device: torch.device | str = "cpu"
+    #: How the matrices of linear layers and of the head are held: "int8", "int4", "gguf" (as the file has them), or
+    #: None: in ``dtype``.
+    quantization: str | None = None
     tp_rank: int = 0
     tp_size: int = 1
     #: The sum over the ranks, on every rank.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 
@@ -60,15 +61,19 @@ class ParallelLinear(Layer):
         self._context = context
         self._local_in_features = local_in_features
         self._weight: Tensor | None = None
+        self._blocks: dict[str, GGUFRows] = {}
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] to [T, out]."""
         return self.kernels.linear(x, self.packed)
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
         part = self._parts[shard]
+        if isinstance(tensor, GGUFRows):
+            self._blocks[part.name] = tensor.take(part.rows, part.columns)
+            return
         start = self._offsets[part.name]
         rows = slice(start, start + part.size)
         if tensor.dim() == 1:
@@ -82,9 +87,19 @@ class ParallelLinear(Layer):
 
     def complete(self) -> None:
         """Packs the matrix and drops the unpacked one."""
-        assert self._weight is not None
-        self.packed = self.pack(self._weight, self._bias)
+        quantization = self._context.quantization
+        if self._weight is None:
+            self.packed = self.kernels.pack_gguf([self._blocks[name] for name in self._offsets], self._bias)
+        else:
+            for name, blocks in self._blocks.items():  # a file may hold one part quantised and another not
+                start = self._offsets[name]
+                self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
+            if quantization in ("int8", "int4"):
+                self.packed = self.kernels.quantize_linear(self._weight, self._bias, quantization)
+            else:
+                self.packed = self.pack(self._weight, self._bias)
         self._weight = self._bias = None
+        self._blocks = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
         """The backend's form of the whole matrix."""
@@ -181,7 +196,7 @@ class RowParallelLinear(ParallelLinear):
         """x [T, in / tp_size] to float32 [T, out]: it is added to the residual stream, and not rounded before."""
         return self._all_reduce(self.kernels.linear_float32(x, self.packed))
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """As every linear layer does; ranks other than 0 pass the bias over."""
         if shard != "bias" or self._adds_bias:
             super().place(shard, tensor)

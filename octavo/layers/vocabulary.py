@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 
@@ -24,7 +25,9 @@ class _VocabularyShare(Layer):
         self.start = min(context.tp_rank * rows, vocab_size)
         self.end = min(self.start + rows, vocab_size)
 
-    def _take(self, tensor: Tensor) -> Tensor:
+    def _take(self, tensor: Tensor | GGUFRows) -> Tensor:
+        if isinstance(tensor, GGUFRows):
+            tensor = tensor.dequantize()
         table = torch.empty((self.rows, self._hidden_size), dtype=self._context.dtype, device=self._context.device)
         held = self.end - self.start
         table[:held] = tensor[self.start : self.end]
@@ -54,11 +57,11 @@ class VocabParallelEmbedding(_VocabularyShare):
         rows = self.kernels.embedding((ids - self.start).masked_fill_(elsewhere, 0), self.table)
         return self._context.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def place(self, shard: str, tensor: Tensor) -> None:
-        """Copies this rank's rows."""
+    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+        """Copies this rank's rows; the table is never quantised, as nothing would be faster."""
         self.table = self._take(tensor)
         for head in self._heads:
-            head.pack(self.table)
+            head.pack(self.table, tensor)
 
 
 class ParallelLMHead(_VocabularyShare):
@@ -80,10 +83,18 @@ class ParallelLMHead(_VocabularyShare):
         logits = self.kernels.linear_float32(hidden, self.packed)
         return self._context.all_gather(logits)[:, : self._vocab_size]
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """Copies and packs this rank's rows."""
-        self.pack(self._take(tensor))
+        self.pack(self._take(tensor), tensor)
 
-    def pack(self, table: Tensor) -> None:
-        """Takes this rank's rows [rows, E] as the matrix."""
-        self.packed = self.kernels.pack_linear(table, None)
+    def pack(self, table: Tensor, source: Tensor | GGUFRows) -> None:
+        """Takes this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor that they are from.
+
+        Where the other matrices have 4 bits this one has 8: its errors go straight into the logits.
+        """
+        if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
+            self.packed = self.kernels.pack_gguf([source.take(slice(self.start, self.end), slice(None))], None)
+        elif isinstance(source, GGUFRows) or self._context.quantization in ("int8", "int4"):
+            self.packed = self.kernels.quantize_linear(table, None, "int8")
+        else:
+            self.packed = self.kernels.pack_linear(table, None)

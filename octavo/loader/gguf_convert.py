@@ -6,14 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
 
 from octavo.core.errors import UnsupportedModelError, WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.loader.gguf_config import ROPE_FACTORS, generation_config, model_config
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor
 from octavo.loader.gguf_tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SAFETENSORS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 
@@ -49,6 +54,29 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(file))
     _write_safetensors(folder / "model.safetensors", file, weights, dtype)
+
+
+def read_gguf(path: Path) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    """The (name, tensor) pairs of a GGUF file, as transformers names and lays them out.
+
+    Quantised matrices come in the file's blocks, everything else in float32.
+
+    Raises:
+        As ``convert_gguf``.
+    """
+    import torch
+
+    file = GGUFFile(path)
+    for weight in _weights(file, model_config(file, "float32")):
+        kind = weight.source.type
+        block = GGML_QUANT_SIZES[kind][0]
+        if block > 1 and len(weight.shape) == 2:
+            rows = file.read_rows(weight.source)
+            rows = _deinterleave(rows, weight.head_rows) if weight.head_rows else rows
+            yield weight.name, GGUFRows(kind.name, rows, weight.shape[1], block)
+        else:
+            values = np.concatenate([piece.reshape(-1) for piece in _pieces(file, weight)])
+            yield weight.name, torch.from_numpy(values.reshape(weight.shape))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -164,6 +164,15 @@ class GGUFFile:
                 with np.errstate(all="ignore"):  # a damaged scale may be infinite; that is not numpy's to report
                     yield dequantize(data.reshape(rows, tensor.row_bytes), tensor.type)
 
+    def read_rows(self, tensor: GGUFTensor) -> np.ndarray:
+        """The tensor's rows as they are in the file, uint8 [rows, bytes of a row]."""
+        with self.path.open("rb") as f:
+            f.seek(tensor.offset)
+            data = np.fromfile(f, dtype=np.uint8, count=tensor.rows * tensor.row_bytes)
+        if data.size != tensor.rows * tensor.row_bytes:
+            raise WeightError(f"{self.path} became shorter while tensor {tensor.name!r} was read")
+        return data.reshape(tensor.rows, tensor.row_bytes)
+
 
 class _Header:
     """A cursor over the header that never reads past the end of the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.loader.weights import load_weights, read_safetensors
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
     from octavo.models.llama import LlamaForCausalLM
 
 
-def load_model(folder: Path, config: ModelConfig, context: LayerContext) -> LlamaForCausalLM:
+def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> LlamaForCausalLM:
     """Builds the network of ``config`` and fills it with this rank's share of the weights in ``folder``.
 
-    Weights are converted to ``context.dtype``. The rotary table reaches to ``config.max_position``.
+    Weights are converted to ``context.dtype``, and matrices quantised as ``context.quantization`` says; "gguf" reads
+    them from ``gguf``, the file that ``folder`` was converted from. The rotary table reaches to
+    ``config.max_position``.
 
     Raises:
         UnsupportedModelError: no network serves the architecture.
-        ConfigError: the configuration contradicts itself or the tensor-parallel size.
+        ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
+            there is no such file.
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
     """
     network = make_network(config, context)
@@ -30,5 +34,12 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext) -> Llam
         # Old checkpoints saved the rotary table; tied ones may repeat the embedding as the head.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
-    load_weights(network, read_safetensors(folder), ignored)
+    if context.quantization == "gguf":
+        if gguf is None:
+            raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
+        from octavo.loader.gguf_convert import read_gguf
+
+        load_weights(network, read_gguf(gguf), ignored)
+    else:
+        load_weights(network, read_safetensors(folder), ignored)
     return network

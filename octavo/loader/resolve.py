@@ -56,6 +56,16 @@ def pull(name: str, progress: bool = True) -> Path:
     return resolve_model(name, progress=progress)
 
 
+def gguf_source(name: str) -> Path | None:
+    """The GGUF file that ``resolve_model`` makes the folder of ``name`` from; None if it is not made from one."""
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
+        return None
+    if os.path.isfile(path):
+        return path
+    return fetch_builtin(BUILTIN[name]) if name in BUILTIN else None
+
+
 def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:
     """The folder that a GGUF file was converted to, converting it now if that was not done before.
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.layers.base import Layer
 
 SINGLE_FILE = "model.safetensors"
@@ -24,7 +25,9 @@ _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def load_weights(network: Layer, tensors: Iterable[tuple[str, Tensor]], ignored: Callable[[str], bool]) -> None:
+def load_weights(
+    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], ignored: Callable[[str], bool]
+) -> None:
     """Gives each (name, whole tensor) to the layer that expects it; afterwards the network is ready.
 
     Args:
@@ -46,7 +49,7 @@ def load_weights(network: Layer, tensors: Iterable[tuple[str, Tensor]], ignored:
             )
         if name not in missing:
             raise WeightError(f"tensor {name!r} occurs twice")
-        if tensor.dtype not in _DTYPES:
+        if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
             raise WeightError(f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16")
         layer, shard = takers[name]
         try:

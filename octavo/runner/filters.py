@@ -20,6 +20,9 @@ from octavo.core.sampling_params import SamplingParams
 #: Beyond it the distribution is uniform in float32 anyway, and 1 / temperature stays a normal number.
 MAX_TEMPERATURE = 1e30
 
+#: The fields of ``Filters`` as a record, for an array that holds those of many rows.
+RECORD = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8")])
+
 _BLOCK = 64
 
 

@@ -8,26 +8,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from numpy.typing import NDArray
 
 from octavo.core.plan import PositionLogprobs
 from octavo.runner.filters import best, distances
 
 #: Stands for the logprob of an impossible token, as JSON has no infinity.
 FLOOR = -9999.0
-
-
-def prompt_logprobs(logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
-    """Logprobs of known tokens.
-
-    Args:
-        logits: [n, vocab], those that the model gave at the positions before the targets.
-        targets: [n] token ids.
-        k: number of most likely tokens to name at each position.
-    """
-    rows = logits.detach().float().cpu().numpy()
-    return [position_logprobs(row, int(token), k) for row, token in zip(rows, np.asarray(targets), strict=True)]
 
 
 def position_logprobs(logits: NDArray[np.float32], token: int, k: int) -> PositionLogprobs:

@@ -18,9 +18,9 @@ from octavo.kernels.interface import Kernels
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
+from octavo.loader.resolve import gguf_source
 from octavo.runner import memory
 from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.runner.logprobs import prompt_logprobs
 from octavo.runner.sampler import Sampler
 
 #: Rows of logits computed at once for prompt logprobs; bounds their memory at 128 x vocabulary x 4 bytes.
@@ -46,9 +46,13 @@ class ModelRunner:
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
-        self._cache_dtype: torch.dtype = getattr(torch, dtype)
-        context = LayerContext(kernels=self._kernels, dtype=getattr(torch, dtype), device="cpu")
-        self.model = load_model(folder, config, context)
+        cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        self._cache_dtype: torch.dtype = getattr(torch, cache_dtype)
+        context = LayerContext(
+            kernels=self._kernels, dtype=getattr(torch, dtype), device="cpu", quantization=options.quantization
+        )
+        gguf = gguf_source(options.model) if options.quantization == "gguf" else None
+        self.model = load_model(folder, config, context, gguf)
 
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``memory.num_blocks``."""
@@ -134,7 +138,7 @@ class ModelRunner:
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
                 first = int(inputs.offsets[i]) + low - start
                 logits = self.model.logits(hidden[first : first + high - low])
-                scored += prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count)
+                scored += self._sampler.prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count)
             if scored:
                 extra = result.extras.setdefault(seq_id, SequenceResult())
                 extra.prompt_start, extra.prompt_logprobs = start + 1, scored

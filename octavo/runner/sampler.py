@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.runner import noise
 from octavo.runner.adjustments import Adjustments, RowError
-from octavo.runner.draw import Drawer
-from octavo.runner.filters import Filters
-from octavo.runner.logprobs import position_logprobs
+from octavo.runner.arithmetic import REASONS, Arithmetic, fastest_arithmetic
+from octavo.runner.filters import RECORD, Filters
 from octavo.runner.token_table import TokenTable
 
 
@@ -37,39 +35,39 @@ class Sampler:
     result of a row depends on its logits, its tokens and its request only, bit for bit, and not on the other rows.
     """
 
-    def __init__(self, vocab_size: int, tokens: TokenTable) -> None:
+    def __init__(self, vocab_size: int, tokens: TokenTable, arithmetic: Arithmetic | None = None) -> None:
+        """For the rows of the table; the fastest arithmetic there is unless one is given."""
         self._vocab_size = vocab_size
         self._tokens = tokens
-        self._drawer = Drawer(vocab_size)
+        self._arithmetic = arithmetic or fastest_arithmetic(vocab_size)
         rows = tokens.num_rows
         self._special = np.zeros(rows, bool)
         self._adjusted = np.zeros(rows, bool)
-        self._random = np.zeros(rows, bool)
         self._num_logprobs = np.full(rows, -1, np.int64)
         self._seeds = np.zeros(rows, np.uint64)
-        self._filters: dict[int, Filters] = {}
+        self._filters = np.zeros(rows, RECORD)  # a temperature of 0 where nothing is drawn
         self._adjustments: dict[int, Adjustments] = {}
 
     def add(self, row: int, sequence: NewSequence) -> None:
         """The sequence joins at this row, for the first time or back from preemption with its outputs."""
         self.remove(row)
         params = sequence.params
-        if not params.greedy and params.top_k != 1:
-            self._random[row] = True
+        random = not params.greedy and params.top_k != 1
+        if random:
             self._seeds[row] = sequence.seed & 0xFFFFFFFFFFFFFFFF
-            self._filters[row] = Filters.of(params, self._vocab_size)
+            self._filters[row] = astuple(Filters.of(params, self._vocab_size))
         if Adjustments.needed(sequence):
             self._adjusted[row] = True
             self._adjustments[row] = Adjustments(self._vocab_size, self._tokens, sequence)
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
-        self._special[row] = self._random[row] or self._adjusted[row] or params.logprobs is not None
+        self._special[row] = random or self._adjusted[row] or params.logprobs is not None
 
     def remove(self, row: int) -> None:
         """Forgets what the row asked for, if anything."""
-        self._special[row] = self._adjusted[row] = self._random[row] = False
+        self._special[row] = self._adjusted[row] = False
         self._num_logprobs[row] = -1
-        self._filters.pop(row, None)
+        self._filters[row] = 0
         self._adjustments.pop(row, None)
 
     def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
@@ -79,57 +77,74 @@ class Sampler:
             logits: [n, vocab_size]; may be changed in place.
             rows: [n], the row of each, all different. The token chosen gets position ``tokens.num_tokens[row]``.
         """
-        # numpy: its argmax over CPU memory is 13 times as fast as torch's, and in both the lowest id wins a tie.
-        values = logits.detach().float().contiguous().cpu().numpy()
-        if not self._special[rows].any():
-            return _most_likely(values)
-        with np.errstate(over="ignore"):  # overflows to infinity are meant: such a token is out of the race
+        values = _as_array(logits)
+        if self._special[rows].any():
             return self._sample_special(values, rows)
+        nothing = np.zeros((len(rows), 2), np.uint32)
+        return _output(self._arithmetic.choose(values, self._filters[rows], nothing), {})
+
+    def prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
+        """Logprobs of known tokens.
+
+        Args:
+            logits: [n, vocab_size], those that the model gave at the positions before the targets.
+            targets: [n] token ids.
+            k: number of most likely tokens to name at each position.
+        """
+        tokens = np.asarray(targets, np.int64)
+        every = np.arange(len(tokens))
+        return self._arithmetic.logprobs(_as_array(logits), every, tokens, np.full_like(tokens, k))
 
     def _sample_special(self, values: NDArray[np.float32], rows: NDArray[np.int64]) -> SampleOutput:
-        wants_logprobs = np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()
-        failed: dict[int, str] = {}
-        originals: dict[int, NDArray[np.float32]] = {}
-        for i in np.flatnonzero(self._adjusted[rows]).tolist():
-            row = int(rows[i])
-            if self._num_logprobs[row] >= 0:
-                originals[i] = values[i].copy()
-            try:
-                self._adjustments[row].apply(row, values[i])
-            except RowError as error:
-                failed[i] = str(error)
-
-        output = _most_likely(values)
-        output.errors.update(failed)
-        random = np.flatnonzero(self._random[rows])
-        keys = noise.keys(self._seeds[rows[random]], self._tokens.num_tokens[rows[random]])
-        for i, key in zip(random.tolist(), keys, strict=True):
-            if i not in output.errors:
-                top = values[i, output.token_ids[i]]
-                output.token_ids[i] = self._drawer.draw(values[i], top, self._filters[int(rows[i])], key)
-
-        for i in wants_logprobs:
-            if i not in output.errors:
-                k = int(self._num_logprobs[rows[i]])
-                output.logprobs[i] = position_logprobs(originals.get(i, values[i]), int(output.token_ids[i]), k)
+        adjusted, scored = self._adjusted[rows], self._num_logprobs[rows] >= 0
+        changed = np.flatnonzero(adjusted & scored)
+        originals = values[changed]
+        failed = self._adjust(values, rows, np.flatnonzero(adjusted))
+        keys = noise.keys(self._seeds[rows], self._tokens.num_tokens[rows])
+        output = _output(self._arithmetic.choose(values, self._filters[rows], keys), failed)
+        unchanged = np.flatnonzero(scored & ~adjusted)
+        self._add_logprobs(output, values, unchanged, rows, unchanged)
+        self._add_logprobs(output, originals, np.arange(len(changed)), rows, changed)
         return output
 
+    def _adjust(self, values: NDArray[np.float32], rows: NDArray[np.int64], which: NDArray[np.int64]) -> dict[int, str]:
+        """Edits the logits of these indices of the batch in place; returns the errors of those that failed."""
+        failed: dict[int, str] = {}
+        with np.errstate(over="ignore"):
+            for i in which.tolist():
+                row = int(rows[i])
+                try:
+                    self._adjustments[row].apply(row, values[i])
+                except RowError as error:
+                    failed[i] = str(error)
+        return failed
 
-def _most_likely(values: NDArray[np.float32]) -> SampleOutput:
-    """The most likely token of each row, the lowest id among equals; an error where there is none."""
-    token_ids = values.argmax(axis=-1)
-    best = values[np.arange(len(values)), token_ids]
-    output = SampleOutput(token_ids)
-    if not np.isfinite(best).all():  # argmax finds NaN where there is one
-        for i in np.flatnonzero(~np.isfinite(best)).tolist():
-            output.errors[i] = _why_not(float(best[i]))
-            token_ids[i] = 0
+    def _add_logprobs(
+        self,
+        output: SampleOutput,
+        logits: NDArray[np.float32],
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        which: NDArray[np.int64],
+    ) -> None:
+        """Adds logprobs for the indices ``which`` of the batch, whose logits are at ``places`` of ``logits``."""
+        if not len(which):
+            return
+        found = self._arithmetic.logprobs(logits, places, output.token_ids[which], self._num_logprobs[rows[which]])
+        output.logprobs.update((i, f) for i, f in zip(which.tolist(), found, strict=True) if i not in output.errors)
+
+
+def _as_array(logits: Tensor) -> NDArray[np.float32]:
+    """The same memory where it can be: float32 on the CPU, contiguous in the last dimension."""
+    values = logits.detach().float().cpu()
+    return (values if values.stride(-1) == 1 else values.contiguous()).numpy()
+
+
+def _output(chosen: NDArray[np.int64], failed: dict[int, str]) -> SampleOutput:
+    """What was chosen, token 0 and an error where there is none."""
+    output = SampleOutput(chosen)
+    for i in np.flatnonzero(chosen < 0).tolist():
+        output.errors[i] = REASONS[int(chosen[i])]
+    output.errors.update(failed)
+    chosen[list(output.errors)] = 0
     return output
-
-
-def _why_not(best: float) -> str:
-    if math.isnan(best):
-        return "the logits are NaN"
-    if best > 0:
-        return "the logits are infinite"
-    return "no token is left to choose: every one of the vocabulary is masked"

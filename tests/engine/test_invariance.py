@@ -38,9 +38,9 @@ def params() -> list[SamplingParams]:
     ]
 
 
-def load(dtype: str, **options: Any) -> LLM:
-    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 8, **options}
-    return LLM("smollm2-135m", dtype=dtype, kernels="cpu", max_model_len=640, **options)
+def load(kind: dict[str, str], **options: Any) -> LLM:
+    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 8, **kind, **options}
+    return LLM("smollm2-135m", kernels="cpu", max_model_len=640, **options)
 
 
 def everything(output: RequestOutput) -> Any:
@@ -54,15 +54,22 @@ def everything(output: RequestOutput) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def alone(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
+KINDS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request: pytest.FixtureRequest) -> tuple[dict[str, str], list[Any]]:
     """What each request gives alone, its prompt computed at once."""
-    llm = load(request.param)
+    llm = load(KINDS[request.param])
     results = [
         everything(llm.generate({"prompt_token_ids": prompt}, p, use_tqdm=False)[0])
         for prompt, p in zip(prompts(), params(), strict=True)
     ]
-    return request.param, results
+    return KINDS[request.param], results
 
 
 @pytest.mark.parametrize(
@@ -78,9 +85,9 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
     ],
     ids=lambda o: ", ".join(f"{k}={v}" for k, v in o.items()) or "one batch",
 )
-def test_bit_for_bit_the_same_in_a_batch(alone: tuple[str, list[Any]], options: dict[str, Any]) -> None:
-    dtype, expected = alone
-    llm = load(dtype, **options)
+def test_bit_for_bit_the_same_in_a_batch(alone: tuple[dict[str, str], list[Any]], options: dict[str, Any]) -> None:
+    kind, expected = alone
+    llm = load(kind, **options)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params(), use_tqdm=False)
     if options.get("num_gpu_blocks_override") == 19:
         assert sum(o.metrics.num_preemptions for o in outputs) > 0
@@ -91,10 +98,10 @@ def test_bit_for_bit_the_same_in_a_batch(alone: tuple[str, list[Any]], options: 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bit_for_bit_the_same_when_requests_arrive_at_any_time(
-    alone: tuple[str, list[Any]], data: st.DataObject
+    alone: tuple[dict[str, str], list[Any]], data: st.DataObject
 ) -> None:
-    dtype, expected = alone
-    llm = load(dtype, max_num_batched_tokens=data.draw(st.integers(8, 200)))
+    kind, expected = alone
+    llm = load(kind, max_num_batched_tokens=data.draw(st.integers(8, 200)))
     engine, all_params, all_prompts = llm.llm_engine, params(), prompts()
     done: dict[str, RequestOutput] = {}
 

@@ -87,7 +87,7 @@ def assert_close(out: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None = N
 def test_product_of_every_type(
     isa: str, weight_dtype: torch.dtype, x_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(n=st.integers(1, 150), k=st.integers(1, 90), rows=st.integers(0, 40), bias=st.booleans())
     def check(n: int, k: int, rows: int, bias: bool) -> None:
         weight, x = random(n, k, dtype=weight_dtype, seed=1), random(rows, k, dtype=x_dtype, seed=2)

@@ -103,8 +103,8 @@ def test_norm_in_place_writes_only_its_heads() -> None:
     before, weight = rows.clone(), randn(1, 24)
     x = rows[:, 1:3]
     op = _cpu.rms_norm(
-        x.data_ptr(), _cpu.Dtype.bf16, 96, weight.data_ptr(), _cpu.Dtype.f32, x.data_ptr(), _cpu.Dtype.bf16, 24, 1e-6, 2,
-        24, 96, 24,
+        x.data_ptr(), _cpu.Dtype.bf16, 96, weight.data_ptr(), _cpu.Dtype.f32, x.data_ptr(), _cpu.Dtype.bf16,
+        24, 1e-6, 2, 24, 96, 24,
     )  # fmt: skip
     run(op, 5)
     assert_near(x, norm_reference(before[:, 1:3], weight, None, 1e-6, layer=False))
@@ -114,7 +114,13 @@ def test_norm_in_place_writes_only_its_heads() -> None:
 @settings(max_examples=60, deadline=None)
 @given(row_counts, widths, dtypes, dtypes, dtypes, st.booleans(), seeds)
 def test_add_norm(
-    tokens: int, width: int, x_type: torch.dtype, residual_type: torch.dtype, out_type: torch.dtype, layer: bool, seed: int
+    tokens: int,
+    width: int,
+    x_type: torch.dtype,
+    residual_type: torch.dtype,
+    out_type: torch.dtype,
+    layer: bool,
+    seed: int,
 ) -> None:
     x, residual = randn(seed, tokens, width, dtype=x_type), randn(seed + 1, tokens, width, dtype=residual_type)
     weight = randn(seed + 2, width, dtype=out_type)
@@ -152,9 +158,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": gelu
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(ACTIVATIONS)), st.booleans(), row_counts, widths, dtypes, st.integers(0, 5), seeds)
-def test_activations(
-    name: str, gated: bool, tokens: int, width: int, dtype: torch.dtype, gap: int, seed: int
-) -> None:
+def test_activations(name: str, gated: bool, tokens: int, width: int, dtype: torch.dtype, gap: int, seed: int) -> None:
     x = randn(seed, tokens, width * (1 + gated) + gap, dtype=dtype, scale=3.0)
     out = torch.empty(tokens, width, dtype=dtype)
     make = getattr(_cpu, f"{name}_and_mul" if gated else name)
@@ -192,9 +196,7 @@ def test_embedding(tokens: int, width: int, dtype: torch.dtype, out_type: torch.
 
 @settings(max_examples=60, deadline=None)
 @given(row_counts, st.integers(1, 5), st.integers(1, 3), st.integers(1, 20), st.integers(0, 20), dtypes, seeds)
-def test_rotary(
-    tokens: int, heads: int, kv_heads: int, half: int, rest: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_rotary(tokens: int, heads: int, kv_heads: int, half: int, rest: int, dtype: torch.dtype, seed: int) -> None:
     head_dim = 2 * half + rest
     qkv = randn(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     before = qkv.double()
@@ -203,7 +205,16 @@ def test_rotary(
     cos_sin = randn(seed + 1, 50, 2 * half)
     stride = qkv.stride(0)
     op = _cpu.rotary(
-        q.data_ptr(), stride, k.data_ptr(), stride, heads, kv_heads, head_dim, 2 * half, cos_sin.data_ptr(), DTYPES[dtype]
+        q.data_ptr(),
+        stride,
+        k.data_ptr(),
+        stride,
+        heads,
+        kv_heads,
+        head_dim,
+        2 * half,
+        cos_sin.data_ptr(),
+        DTYPES[dtype],
     )
     run(op, tokens, positions=positions)
     cos, sin = cos_sin[positions].double()[:, None].chunk(2, dim=-1)
@@ -287,7 +298,8 @@ def test_a_row_does_not_depend_on_others_or_on_threads() -> None:
         normed, summed, activated = (torch.empty(count, width, dtype=torch.bfloat16) for _ in range(3))
         total = half_part.float()
         ops = [
-            _cpu.rms_norm(half_part.data_ptr(), bf16, width, weight.data_ptr(), bf16, normed.data_ptr(), bf16, width, 1e-5),
+            _cpu.rms_norm(half_part.data_ptr(), bf16, width, weight.data_ptr(), bf16,
+                          normed.data_ptr(), bf16, width, 1e-5),
             _cpu.add_rms_norm(half_part.data_ptr(), bf16, total.data_ptr(), _cpu.Dtype.f32, weight.data_ptr(), bf16,
                               summed.data_ptr(), bf16, total.data_ptr(), width, 1e-5),
             _cpu.silu_and_mul(part.data_ptr(), 2 * width, activated.data_ptr(), width, bf16),

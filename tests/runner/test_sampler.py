@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,30 @@ from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
+from octavo.runner.arithmetic import CompiledArithmetic, NumpyArithmetic
+from octavo.runner.logprobs import position_logprobs
 from octavo.runner.sampler import SampleOutput, Sampler
 from octavo.runner.token_table import TokenTable
 
 VOCAB = 200
+
+
+@pytest.fixture(params=["numpy", "compiled"], autouse=True, scope="module")
+def _arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test holds for both."""
+    if request.param == "compiled":
+        pytest.importorskip("octavo._cpu")
+    make = {"numpy": NumpyArithmetic, "compiled": lambda vocab: CompiledArithmetic()}[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.runner.sampler.fastest_arithmetic", make)
+        yield
+
+
+def set_threads(count: int) -> None:
+    """Of everything that computes."""
+    torch.set_num_threads(count)
+    if importlib.util.find_spec("octavo._cpu") is not None:
+        importlib.import_module("octavo._cpu").set_threads(count)
 
 
 class Rows:
@@ -313,6 +334,32 @@ def test_only_rows_that_ask_get_logprobs() -> None:
     assert (output.logprobs[1].rank, output.logprobs[1].top_ids) == (1, [])
 
 
+def test_prompt_logprobs_is_position_by_position() -> None:
+    logits = gaussian(4, VOCAB)
+    targets = np.array([3, 1, 4, 1], np.int32)
+    sampler = Rows().sampler
+    found = sampler.prompt_logprobs(logits, targets, 2)
+    for row, token, logprobs in zip(logits.numpy(), targets.tolist(), found, strict=True):
+        expected = position_logprobs(row, token, 2)
+        assert (logprobs.token_id, logprobs.rank, logprobs.top_ids) == (token, expected.rank, expected.top_ids)
+        assert logprobs.logprob == pytest.approx(expected.logprob, abs=1e-5)
+        assert logprobs.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-5)
+    assert sampler.prompt_logprobs(logits, torch.from_numpy(targets), 2) == found
+    assert sampler.prompt_logprobs(logits[1:2], targets[1:2], 2) == found[1:2]
+
+
+@pytest.mark.parametrize(
+    "logits", [[0.0, -math.inf, 1.0], [math.nan, 0.0, 1.0], [-math.inf] * 3, [math.inf, 0.0, 0.0], [3e38, -3e38, 0.0]]
+)
+def test_logprobs_are_the_same_finite_numbers_whatever_the_logits(logits: list[float]) -> None:
+    sampler = Rows(vocab=3).sampler
+    row = torch.tensor([logits])
+    found = sampler.prompt_logprobs(row, [1], 5)[0]
+    expected = position_logprobs(row[0].numpy(), 1, 5)
+    assert (found.rank, found.top_ids) == (expected.rank, expected.top_ids)
+    assert [found.logprob, *found.top_logprobs] == pytest.approx([expected.logprob, *expected.top_logprobs], abs=1e-6)
+
+
 # Errors
 
 
@@ -444,9 +491,9 @@ def test_a_row_samples_the_same_in_any_company(picks: list[int], vocab: int, see
         together.add(order[i], params, seed=seed + i, **more)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(threads)
+        set_threads(threads)
         outputs = [together.step(logits[s], order) for s in range(steps)]
-        torch.set_num_threads(3 - threads)
+        set_threads(3 - threads)
         for i, pick in enumerate(picks):
             alone = Rows(rows=1, vocab=vocab)
             params, more = REQUESTS[pick]
@@ -454,7 +501,7 @@ def test_a_row_samples_the_same_in_any_company(picks: list[int], vocab: int, see
             for s in range(steps):
                 assert outcome(alone.step(logits[s, i : i + 1], [0]), 0) == outcome(outputs[s], i)
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 @pytest.mark.parametrize("pick", range(len(REQUESTS)))

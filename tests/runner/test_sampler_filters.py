@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from scipy import special, stats
 from octavo.runner import noise
 from octavo.runner.draw import Drawer
 from octavo.runner.filters import Filters, best, distances, filtered_logits
-from octavo.runner.logprobs import FLOOR, position_logprobs, prompt_logprobs
+from octavo.runner.logprobs import FLOOR, position_logprobs
 
 
 def filters(size: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:
@@ -221,12 +220,3 @@ def test_logprobs_are_finite_numbers_whatever_the_logits(logits: list[float]) ->
 def test_an_impossible_token_has_the_floor() -> None:
     result = position_logprobs(np.array([0.0, -np.inf], np.float32), 1, 2)
     assert (result.logprob, result.rank, result.top_logprobs) == (FLOOR, 2, [0.0, FLOOR])
-
-
-def test_prompt_logprobs_is_position_by_position() -> None:
-    logits = torch.from_numpy(np.stack([gaussian(s, 50) for s in range(4)]))
-    targets = np.array([3, 1, 4, 1], np.int32)
-    expected = [position_logprobs(row, int(t), 2) for row, t in zip(logits.numpy(), targets, strict=True)]
-    assert prompt_logprobs(logits, targets, 2) == expected
-    assert prompt_logprobs(logits, torch.from_numpy(targets), 2) == expected
-    assert prompt_logprobs(logits[1:2], targets[1:2], 2) == expected[1:2]

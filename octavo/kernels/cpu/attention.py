@@ -1,8 +1,8 @@
 """The KV cache of the CPU kernels.
 
-A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp says how
-a block is laid out inside (transposed panels of 16 tokens; the scales of an int8 cache included). So blocks of every
-kind of cache are copied and swapped as bytes.
+A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp says
+how a block is laid out inside (transposed panels of 16 tokens; the scales of an int8 cache included). So blocks of
+every kind of cache are copied and swapped as bytes.
 """
 
 from __future__ import annotations

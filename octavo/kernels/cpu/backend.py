@@ -1,7 +1,7 @@
 """The CPU backend: C++ operations, run one by one or recorded once and replayed for every step.
 
-Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call costs a
-few. So the network's forward runs once with ``recording`` on; each kernel then appends an operation with fixed buffers
+Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call
+costs a few. So the network's forward runs once with ``recording`` on; each kernel then appends an operation with fixed buffers
 to a tape, for as many rows as a step may have, and from then on a step is one call that runs the tape for the rows
 it has. It is the processor's counterpart of a captured CUDA graph, but one tape serves every number of rows.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cpu import attention, linear
+from octavo.kernels.cpu import attention, linear, quant
 from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
@@ -51,7 +51,7 @@ class CpuKernels(Kernels):
         return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads)"
 
     def set_threads(self, count: int | None) -> None:
-        """Threads of our pool. Torch's own, which would spin beside ours after each of its operations, are put to one."""
+        """Threads of our pool. Torch keeps one: its others would spin beside ours after each of its operations."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         _cpu.set_threads(count or available or 1)
         torch.set_num_threads(1)
@@ -112,6 +112,8 @@ class CpuKernels(Kernels):
 
     def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
         """The activation on the float32 sums, while they are in registers."""
+        if isinstance(weight, quant.QuantizedLinear):
+            return self.silu_and_mul(self.linear(x, weight))
         out = self._new((x.shape[0], weight.n // 2), x.dtype)
         op = _cpu.linear_silu_mul(
             weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
@@ -119,8 +121,19 @@ class CpuKernels(Kernels):
         self._do(op, _cpu.Step(x.shape[0]))
         return out
 
+    def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
+        """Quantises and packs the weight; see ``octavo.kernels.cpu.quant``."""
+        return quant.quantize_linear(weight, bias, kind)
+
+    def pack_gguf(self, parts: list[GGUFRows], bias: Tensor | None) -> Any:
+        """Packs blocks in their own bits where there are kernels for their type."""
+        return quant.pack_gguf(parts, bias)
+
     def _linear(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
         out = self._new((x.shape[0], weight.n), dtype)
+        if isinstance(weight, quant.QuantizedLinear):
+            self._do(weight.linear_op(x, out), _cpu.Step(x.shape[0]))
+            return out
         op = _cpu.linear(
             weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[dtype]
         )

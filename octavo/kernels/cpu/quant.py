@@ -11,13 +11,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cpu.gguf_blocks import gguf_weight
-from octavo.kernels.cpu.quantize import QuantizedWeight
+from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
+from octavo.kernels.cpu.quantize import QuantizedWeight, quantize_weight
+from octavo.kernels.gguf_rows import GGUFRows
 
 _cpu: Any = importlib.import_module("octavo._cpu")
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
@@ -61,19 +61,40 @@ def pack_quantized(weights: list[QuantizedWeight], bias: Tensor | None = None) -
     """Packs matrices [n_i, k], each in its own format, into one layer with sum(n_i) outputs and a bias of as many.
 
     Raises:
-        ConfigError: they differ in k, or k is no multiple of what a format needs.
+        ConfigError: they differ in k, k is no multiple of what a format needs, or the bias has another size.
     """
     inputs = {weight.codes.shape[1] for weight in weights}
     if len(inputs) != 1:
         raise ConfigError(f"the matrices of a quantised layer must have the same inputs, not {sorted(inputs)}")
+    outputs = sum(weight.codes.shape[0] for weight in weights)
+    if bias is not None and bias.shape != (outputs,):
+        raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
     parts = tuple(_pack(weight) for weight in weights)
-    bias = None if bias is None else bias.float().contiguous()
-    return QuantizedLinear(parts, bias, sum(part.n for part in parts), inputs.pop())
+    return QuantizedLinear(parts, None if bias is None else bias.float().contiguous(), outputs, inputs.pop())
 
 
-def pack_gguf(kind: str, rows: np.ndarray, columns: int, bias: Tensor | None = None) -> QuantizedLinear:
-    """Packs a tensor of a GGUF file, uint8 [n, bytes of a row], in its own bits; see ``gguf_weight``."""
-    return pack_quantized([gguf_weight(kind, rows, columns)], bias)
+def quantize_linear(weight: Tensor, bias: Tensor | None, kind: str) -> QuantizedLinear:
+    """Quantises and packs a floating weight [n, k].
+
+    "int8": one scale a row. "int4": one for 32 neighbours; where k is no multiple of 32, "int8" instead.
+    """
+    group = 32 if kind == "int4" and weight.shape[1] % 32 == 0 else None
+    return pack_quantized([quantize_weight(weight, kind if group else "int8", group)], bias)
+
+
+def pack_gguf(parts: list[GGUFRows], bias: Tensor | None) -> QuantizedLinear:
+    """Packs tensors of a GGUF file with the same inputs: in their own bits, or of other types in 8 bits.
+
+    The other types have 2 to 6 bits, so that with a scale for each 32 neighbours the second rounding is far below the
+    first.
+    """
+    return pack_quantized([_gguf_part(part) for part in parts], bias)
+
+
+def _gguf_part(part: GGUFRows) -> QuantizedWeight:
+    if part.kind in KEPT_TYPES:
+        return gguf_weight(part.kind, part.rows, part.columns)
+    return quantize_weight(part.dequantize(), "int8", 32)
 
 
 def _pack(weight: QuantizedWeight) -> Any:

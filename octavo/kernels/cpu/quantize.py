@@ -78,7 +78,9 @@ def quantize_weight(weight: Tensor, kind: str, group: int | None) -> QuantizedWe
         WeightError: a weight is infinite or not a number, or too great for a float16 scale.
     """
     if (kind, group) not in {("int8", None), ("int8", 32), ("int8", 128), ("int4", 32), ("int4", 128)}:
-        raise ConfigError(f"quantization {kind!r} with group {group!r}: expected int8 (None, 32, 128) or int4 (32, 128)")
+        raise ConfigError(
+            f"quantization {kind!r} with group {group!r}: expected int8 (None, 32, 128) or int4 (32, 128)"
+        )
     n, k = weight.shape
     if group is not None and k % group:
         raise ConfigError(f"{kind} in groups of {group} needs inputs in multiples of {group}, not {k}")

@@ -1,0 +1,115 @@
+// Where the panels of a sequence's keys and values are.
+#pragma once
+#include "attention_math.hpp"
+#include "attention_tile.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+namespace {
+
+// One sequence's panels for one KV head. Those of blocks that hold none are gathered into buffers.
+template <typename T>
+class Panels {
+ public:
+  Panels(const Attention& a, const int32_t* table, int64_t seq_len, int64_t kv_head)
+      : shape_(a.shape), caches_{a.key_cache, a.value_cache}, table_(table), seq_len_(seq_len), kv_head_(kv_head) {}
+
+  static constexpr int kBuffers = kSegments;
+
+  // Of each buffer.
+  static int64_t floats(const CacheShape& shape) {
+    return kPanel * shape.padded() * static_cast<int64_t>(sizeof(T)) / 4;
+  }
+
+  // `memory` has room for kBuffers buffers.
+  void set_buffers(float* memory) {
+    for (T*& buffer : buffers_) {
+      buffer = reinterpret_cast<T*>(memory);
+      memory += floats(shape_);
+    }
+  }
+
+  // The panel that starts at this position.
+  const T* keys(int64_t position, int buffer) const {
+    if (shape_.panelled()) return in_place(kKeys, position);
+    return gather(kKeys, position, buffers_[buffer], [](int64_t token, int64_t d) {
+      return kInterleaved ? d / 2 * 2 * kPanel + token * 2 + d % 2 : d * kPanel + token;
+    });
+  }
+
+  const T* values(int64_t position, int buffer) const {
+    if (shape_.panelled()) return in_place(kValues, position);
+    const int64_t padded = shape_.padded();
+    return gather(kValues, position, buffers_[buffer], [padded](int64_t token, int64_t d) {
+      return kInterleaved ? token / 2 * 2 * padded + d * 2 + token % 2 : token * padded + d;
+    });
+  }
+
+  // What to fetch while `in_use` is used: blocks lie anywhere, so the processor cannot guess where the next one is.
+  // After a piece's keys come its values, and after those the next piece's keys. A panel of keys takes as much memory
+  // as one of values, so that one can be fetched, in the same order, while the other is read.
+  const T* keys_ahead(int64_t index, Range piece, const T* in_use) const {
+    if (index < piece.end) return ahead(kKeys, index, in_use);
+    return ahead(kValues, piece.begin + index - piece.end, in_use);
+  }
+  const T* values_ahead(int64_t index, Range piece, const T* in_use) const {
+    return ahead(index < piece.end ? kValues : kKeys, index, in_use);
+  }
+
+  // The scales of an int8 cache: scales[i] for position begin + i, of those in the range.
+  void gather_key_scales(Range positions, int64_t begin, float* scales) const {
+    gather_scales(kKeys, positions, begin, scales);
+  }
+  void gather_value_scales(Range positions, int64_t begin, float* scales) const {
+    gather_scales(kValues, positions, begin, scales);
+  }
+
+ private:
+  enum Which { kKeys, kValues };
+  static constexpr bool kInterleaved = Pairs<T>::kColumn == 2;
+
+  const char* tile(Which which, int64_t position) const {
+    const int64_t block = table_[position / shape_.block_size];
+    return caches_[which] + (block * shape_.kv_heads + kv_head_) * shape_.tile_bytes();
+  }
+
+  // The panel, or the token where there are no panels, at this position.
+  const T* in_place(Which which, int64_t position) const {
+    return reinterpret_cast<const T*>(tile(which, position)) + position % shape_.block_size * shape_.padded();
+  }
+
+  const T* ahead(Which which, int64_t index, const T* in_use) const {
+    return shape_.panelled() && index * kPanel < seq_len_ ? in_place(which, index * kPanel) : in_use;
+  }
+
+  // place(token, d) says where in the panel an element goes.
+  template <typename F>
+  const T* gather(Which which, int64_t position, T* target, const F& place) const {
+    for (int64_t token = 0; token < kPanel; ++token) {
+      // Past the end of the sequence there may be no block to read.
+      const T* source = position + token < seq_len_ ? in_place(which, position + token) : nullptr;
+      for (int64_t d = 0; d < shape_.padded(); ++d) target[place(token, d)] = source ? source[d] : T{};
+    }
+    return target;
+  }
+
+  void gather_scales(Which which, Range positions, int64_t begin, float* scales) const {
+    for (int64_t p = positions.begin; p < positions.end;) {
+      const float* of_block = reinterpret_cast<const float*>(tile(which, p) + shape_.data_bytes());
+      const int64_t offset = p % shape_.block_size;
+      const int64_t count = smaller(shape_.block_size - offset, positions.end - p);
+      std::memcpy(scales + p - begin, of_block + offset, sizeof(float) * static_cast<size_t>(count));
+      p += count;
+    }
+  }
+
+  const CacheShape& shape_;
+  const char* caches_[2];
+  const int32_t* table_;
+  int64_t seq_len_, kv_head_;
+  T* buffers_[kBuffers];
+};
+
+}  // namespace
+
+}  // namespace octavo::OCTAVO_ISA

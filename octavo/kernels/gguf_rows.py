@@ -1,0 +1,53 @@
+"""Rows of a quantised tensor as a GGUF file holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GGUFRows:
+    """A matrix [N, K] in a file's own blocks; what a loader hands on in place of a tensor."""
+
+    #: The file's name of the type, as in ``Q4_0``.
+    kind: str
+    #: uint8 [N, bytes of a row]
+    rows: np.ndarray
+    #: K.
+    columns: int
+    #: Values of a block, which cannot be split.
+    block: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return len(self.rows), self.columns
+
+    def take(self, rows: slice, columns: slice) -> GGUFRows:
+        """A share of the matrix.
+
+        Raises:
+            ConfigError: the columns begin or end within a block.
+        """
+        start, stop, _ = columns.indices(self.columns)
+        if start % self.block or stop % self.block:
+            raise ConfigError(
+                f"inputs {start} to {stop} of a matrix of GGUF type {self.kind} cannot be taken: its blocks hold "
+                f"{self.block}; use fewer tensor-parallel workers or load without quantization='gguf'"
+            )
+        size = self.rows.shape[1] * self.block // self.columns
+        taken = self.rows[rows, start // self.block * size : stop // self.block * size]
+        return GGUFRows(self.kind, np.ascontiguousarray(taken), stop - start, self.block)
+
+    def dequantize(self) -> Tensor:
+        """The values, float32 [N, K]."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return torch.from_numpy(dequantize(self.rows, GGMLQuantizationType[self.kind]))

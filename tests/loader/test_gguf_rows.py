@@ -1,0 +1,106 @@
+"""Loading a GGUF file's matrices in its own blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.context import LayerContext
+from octavo.loader.gguf_convert import convert_gguf, read_gguf
+from octavo.loader.model import load_model
+from octavo.loader.resolve import gguf_source
+from octavo.models.config import read_model_config
+
+
+@pytest.fixture(params=[Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.BF16], ids=lambda kind: kind.name)
+def file(request: pytest.FixtureRequest, tmp_path: Path, tiny_llama: Any) -> Path:
+    path: Path = tiny_llama(tmp_path / "m.gguf", request.param)
+    return path
+
+
+@pytest.fixture
+def folder(file: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    convert_gguf(file, folder, "float32")
+    return folder
+
+
+def test_blocks_are_the_converted_weights(file: Path, folder: Path) -> None:
+    """Rows of query and key are put back in order in either way."""
+    converted = load_file(folder / "model.safetensors")
+    read = dict(read_gguf(file))
+    assert read.keys() == converted.keys()
+    for name, tensor in read.items():
+        values = tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor
+        assert tensor.shape == converted[name].shape
+        assert torch.equal(values, converted[name]), name
+    matrix = read["model.layers.0.self_attn.q_proj.weight"]
+    assert isinstance(matrix, GGUFRows) == (not _is_float(file))
+
+
+def _is_float(file: Path) -> bool:
+    from gguf import GGUFReader
+
+    kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2}
+    return Q.BF16 in kinds
+
+
+def test_a_network_of_blocks_computes_what_the_converted_one_does(file: Path, folder: Path) -> None:
+    cpu = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+    from octavo.kernels.cpu.backend import CpuKernels
+
+    cpu.set_threads(1)
+    kernels = CpuKernels()
+    config = read_model_config(folder)
+    x = torch.randn(5, config.hidden_size)
+    plain = load_model(folder, config, LayerContext(kernels, torch.float32))
+    blocks = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), file)
+    for ours, theirs in (
+        (blocks.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x)),
+        (blocks.layers[0].mlp.gate_up(x), plain.layers[0].mlp.gate_up(x)),
+        (blocks.logits(x), plain.logits(x)),
+    ):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # activations in 8 bits
+
+
+def test_a_layer_whose_parts_are_not_all_quantised_is_not_quantised(tmp_path: Path, tiny_llama: Any) -> None:
+    pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+    from octavo.kernels.cpu.backend import CpuKernels
+
+    value = np.random.default_rng(5).standard_normal((128, 256), dtype=np.float32)
+    path = tiny_llama(tmp_path / "m.gguf", Q.Q4_0, tensors={"blk.0.attn_v.weight": (value, Q.F32)})
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    convert_gguf(path, folder, "float32")
+    config = read_model_config(folder)
+    x = torch.randn(5, config.hidden_size)
+    kernels = CpuKernels()
+    plain = load_model(folder, config, LayerContext(kernels, torch.float32))
+    mixed = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), path)
+    assert torch.equal(mixed.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x))
+
+
+def test_what_cannot_be_served_is_refused(folder: Path) -> None:
+    config = read_model_config(folder)
+    for quantization in ("int8", "int4"):
+        context = LayerContext(ReferenceKernels(), torch.float32, quantization=quantization)
+        with pytest.raises(ConfigError, match="reference backend has no quantised products"):
+            load_model(folder, config, context)
+    with pytest.raises(ConfigError, match="needs a model in a GGUF file"):
+        load_model(folder, config, LayerContext(ReferenceKernels(), torch.float32, quantization="gguf"))
+
+
+def test_the_source_of_a_model_is_its_file(tmp_path: Path, file: Path, folder: Path) -> None:
+    assert gguf_source(str(file)) == file
+    assert gguf_source(str(folder)) is None
+    assert gguf_source("owner/name") is None
