@@ -102,8 +102,12 @@ void encode_groups(const T* w, int64_t k, int64_t group, int bits, uint8_t* code
     const float extreme = extreme_of(values, group);
     // A group whose greatest magnitude is this small counts as zeros: its inverse must be finite.
     const bool is_zero = __builtin_fabsf(extreme) < 1e-30f;
-    float scale = is_zero ? 0 : bits == 8 ? __builtin_fabsf(extreme) / 127.0f : best_scale_of_4_bits(values, group, extreme);
-    if (extreme != extreme) scale = extreme;
+    float scale = 0;
+    if (extreme != extreme) {
+      scale = extreme;
+    } else if (!is_zero) {
+      scale = bits == 8 ? __builtin_fabsf(extreme) / 127.0f : best_scale_of_4_bits(values, group, extreme);
+    }
     if (group == k) {
       std::memcpy(scales, &scale, 4);
     } else {
@@ -115,7 +119,8 @@ void encode_groups(const T* w, int64_t k, int64_t group, int bits, uint8_t* code
   }
 }
 
-inline void encode_weights(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales) {
+inline void encode_weights(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes,
+                           void* scales) {
   if (dtype == Dtype::f32) {
     encode_groups(static_cast<const float*>(w), k, group, bits, codes, scales);
   } else {

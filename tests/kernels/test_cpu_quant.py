@@ -26,7 +26,8 @@ FORMATS = tuple(GROUPS)
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
+def _same_each_time() -> Iterator[None]:
+    torch.manual_seed(0)
     isa, threads = _cpu.isa(), _cpu.num_threads()
     yield
     _cpu.choose_isa(isa)
@@ -324,7 +325,8 @@ def test_inputs_that_no_group_divides_get_8_bits() -> None:
     weight, x = torch.randn(20, 77), torch.randn(3, 77)
     layer = quantize_linear(weight, None, "int4")
     assert [part.format for part in layer.parts] == ["q8_channel"]
-    assert torch.allclose(run(layer, x), x @ weight.T, atol=0.2)
+    want = x @ weight.T
+    assert (run(layer, x) - want).norm() < 0.02 * want.norm()
 
 
 def test_the_layer_takes_the_memory_of_its_bits() -> None:

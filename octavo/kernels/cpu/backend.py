@@ -1,9 +1,9 @@
 """The CPU backend: C++ operations, run one by one or recorded once and replayed for every step.
 
 Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call
-costs a few. So the network's forward runs once with ``recording`` on; each kernel then appends an operation with fixed buffers
-to a tape, for as many rows as a step may have, and from then on a step is one call that runs the tape for the rows
-it has. It is the processor's counterpart of a captured CUDA graph, but one tape serves every number of rows.
+costs a few. So the network's forward runs once with recording on; each kernel then appends an operation with fixed
+buffers to a tape, for as many rows as a step may have, and from then on a step is one call that runs the tape for the
+rows it has. It is the processor's counterpart of a captured CUDA graph, but one tape serves every number of rows.
 """
 
 from __future__ import annotations
