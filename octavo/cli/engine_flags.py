@@ -67,9 +67,11 @@ def help_text(description: str, default: object) -> str:
 
 def value_kind(field: FieldInfo) -> str:
     """What a value looks like, for help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
-    kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or [field.annotation]
-    if typing.get_origin(field.annotation) is Literal:
-        return "|".join(str(kind) for kind in kinds)
+    kinds: list[Any] = [field.annotation]
+    if typing.get_origin(field.annotation) is not Literal:  # a plain type, or one that may be None
+        kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
+    if typing.get_origin(kinds[0]) is Literal:
+        return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
     return {int: "N", float: "X", bool: "true|false"}.get(kinds[0], "TEXT")
 
 

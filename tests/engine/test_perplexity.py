@@ -45,9 +45,12 @@ def unquantised() -> float:
 
 
 def test_a_sensible_model_reads_plain_english(unquantised: float) -> None:
+    print(f"bfloat16: perplexity {unquantised:.2f}")
     assert 20 < unquantised < 30
 
 
 @pytest.mark.parametrize("quantization", LIMITS)
 def test_quantisation_costs_little(unquantised: float, quantization: str) -> None:
-    assert perplexity(quantization) < LIMITS[quantization] * unquantised
+    quantised = perplexity(quantization)
+    print(f"{quantization}: perplexity {quantised:.2f}")
+    assert quantised < LIMITS[quantization] * unquantised

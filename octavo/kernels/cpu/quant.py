@@ -1,8 +1,8 @@
 """Products with quantised weights: packed matrices, and the operations that multiply by them.
 
-Activations are quantised row by row as they come, to 8 bits with a float32 scale for each 32 neighbouring values. One
-scale a row is no faster to speak of and costs accuracy wherever a few channels are far greater than the rest, as they
-are before ``down_proj``. Within 32 values the products are exact integers; see csrc/cpu/quant.hpp.
+Activations are quantised row by row as they come, to 8 bits with a float32 scale for each 32 neighbouring values: one
+scale a row would lose accuracy wherever a few channels are far greater than the rest, as they are before ``down_proj``.
+Within 32 values the products are exact integers; see csrc/cpu/quant.hpp.
 """
 
 from __future__ import annotations
