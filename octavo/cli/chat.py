@@ -161,6 +161,8 @@ def _lines() -> Iterator[str]:
         return
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() line editing and history, where Python has it
+    # A shell that starts us in the background makes us ignore Ctrl-C; at a terminal it must be heard.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             yield input("> ").strip()
