@@ -14,10 +14,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from octavo.core.beam_search_params import BeamSearchParams
     from octavo.core.config import EngineConfig
     from octavo.core.errors import (
         ConfigError,
         DownloadError,
+        EngineDeadError,
         InsufficientMemoryError,
         InvalidRequestError,
         ModelNotFoundError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     )
     from octavo.core.outputs import CompletionOutput, RequestOutput
     from octavo.core.sampling_params import SamplingParams
+    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
 
@@ -36,10 +39,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "DownloadError",
     "EngineConfig",
+    "EngineDeadError",
     "InsufficientMemoryError",
     "InvalidRequestError",
     "LLMEngine",
@@ -55,9 +61,11 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "AsyncLLM": "octavo.engine.async_llm",
     "LLM": "octavo.engine.llm",
     "LLMEngine": "octavo.engine.llm_engine",
     "EngineConfig": "octavo.core.config",
+    "BeamSearchParams": "octavo.core.beam_search_params",
     "SamplingParams": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",

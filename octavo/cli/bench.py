@@ -1,9 +1,10 @@
-"""``octavo bench``: measures this machine, this installation and a model."""
+"""``octavo bench``: measures this machine, this installation, a model, the scheduler."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 import msgspec
@@ -12,16 +13,20 @@ from octavo.cli.engine_flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.errors import ConfigError
 
-KINDS = ("offline", "kernels")
+KINDS = ("offline", "kernels", "memory", "scheduler")
 
 EXAMPLE = """\
 examples:
   octavo bench offline smollm2-135m --batches 1,8,64
   octavo bench offline smollm2-135m --batches 16 --input-len 1024 --json -
   octavo bench kernels smollm2-135m --rows 1,8,64
+  octavo bench memory smollm2-135m
+  octavo bench scheduler --running 64,256,1024 --waiting 10000
 
-offline   random prompts of a fixed length as one batch, greedy, to a fixed length; one row a batch size
-kernels   each kernel alone at the shapes of the model, and its share of what this machine can do at best
+offline    random prompts of a fixed length as one batch, greedy, to a fixed length; one row a batch size
+kernels    each kernel alone at the shapes of the model, and its share of what this machine can do at best
+memory     how much of the KV cache holds tokens on a trace of mixed lengths, and what sharing saves
+scheduler  the control plane alone: microseconds of processor time to plan a step and to take in its result
 """
 
 
@@ -29,7 +34,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo bench",
-        usage=f"octavo bench {'|'.join(KINDS)} [options] MODEL",
+        usage=f"octavo bench {'|'.join(KINDS)} [options] [MODEL]",
         description="Measures. Figures are those of this machine at this moment; only ratios of one run count.",
         epilog=EXAMPLE,
     )
@@ -37,6 +42,11 @@ def make_parser() -> Parser:
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens a prompt has (128)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens to generate (128)")
     parser.add_argument("--rows", type=_sizes, default=[1, 8, 64, 512], metavar="N,N", help="for kernels (1,8,64,512)")
+    parser.add_argument(
+        "--running", type=_sizes, default=[64, 256, 1024], metavar="N,N", help="sequences that decode (64,256,1024)"
+    )
+    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait meanwhile (0)")
+    parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens a decoding sequence has (256)")
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -46,18 +56,31 @@ def run(arguments: Arguments) -> int:
     """Measures and prints a table, or JSON lines."""
     if not arguments.words or arguments.words[0] not in KINDS:
         raise ConfigError(f"octavo bench needs what to measure: {', '.join(KINDS)}")
-    measure = {"offline": _offline, "kernels": _kernels}[arguments.words.pop(0)]
-    model = take_model(arguments)
+    kind = arguments.words.pop(0)
+    model = None if kind == "scheduler" else take_model(arguments)
     refuse_words(arguments)
-    for name in ("input_len", "output_len"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
+        if getattr(arguments, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
+    measure = {"offline": _offline, "kernels": _kernels, "memory": _memory, "scheduler": _scheduler}[kind]
     if arguments.json is None:
         measure(arguments, model, None)
     else:
         with json_stream(arguments.json) as stream:
             measure(arguments, model, stream)
     return 0
+
+
+def _show(figures: Iterable[Any], stream: IO[str] | None, title: str, line: Callable[[Any], str]) -> None:
+    """Each record as it comes: a JSON line, or a line of a table."""
+    if stream is None:
+        print(title)
+    for record in figures:
+        if stream is None:
+            print(line(record), flush=True)
+        else:
+            stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(record))).decode() + "\n")
+            stream.flush()
 
 
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
@@ -68,19 +91,15 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     longest = arguments.input_len + arguments.output_len
     options = {"max_model_len": longest, "max_num_seqs": max(arguments.batches), **asked, "time_kernels": True}
     llm = LLM(**options)
-    if stream is None:
-        print("batch  seconds  prefill tok/s  decode tok/s  output tok/s  outside kernels")
-    for figures in measure(llm, arguments.batches, arguments.input_len, arguments.output_len):
-        if stream is not None:
-            stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(figures))).decode() + "\n")
-            stream.flush()
-            continue
-        print(
-            f"{figures.batch:5}  {figures.seconds:7.2f}  {figures.prefill_tokens_per_s:13.0f}"
-            f"  {figures.decode_tokens_per_s:12.1f}  {figures.output_tokens_per_s:12.1f}"
-            f"  {figures.share_outside_kernels:14.1%}",
-            flush=True,
-        )
+    _show(
+        measure(llm, arguments.batches, arguments.input_len, arguments.output_len),
+        stream,
+        "batch  seconds  prefill tok/s  decode tok/s  output tok/s  outside kernels",
+        lambda f: (
+            f"{f.batch:5}  {f.seconds:7.2f}  {f.prefill_tokens_per_s:13.0f}  {f.decode_tokens_per_s:12.1f}"
+            f"  {f.output_tokens_per_s:12.1f}  {f.share_outside_kernels:14.1%}"
+        ),
+    )
 
 
 def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
@@ -98,20 +117,54 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads)
     limits = measure_limits()
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
-    if stream is None:
-        print(f"{kernels.describe()}, {dtype}: reads {limits.read_gb_s:.1f} GB/s, adds {limits.fma_gflops:.0f} GFLOP/s")
-        print(f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}")
     with torch.inference_mode():
-        for f in measure(kernels, config, dtype, limits, arguments.rows):
-            if stream is not None:
-                stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(f))).decode() + "\n")
-                stream.flush()
-                continue
-            print(
-                f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f} {f.gflop_per_s:8.1f}"
-                f" {f.share_of_limit:8.0%}",
-                flush=True,
-            )
+        _show(
+            measure(kernels, config, dtype, limits, arguments.rows),
+            stream,
+            f"{kernels.describe()}, {dtype}: reads {limits.read_gb_s:.1f} GB/s, adds {limits.fma_gflops:.0f} GFLOP/s\n"
+            f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
+            lambda f: (
+                f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
+                f" {f.gflop_per_s:8.1f} {f.share_of_limit:8.0%}"
+            ),
+        )
+
+
+def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    from octavo.bench.memory import measure_sharing, measure_use
+    from octavo.engine.llm import LLM
+
+    asked = read_engine_config(arguments, model).model_dump(exclude_unset=True)
+    _show(
+        (measure_use(size) for size in (8, 16, 32)),
+        stream,
+        "block size  running  blocks in use that hold tokens  of the whole cache  contiguous: running  of the cache",
+        lambda f: (
+            f"{f.block_size:10}  {f.running:7.0f}  {f.share_of_used_blocks:30.1%}  {f.share_of_cache:18.1%}"
+            f"  {f.running_if_contiguous:19.0f}  {f.share_if_contiguous:12.1%}"
+        ),
+    )
+    llm = LLM(**{"max_model_len": 1024, "num_gpu_blocks_override": 2048, **asked})
+    _show(
+        measure_sharing(llm),
+        stream,
+        "\nsharing            width or shots  without     with  saved",
+        lambda f: f"{f.kind:17}  {f.width:14}  {f.without:7}  {f.with_sharing:7}  {f.saved:5.1%}",
+    )
+
+
+def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    from octavo.bench.scheduler import measure
+
+    _show(
+        (measure(running, arguments.waiting, arguments.context) for running in arguments.running),
+        stream,
+        "running  waiting  context  schedule us  update us  slowest step us  us a sequence",
+        lambda f: (
+            f"{f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
+            f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
+        ),
+    )
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
@@ -121,5 +174,5 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
 def _sizes(text: str) -> list[int]:
     sizes = [int(word) for word in text.split(",") if word.strip().isdigit()]
     if not sizes or len(sizes) != text.count(",") + 1 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"batch sizes are integers from 1 with commas between, not {text!r}")
+        raise argparse.ArgumentTypeError(f"sizes are integers from 1 with commas between, not {text!r}")
     return sizes

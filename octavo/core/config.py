@@ -45,6 +45,54 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Token budget: most tokens computed in one step, prompts and decodes together."
     )
+    batching: Literal["mixed", "prefill_first"] = Field(
+        "mixed",
+        description="How a step is filled. mixed: decodes first, then prompt chunks, under one token budget; "
+        "prefill_first: whole prompts in steps of their own, which go before decodes.",
+    )
+    scheduling_policy: str = Field(
+        "fcfs",
+        description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
+        "first), sjf (smallest max_tokens), ldf (most tokens held), lcfs (latest arrival), or module:Class.",
+    )
+    aging_limit: float | None = Field(
+        60.0,
+        ge=0,
+        description="Seconds after which no later arrival goes before a request, whatever the policy; null: no limit.",
+    )
+    preemption_mode: Literal["auto", "recompute", "swap"] = Field(
+        "auto",
+        description="What becomes of the blocks of a preempted request: given up and computed again, or moved to host "
+        "memory and back; auto: swap for several sequences, for one whichever has been observed to cost less time.",
+    )
+    preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
+        "last",
+        description="Which of the requests after the one that needs blocks gives them; last: in the policy's order.",
+    )
+    priority_preemption: bool = Field(
+        False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."
+    )
+    scheduler_delay_factor: float = Field(
+        0.0,
+        ge=0,
+        description="With prefill_first: wait this many times the last prompt step's time for more prompts to arrive.",
+    )
+    max_num_partial_prefills: int | None = Field(
+        None, ge=1, description="Most prompts being computed at once; default: as many as the token budget takes."
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="Prompts of more tokens are long: short ones pass them, and they get at most this many tokens a "
+        "step. 0: none is.",
+    )
+    max_long_partial_prefills: int = Field(1, ge=1, description="Most long prompts being computed at once.")
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the blocks of ended requests for prompts that begin alike, until they are needed."
+    )
+    host_prefix_cache: bool = Field(
+        False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
+    )
     enable_chunked_prefill: bool = Field(
         True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
     )
@@ -57,6 +105,16 @@ class EngineConfig(BaseModel):
     )
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
+    )
+    swap_space: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host memory for the KV cache blocks of preempted requests, in GiB a worker; default: 4, or a "
+        "tenth of the free memory if that is less; none if no option needs it.",
+    )
+    num_host_blocks_override: int | None = Field(
+        None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
     )
     watermark: float = Field(
         0.01,
@@ -76,6 +134,11 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running sequence decodes one token a step"
+            )
+        if self.priority_preemption and self.scheduling_policy in ("fcfs", "sjf", "ldf", "lcfs"):
+            raise ValueError(
+                f"priority_preemption needs a policy that looks at priorities, such as static; scheduling_policy "
+                f"{self.scheduling_policy!r} does not"
             )
         if (
             not self.enable_chunked_prefill

@@ -30,6 +30,11 @@ class RequestMetrics:
     #: Prompt tokens whose KV entries were found instead of computed.
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    #: Of them, those that moved its blocks to host memory; the others computed them again.
+    num_preemptions_by_swap: int = 0
+    #: Tokens computed again after preemption, and blocks moved out.
+    num_recomputed_tokens: int = 0
+    num_swapped_blocks: int = 0
 
     @property
     def time_in_queue(self) -> float | None:
@@ -44,13 +49,16 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    #: Sum of its tokens' logprobs, where they were computed.
     cumulative_logprob: float | None = None
+    #: What a hypothesis of a beam search is ranked by.
+    score: float | None = None
     logprobs: list[TokenLogprobs] | None = None
-    #: "stop", "length", "abort" or "error"; None while it goes on.
+    #: "stop", "length", "abort", "error" or "ignored" (it could never run); None while it goes on.
     finish_reason: str | None = None
     #: The stop string or stop token id that ended it; None for the end-of-sequence token.
     stop_reason: str | int | None = None
-    #: Why, if ``finish_reason`` is "error".
+    #: Why, if ``finish_reason`` is "error" or "ignored".
     error: str | None = None
 
     @property

@@ -12,13 +12,16 @@ from octavo.core.sampling_params import SamplingParams
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that the workers do not hold: just admitted, or back from preemption by recompute."""
+    """A sequence that the workers do not hold: just admitted, or back from preemption.
+
+    Its whole block table follows among the plan's table changes.
+    """
 
     seq_id: int
     #: Every token known so far: the prompt, and what was generated before a preemption.
     token_ids: list[int]
     num_prompt_tokens: int
-    #: Tokens whose KV entries are already in the blocks.
+    #: Tokens whose KV entries are in the blocks already.
     num_computed: int
     params: SamplingParams
     seed: int
@@ -26,15 +29,47 @@ class NewSequence(msgspec.Struct, array_like=True):
     bad_words_ids: list[list[int]]
 
 
+class Fork(msgspec.Struct, array_like=True):
+    """A new sequence that begins as a copy of one that the workers hold: tokens, table, parameters; not the seed.
+
+    The copy is taken before the plan's table changes. A child that the plan does not schedule, while it schedules its
+    parent, samples with it: from the parent's logits, with its own seed.
+    """
+
+    parent: int
+    child: int
+    seed: int
+
+
+class TableChange(msgspec.Struct, array_like=True):
+    """Blocks written into a sequence's block table from an index on: appended, or in place of a shared one."""
+
+    seq_id: int
+    index: int
+    blocks: list[int]
+
+
 class StepPlan(msgspec.Struct):
-    """What every worker does in one step, in this order: forget, copy blocks, add, grow tables, run, sample."""
+    """What every worker does in one step, in the order of the fields.
+
+    Block moves concern all layers. They are done before anything is computed and in this order: out, in, copies, so
+    that a block just swapped out may receive a copy. No block is the target of two moves.
+    """
 
     step: int
     #: Sequences the workers forget: finished, aborted, preempted.
     forget: list[int] = []
+    #: (device block, host block).
+    blocks_to_swap_out: list[tuple[int, int]] = []
+    #: (host block, device block).
+    blocks_to_swap_in: list[tuple[int, int]] = []
+    #: (source, target), both on the device; a source may have several targets.
+    blocks_to_copy: list[tuple[int, int]] = []
     new: list[NewSequence] = []
-    #: (sequence id, block ids appended to its block table).
-    new_blocks: list[tuple[int, list[int]]] = []
+    forks: list[Fork] = []
+    #: (sequence id, token): takes the place of the last known token, which the worker sampled. For beam search.
+    last_tokens: list[tuple[int, int]] = []
+    table_changes: list[TableChange] = []
     #: Scheduled sequences; those with one token to compute (decodes) come first.
     seq_ids: list[int] = []
     #: Tokens to compute for each of ``seq_ids``. A sequence whose last known token is computed samples one.
@@ -81,3 +116,5 @@ class StepResult(msgspec.Struct):
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
     seconds: float = 0.0
     kernel_seconds: float = 0.0
+    #: Of ``seconds``: moving blocks between device and host.
+    swap_seconds: float = 0.0

@@ -38,6 +38,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
 
     #: Number of completions of the prompt.
     n: int = 1
+    #: Completions sampled; the ``n`` with the highest cumulative logprob are returned, best first. None: ``n``.
+    best_of: int | None = None
     #: Subtracted from the logit of every token already generated (once each).
     presence_penalty: float = 0.0
     #: Subtracted for each time a token was generated.
@@ -98,6 +100,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_CANDIDATES)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
@@ -149,6 +153,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         for f in self.logits_processors or ():
             if not callable(f):
                 raise InvalidRequestError(f"logits_processors must be callables, not {f!r}")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for these parameters: ``best_of``, or ``n``."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:

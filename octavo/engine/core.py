@@ -10,11 +10,13 @@ from pathlib import Path
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
-from octavo.core.request import SequenceRequest, SequenceStatus
+from octavo.core.request import GroupRequest
 from octavo.executor.executor import UniprocExecutor
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
-from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.results import Update
+from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
 
@@ -61,32 +63,45 @@ class EngineCore:
                 self.max_model_len,
                 wanted,
             )
-        self.blocks = BlockManager(blocks, options.block_size, options.watermark)
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enable_chunked_prefill=options.enable_chunked_prefill,
+        host_blocks = self.executor.collective_rpc("num_host_blocks")[0]
+        self.blocks = BlockManager(
+            blocks,
+            options.block_size,
+            num_host_blocks=host_blocks,
+            watermark=options.watermark,
+            prefix_caching=options.enable_prefix_caching,
+            host_cache=options.host_prefix_cache,
         )
-        self.executor.collective_rpc("make_cache", blocks, self.max_model_len)
+        self.scheduler = Scheduler(self.blocks, SchedulerOptions.from_config(options, self.max_model_len))
+        self.executor.collective_rpc("make_cache", blocks, host_blocks, self.max_model_len)
+        seconds = self.executor.collective_rpc("measure_swap")[0]
+        if seconds:
+            self.scheduler.move_cost.observe_move(1, seconds)
         self.times = StepTimes()
 
-    def add(self, request: SequenceRequest) -> None:
-        """Queues a sequence."""
+    def add(self, request: GroupRequest) -> None:
+        """Queues a request."""
         self.scheduler.add(request)
 
-    def abort(self, seq_id: int) -> None:
-        """Ends a sequence in any state; nothing happens if it has ended."""
-        self.scheduler.finish(seq_id, SequenceStatus.FINISHED_ABORTED)
+    def abort(self, group_id: int) -> None:
+        """Ends a request in any state; nothing happens if it has ended."""
+        self.scheduler.finish_group(group_id)
+
+    def stop(self, group_id: int, index: int) -> None:
+        """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
+        self.scheduler.finish_sequence(group_id, index)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the contents of all blocks that requests to come could share."""
+        self.blocks.reset_prefix_cache()
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is unfinished."""
+        """Whether a request is unfinished."""
         return self.scheduler.has_work
 
-    def step(self) -> list[SequenceUpdate]:
-        """One step. If the worker fails, the step's sequences end with an error and the engine goes on."""
+    def step(self) -> list[Update]:
+        """One step. If the worker fails, the step's requests end with an error and the engine goes on."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         try:

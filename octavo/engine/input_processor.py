@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import SequenceRequest
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 
 #: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
@@ -22,18 +25,18 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True)
 class ProcessedRequest:
-    """A checked request: its text, its tokens, and a ``SequenceRequest`` for each completion."""
+    """A checked request: its text, and what the core takes. Beam search has the ``params`` of its greedy steps."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    sequences: list[SequenceRequest]
+    group: GroupRequest
     arrival_time: float
 
 
 class InputProcessor:
-    """Checks requests against one model. Owns the numbering of sequences."""
+    """Checks requests against one model. Owns the numbering of groups."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int, seed: int
@@ -44,11 +47,17 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self._seed = seed
-        self._next_seq_id = 0
+        self._next_group_id = 0
         self._unseeded = 0
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
@@ -56,29 +65,45 @@ class InputProcessor:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
         arrival = time.monotonic()
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            params = self._greedy_steps(params)
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"sampling_params must be SamplingParams, not {params!r}")
+            raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         text, token_ids = self.read_prompt(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
         bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        seed = self._request_seed(params)
-        sequences = [
-            SequenceRequest(
-                seq_id=self._next_seq_id + i,
-                prompt_token_ids=token_ids,
-                params=params,
-                seed=(seed + i) & _MASK64,
-                stop_token_ids=sorted(stops),
-                bad_words_ids=bad_words,
-                arrival_time=arrival,
-                priority=priority,
-            )
-            for i in range(params.n)
-        ]
-        self._next_seq_id += params.n
-        return ProcessedRequest(request_id, text, token_ids, params, sequences, arrival)
+        # Who is to be chosen by its logprobs must have them, though the user does not see them.
+        ranked = params.logprobs is None and params.num_sequences > params.n
+        group = GroupRequest(
+            group_id=self._next_group_id,
+            prompt_token_ids=token_ids,
+            params=msgspec.structs.replace(params, logprobs=0) if ranked else params,
+            seed=self._request_seed(params),
+            stop_token_ids=sorted(stops),
+            bad_words_ids=bad_words,
+            arrival_time=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            beam=beam,
+        )
+        self._next_group_id += 1
+        return ProcessedRequest(request_id, text, token_ids, params, group, arrival)
+
+    def _greedy_steps(self, beam: BeamSearchParams) -> SamplingParams:
+        """What the workers do for a beam search: name the most likely tokens of each beam."""
+        beam.validate()
+        stops = 0 if beam.ignore_eos else len(self.eos_token_ids)
+        return SamplingParams(
+            n=beam.beam_width,
+            temperature=0.0,
+            max_tokens=beam.max_tokens,
+            logprobs=min(beam.beam_width + stops, MAX_LOGPROBS, self.vocab_size),
+            ignore_eos=beam.ignore_eos,
+            skip_special_tokens=beam.skip_special_tokens,
+        )
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if it was one) and the token ids of a prompt in any of its forms."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -17,7 +18,7 @@ from octavo.engine.tokenizer import Tokenizer
 
 #: One chat message: {"role": ..., "content": ...}.
 Message = dict[str, Any]
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
 class LLM:
@@ -64,6 +65,25 @@ class LLM:
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, priority, single)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
+
+        >>> llm.beam_search("The capital of France is", BeamSearchParams(beam_width=4, max_tokens=8))
+
+        ``generate`` takes ``BeamSearchParams`` too, also mixed with ``SamplingParams``.
+
+        Raises:
+            InvalidRequestError: as for ``generate``.
+        """
+        return self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -105,7 +125,9 @@ class LLM:
         priority: int | Sequence[int],
         single: bool,
     ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts))
+        params = _one_each(
+            "sampling_params", sampling_params or SamplingParams(), (SamplingParams, BeamSearchParams), len(prompts)
+        )
         priorities = _one_each("priority", priority, int, len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
@@ -155,7 +177,7 @@ def _is_single(prompts: object) -> bool:
     raise InvalidRequestError(f"prompts must be text, token ids, a dictionary or a list of these, not {prompts!r}")
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
     if isinstance(value, Sequence) and len(value) == count:

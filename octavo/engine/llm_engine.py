@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import RequestOutput
@@ -52,12 +53,15 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str = "",
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step that adds to it gives an output; else only its end does.
+
+        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -65,19 +69,22 @@ class LLMEngine:
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.inputs.process(
-            request_id, prompt, params if params is not None else SamplingParams(), priority=priority
+            request_id,
+            prompt,
+            params if params is not None else SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
         )
         self._outputs.open(request, streaming=streaming)
-        for sequence in request.sequences:
-            self.core.add(sequence)
+        self.core.add(request.group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: the new state of each request that it added to."""
         if not self.core.has_work:
             return []
         outputs, stopped = self._outputs.process(self.core.step())
-        for seq_id in stopped:
-            self.core.abort(seq_id)
+        for group_id, index in stopped:
+            self.core.stop(group_id, index)
         return outputs
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -85,10 +92,13 @@ class LLMEngine:
         aborted = self._outputs.abort(request_id)
         if aborted is None:
             return None
-        output, seq_ids = aborted
-        for seq_id in seq_ids:
-            self.core.abort(seq_id)
+        output, group_id = aborted
+        self.core.abort(group_id)
         return output
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the contents of all blocks that requests to come could share."""
+        self.core.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""

@@ -6,23 +6,22 @@ import time
 from dataclasses import dataclass, field, replace
 
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from octavo.core.plan import PositionLogprobs
+from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
-from octavo.scheduler.scheduler import SequenceUpdate
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.results import GroupUpdate, SequenceUpdate, Update
 
 
 @dataclass(slots=True, eq=False)
 class _Completion:
     """One sequence of a request. Without a detokenizer its text is made once, at its end."""
 
-    seq_id: int
-    request: _Request
     output: CompletionOutput
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: IncrementalDetokenizer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,11 +48,19 @@ class _Request:
             request_id=self.source.request_id,
             prompt=self.source.prompt,
             prompt_token_ids=self.source.prompt_token_ids,
-            outputs=outputs,
+            outputs=self._best(outputs) if self.finished else outputs,
             finished=self.finished,
             metrics=replace(self.metrics),
             prompt_logprobs=self.prompt_logprobs,
         )
+
+    def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """``best_of``: the ``n`` likeliest, best first, and failed ones last."""
+        n = self.source.params.n
+        if len(outputs) <= n:
+            return outputs
+        ranked = sorted(outputs, key=lambda o: (o.error is not None, -(o.cumulative_logprob or 0.0), o.index))
+        return [replace(o, index=i) for i, o in enumerate(ranked[:n])]
 
 
 class OutputProcessor:
@@ -62,7 +69,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
-        self._completions: dict[int, _Completion] = {}
+        self._groups: dict[int, _Request] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -73,21 +80,27 @@ class OutputProcessor:
         return len(self._requests)
 
     def open(self, source: ProcessedRequest, *, streaming: bool) -> None:
-        """Begins a request; a streaming one gives an output after each step, another at its end only."""
+        """Begins a request; a streaming one gives an output after each step, another at its end only.
+
+        Beam search and ``best_of`` have nothing to show before their end.
+        """
         params = source.params
+        streaming = streaming and source.group.beam is None and params.num_sequences == params.n
         request = _Request(source, RequestMetrics(source.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        for index, sequence in enumerate(source.sequences):
+        for index in range(source.group.num_sequences):
             output = CompletionOutput(index)
-            if params.logprobs is not None:
-                output.logprobs, output.cumulative_logprob = [], 0.0
-            completion = _Completion(sequence.seq_id, request, output, None)
+            if params.logprobs is not None and source.group.beam is None:
+                output.logprobs = []
+            if source.group.params.logprobs is not None:
+                output.cumulative_logprob = 0.0
+            completion = _Completion(output)
             if params.detokenize and (params.stop or streaming):
                 completion.detokenizer = self._detokenizer(source.prompt_token_ids, params)
             request.completions.append(completion)
-            self._completions[sequence.seq_id] = completion
         self._requests[source.request_id] = request
+        self._groups[source.group.group_id] = request
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
@@ -99,72 +112,96 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def process(self, updates: list[SequenceUpdate]) -> tuple[list[RequestOutput], list[int]]:
-        """Takes in a step: the outputs to hand out, and the sequences that a stop string has ended."""
+    def process(self, updates: list[Update]) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
+        """Takes in a step: the outputs to hand out, and the sequences (group, index) that a stop text has ended."""
         now = time.monotonic()
-        touched: dict[str, _Request] = {}
-        stopped = []
+        touched: dict[int, _Request] = {}
+        stopped: list[tuple[int, int]] = []
         for update in updates:
-            completion = self._completions.get(update.seq_id)
-            if completion is None:
+            group = update.sequence.group if isinstance(update, SequenceUpdate) else update.group
+            request = self._groups.get(group.group_id)
+            if request is None:
                 continue
-            request = completion.request
-            self._take_in(completion, update, now)
-            if completion.output.finished:
-                del self._completions[completion.seq_id]
-                if not update.sequence.status.finished:
-                    stopped.append(completion.seq_id)
-                request.metrics.num_preemptions += update.sequence.num_preemptions
-            touched[request.source.request_id] = request
-        outputs = []
-        for request_id, request in touched.items():
+            touched[group.group_id] = request
+            if isinstance(update, GroupUpdate):
+                self._end_group(request, update)
+            else:
+                completion = request.completions[update.sequence.index]
+                if completion.output.finished:
+                    continue
+                self._take_in(request, completion, update, now)
+                if completion.output.finished and not update.sequence.status.finished:
+                    stopped.append((group.group_id, update.sequence.index))
             if request.finished:
-                request.metrics.finished_time = now
-                del self._requests[request_id]
+                _take_metrics(request.metrics, group)
+        outputs = []
+        for request in touched.values():
+            if request.finished:
+                self._close(request, now)
             if request.finished or request.streaming:
                 outputs.append(request.snapshot())
         return outputs, stopped
 
-    def abort(self, request_id: str) -> tuple[RequestOutput, list[int]] | None:
-        """Ends a request: its last output, and its sequences still to be ended in the core. None if it is not open."""
-        request = self._requests.pop(request_id, None)
+    def abort(self, request_id: str) -> tuple[RequestOutput, int] | None:
+        """Ends a request: its last output, and its group still to be ended in the core. None if it is not open."""
+        request = self._requests.get(request_id)
         if request is None:
             return None
-        running = [c for c in request.completions if not c.output.finished]
-        for completion in running:
-            self._finish(completion, SequenceStatus.FINISHED_ABORTED.value)
-            del self._completions[completion.seq_id]
-        request.metrics.finished_time = time.monotonic()
-        return request.snapshot(), [c.seq_id for c in running]
+        for completion in request.completions:
+            if not completion.output.finished:
+                self._finish(request, completion, SequenceStatus.FINISHED_ABORTED.value)
+        self._close(request, time.monotonic())
+        return request.snapshot(), request.source.group.group_id
 
-    def _take_in(self, completion: _Completion, update: SequenceUpdate, now: float) -> None:
-        metrics, output, sequence = completion.request.metrics, completion.output, update.sequence
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = sequence.first_scheduled_time
+    def _close(self, request: _Request, now: float) -> None:
+        request.metrics.finished_time = now
+        del self._requests[request.source.request_id]
+        del self._groups[request.source.group.group_id]
+
+    def _end_group(self, request: _Request, update: GroupUpdate) -> None:
+        """The whole group has ended: with the hypotheses of a beam search, or because it failed."""
+        if update.hypotheses is None:
+            for completion in request.completions:
+                if not completion.output.finished:
+                    completion.output.error = update.error
+                    self._finish(request, completion, update.group.status.value)
+            return
+        stops = update.group.stop_token_ids
+        # Fewer than asked for where the vocabulary has not as many continuations.
+        request.completions = request.completions[: len(update.hypotheses)]
+        for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
+            output = completion.output
+            output.token_ids = hypothesis.token_ids
+            output.cumulative_logprob, output.score = hypothesis.cumulative_logprob, hypothesis.score
+            self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
+
+    def _take_in(self, request: _Request, completion: _Completion, update: SequenceUpdate, now: float) -> None:
+        metrics, output, sequence = request.metrics, completion.output, update.sequence
         if update.extra is not None:
-            self._add_logprobs(completion, update)
+            self._add_logprobs(request, completion, update.extra)
         if update.token_id is not None:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
+                metrics.first_scheduled_time = sequence.group.first_scheduled_time
             output.token_ids.append(update.token_id)
         if sequence.status.finished:
             output.error, output.stop_reason = update.error, update.stop_reason
-        params = completion.request.source.params
+        params = request.source.params
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
         silent = sequence.status is SequenceStatus.FINISHED_STOPPED and not params.include_stop_str_in_output
         if update.token_id is not None and completion.detokenizer is not None and not silent:
             match = completion.detokenizer.append([update.token_id])
             if match is not None:
                 output.stop_reason = match.stop
-                self._finish(completion, SequenceStatus.FINISHED_STOPPED.value)
+                self._finish(request, completion, SequenceStatus.FINISHED_STOPPED.value)
                 return
         if sequence.status.finished:
-            self._finish(completion, sequence.status.value, drop_last=silent)
+            self._finish(request, completion, sequence.status.value, drop_last=silent)
         elif completion.detokenizer is not None:
             output.text += completion.detokenizer.new_text(False)
 
-    def _finish(self, completion: _Completion, reason: str, *, drop_last: bool = False) -> None:
-        output, params = completion.output, completion.request.source.params
+    def _finish(self, request: _Request, completion: _Completion, reason: str, *, drop_last: bool = False) -> None:
+        output, params = completion.output, request.source.params
         output.finish_reason = reason
         if completion.detokenizer is not None:
             match = completion.detokenizer.finish()
@@ -173,17 +210,17 @@ class OutputProcessor:
             output.text = completion.detokenizer.text
         elif params.detokenize:
             shown = output.token_ids[:-1] if drop_last else output.token_ids
-            detokenizer = self._detokenizer(completion.request.source.prompt_token_ids, params)
+            detokenizer = self._detokenizer(request.source.prompt_token_ids, params)
             detokenizer.append(shown)
             detokenizer.finish()
             output.text = detokenizer.text
 
-    def _add_logprobs(self, completion: _Completion, update: SequenceUpdate) -> None:
-        output, extra, request = completion.output, update.extra, completion.request
-        assert extra is not None
-        if extra.logprobs is not None and output.logprobs is not None and output.cumulative_logprob is not None:
-            output.logprobs.append(self._readable(extra.logprobs))
+    def _add_logprobs(self, request: _Request, completion: _Completion, extra: SequenceResult) -> None:
+        output = completion.output
+        if extra.logprobs is not None and output.cumulative_logprob is not None:
             output.cumulative_logprob += extra.logprobs.logprob
+            if output.logprobs is not None:
+                output.logprobs.append(self._readable(extra.logprobs))
         known = request.prompt_logprobs
         if known is not None and output.index == 0:
             # After a preemption the prompt is computed again; what is known already is not added twice.
@@ -196,3 +233,12 @@ class OutputProcessor:
         for rank, (token, logprob) in enumerate(zip(position.top_ids, position.top_logprobs, strict=True), start=1):
             logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
         return logprobs
+
+
+def _take_metrics(metrics: RequestMetrics, group: SequenceGroup) -> None:
+    metrics.first_scheduled_time = group.first_scheduled_time
+    metrics.num_cached_tokens = group.num_cached_tokens
+    metrics.num_preemptions = group.num_preemptions
+    metrics.num_preemptions_by_swap = group.num_swaps
+    metrics.num_recomputed_tokens = group.num_recomputed_tokens
+    metrics.num_swapped_blocks = group.num_swapped_blocks

@@ -165,4 +165,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies block to block (source, target), in every layer."""
+        """Copies block to block (source, target), in every layer.
+
+        A source may have several targets. All sources are read before any target is written; no target comes twice.
+        """
+
+    @abstractmethod
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) of one cache to another, in every layer.
+
+        Both are caches of this backend, of the same shapes and types but for their number of blocks.
+        """

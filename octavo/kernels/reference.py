@@ -127,12 +127,16 @@ class ReferenceKernels(Kernels):
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """All sources are read before any target is written."""
+        self.swap_blocks(caches, caches, pairs)
+
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """A gather and a scatter for each array."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
-        for cache in caches:
-            for blocks in (cache.key, cache.value):
-                blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+        read, written = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+        for source, target in zip(sources, targets, strict=True):
+            target.key.index_copy_(0, written, source.key.index_select(0, read))
+            target.value.index_copy_(0, written, source.value.index_select(0, read))
 
 
 def _decode(
@@ -215,9 +219,10 @@ def _prefill(q: Tensor, cache: LayerCache, table: Tensor, seq_len: int, scale: f
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that on a CPU take no memory before they are written: torch writes its zeros, calloc does not."""
-    if device.type != "cpu":
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:  # torch cannot view an empty array as another type
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    raw = np.zeros(size, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 

@@ -5,6 +5,7 @@ Only rows that ask for one of these have an ``Adjustments``; it edits that row i
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import numpy as np
@@ -58,6 +59,13 @@ class Adjustments:
             or _penalised(params)
             or len(sequence.token_ids) - sequence.num_prompt_tokens < params.min_tokens
         )
+
+    def fork(self) -> Adjustments:
+        """The same edits for a sequence that goes on from here: its tokens are counted apart, the rest is shared."""
+        child = copy.copy(self)
+        if self._penalties is not None:
+            child._penalties = self._penalties.fork()
+        return child
 
     def apply(self, row: int, logits: NDArray[np.float32]) -> None:
         """Edits the row's logits [vocab_size] in place.
@@ -146,6 +154,11 @@ class _Penalties:
         if self._repetition != 1.0:  # the other two look at the output alone
             for token in dict.fromkeys(sequence.token_ids[: self._counted]):
                 self._place(token)
+
+    def fork(self) -> _Penalties:
+        child = copy.copy(self)
+        child._index, child._ids, child._counts = dict(self._index), self._ids.copy(), self._counts.copy()
+        return child
 
     def _place(self, token: int) -> int:
         """Index of the token in the arrays, where it gets a place if it has none."""

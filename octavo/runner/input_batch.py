@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import NewSequence, StepPlan
+from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.kernels.interface import AttentionBatch
 from octavo.runner.token_table import TokenTable
 
@@ -30,6 +30,19 @@ class StepInputs:
     offsets: NDArray[np.int64]
     #: Index into the plan's sequences of those that sample: their last known token is computed.
     sampling: NDArray[np.int64]
+    #: Children that sample with them, if the plan forks any.
+    forked: ForkedRows | None
+
+
+@dataclass(slots=True)
+class ForkedRows:
+    """Sequences just forked, without tokens of their own to compute, whose parents sample in the step."""
+
+    seq_ids: list[int]
+    #: Row of each: [F].
+    rows: NDArray[np.int64]
+    #: Index of each one's parent into ``StepInputs.sampling``: [F].
+    parents: NDArray[np.int64]
 
 
 class InputBatch:
@@ -70,6 +83,22 @@ class InputBatch:
         self.num_blocks[row] = 0
         return row
 
+    def fork(self, parent: int, child: int) -> int:
+        """Gives a new sequence a row that is a copy of its parent's."""
+        source, row = self._rows[parent], self._free.pop()
+        self._rows[child] = row
+        known, held = self.tokens.num_tokens[source], self.num_blocks[source]
+        self.tokens.ids[row, :known] = self.tokens.ids[source, :known]
+        self.block_tables[row, :held] = self.block_tables[source, :held]
+        for counts in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.num_blocks):
+            counts[row] = counts[source]
+        return row
+
+    def set_last_token(self, seq_id: int, token: int) -> None:
+        """Puts a token in the place of the last one known, whose KV entry must not be computed yet."""
+        row = self._rows[seq_id]
+        self.tokens.ids[row, self.tokens.num_tokens[row] - 1] = token
+
     def forget(self, seq_id: int) -> int | None:
         """Takes the row back; None if the sequence was never met."""
         row = self._rows.pop(seq_id, None)
@@ -77,12 +106,12 @@ class InputBatch:
             self._free.append(row)
         return row
 
-    def append_blocks(self, seq_id: int, blocks: list[int]) -> None:
-        """Extends a sequence's block table."""
-        row = self._rows[seq_id]
-        held = self.num_blocks[row]
-        self.block_tables[row, held : held + len(blocks)] = blocks
-        self.num_blocks[row] = held + len(blocks)
+    def change_table(self, change: TableChange) -> None:
+        """Writes blocks into a sequence's block table, which grows if they reach past its end."""
+        row = self._rows[change.seq_id]
+        end = change.index + len(change.blocks)
+        self.block_tables[row, change.index : end] = change.blocks
+        self.num_blocks[row] = max(self.num_blocks[row], end)
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The flat inputs of a plan whose changes have been applied."""
@@ -96,6 +125,7 @@ class InputBatch:
         token_rows = np.repeat(rows, lengths)
         blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
         max_seq_len = int(ends.max())
+        sampling = np.flatnonzero(ends == self.tokens.num_tokens[rows])
         attention = AttentionBatch(
             query_start=torch.from_numpy(offsets.astype(np.int32)),
             seq_lens=torch.from_numpy(ends.astype(np.int32)),
@@ -114,13 +144,26 @@ class InputBatch:
             starts=starts,
             ends=ends,
             offsets=offsets,
-            sampling=np.flatnonzero(ends == self.tokens.num_tokens[rows]),
+            sampling=sampling,
+            forked=self._forked(plan, sampling) if plan.forks else None,
         )
 
-    def advance(self, inputs: StepInputs, sampled: NDArray[np.int64]) -> None:
-        """Counts the step's tokens as computed and appends the sampled ones."""
+    def _forked(self, plan: StepPlan, sampling: NDArray[np.int64]) -> ForkedRows | None:
+        places = {plan.seq_ids[i]: place for place, i in enumerate(sampling.tolist())}
+        scheduled = set(plan.seq_ids)
+        pairs = [(f.child, places[f.parent]) for f in plan.forks if f.parent in places and f.child not in scheduled]
+        if not pairs:
+            return None
+        seq_ids = [child for child, _ in pairs]
+        rows = np.array([self._rows[child] for child in seq_ids], dtype=np.int64)
+        return ForkedRows(seq_ids, rows, np.array([place for _, place in pairs], dtype=np.int64))
+
+    def advance(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: NDArray[np.int64]) -> None:
+        """Counts the step's tokens as computed and appends the sampled ones to their rows."""
         self.num_computed[inputs.rows] = inputs.ends
-        rows = inputs.rows[inputs.sampling]
+        if inputs.forked is not None:
+            parents = inputs.sampling[inputs.forked.parents]
+            self.num_computed[inputs.forked.rows] = inputs.ends[parents]
         # The last token that the context length allows ends the sequence: it needs no place.
         room = self.tokens.num_tokens[rows] < self.tokens.ids.shape[1]
         rows, sampled = rows[room], sampled[room]

@@ -1,4 +1,4 @@
-"""How much memory there is, and how many KV cache blocks it gives."""
+"""How much memory there is, and how many KV cache blocks it gives on the device and on the host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from octavo.core.model_config import ModelConfig
 
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
+_DEFAULT_SWAP_SPACE = 4 * GIB
 
 
 def available_memory() -> int:
@@ -63,11 +64,44 @@ def check_weights_fit(config: ModelConfig, dtype: str) -> None:
         )
 
 
-def num_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, max_model_len: int) -> int:
-    """KV cache blocks of ``block_bytes`` each for this engine, once the weights are in memory.
+def free_for_caches(config: ModelConfig, options: EngineConfig) -> int:
+    """Bytes free now beside what the largest step needs; to be asked once the weights are in memory."""
+    return max(0, available_memory() - activation_bytes(config, options))
 
-    ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free beside the largest
-    step's activations, and never more than ``max_num_seqs`` sequences of full length could use.
+
+def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, free: int) -> int:
+    """Host blocks of ``block_bytes`` each for what preempted requests hold, of ``free`` bytes of host memory.
+
+    ``num_host_blocks_override`` if given. Else as many as ``swap_space`` holds, by default 4 GiB or a tenth of what is
+    free if that is less, or none if the other options never move a block there; and never more than ``max_num_seqs``
+    sequences of full length could use.
+
+    Raises:
+        InsufficientMemoryError: the ``swap_space`` that was asked for is more than what is free.
+    """
+    if options.num_host_blocks_override is not None:
+        return options.num_host_blocks_override
+    space = _default_swap_space(options, free) if options.swap_space is None else int(options.swap_space * GIB)
+    if space > free:
+        raise InsufficientMemoryError(
+            f"swap_space={options.swap_space:g} GiB is more than the {free / GIB:.3f} GiB that are free beside the "
+            "weights and the largest step's activations; lower it (0: preempted requests are recomputed)"
+        )
+    full_length = -(-config.max_position // options.block_size)
+    return min(space // block_bytes, full_length * options.max_num_seqs)
+
+
+def _default_swap_space(options: EngineConfig, free: int) -> int:
+    if options.preemption_mode == "recompute" and not options.host_prefix_cache:
+        return 0
+    return min(_DEFAULT_SWAP_SPACE, free // 10)
+
+
+def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len: int) -> int:
+    """KV cache blocks of ``block_bytes`` each, of ``free`` bytes of the device's memory.
+
+    ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free, and never more than
+    ``max_num_seqs`` sequences of full length could use.
 
     Raises:
         InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
@@ -75,17 +109,15 @@ def num_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, max
     """
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
-    each = block_bytes
-    free = available_memory() - activation_bytes(config, options)
     budget = int(options.gpu_memory_utilization * free)
     per_sequence = -(-max_model_len // options.block_size)
     least = per_sequence if options.max_model_len is not None else 1
-    if budget < least * each:
+    if budget < least * block_bytes:
         what = f"one sequence of {max_model_len} tokens" if least > 1 else "one block"
         raise InsufficientMemoryError(
             f"the KV cache of {what} needs "
-            f"{least * each / GIB:.3f} GiB, but gpu_memory_utilization={options.gpu_memory_utilization} of the "
-            f"{max(0, free) / GIB:.3f} GiB left free gives {max(0, budget) / GIB:.3f} GiB; lower max_model_len or "
-            "max_num_batched_tokens, or raise gpu_memory_utilization"
+            f"{least * block_bytes / GIB:.3f} GiB, but gpu_memory_utilization={options.gpu_memory_utilization} of the "
+            f"{max(0, free) / GIB:.3f} GiB left free gives {max(0, budget) / GIB:.3f} GiB; lower max_model_len, "
+            "max_num_batched_tokens or swap_space, or raise gpu_memory_utilization"
         )
-    return min(budget // each, per_sequence * options.max_num_seqs)
+    return min(budget // block_bytes, per_sequence * options.max_num_seqs)

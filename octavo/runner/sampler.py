@@ -63,6 +63,15 @@ class Sampler:
             self._num_logprobs[row] = params.logprobs
         self._special[row] = random or self._adjusted[row] or params.logprobs is not None
 
+    def fork(self, parent: int, child: int, seed: int) -> None:
+        """A copy of the sequence at row ``parent`` joins at row ``child``, where it draws by its own seed."""
+        for state in (self._special, self._adjusted, self._num_logprobs, self._filters):
+            state[child] = state[parent]
+        self._seeds[child] = seed & 0xFFFFFFFFFFFFFFFF
+        self._adjustments.pop(child, None)
+        if self._adjusted[parent]:
+            self._adjustments[child] = self._adjustments[parent].fork()
+
     def remove(self, row: int) -> None:
         """Forgets what the row asked for, if anything."""
         self._special[row] = self._adjusted[row] = False

@@ -1,260 +1,242 @@
-"""Continuous batching under one token budget: decodes first, then prefill chunks, first come first served."""
+"""The scheduler: at every step, who runs, who comes in, who has to go."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from octavo.core.plan import NewSequence, SequenceResult, StepPlan, StepResult
-from octavo.core.request import Sequence, SequenceRequest, SequenceStatus
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
-
-
-@dataclass(slots=True)
-class SequenceUpdate:
-    """What a step did to one sequence; ``status`` is a finished one at its end."""
-
-    sequence: Sequence
-    token_id: int | None
-    extra: SequenceResult | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-
-    @property
-    def seq_id(self) -> int:
-        """The sequence's id."""
-        return self.sequence.seq_id
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan being made: tokens and new blocks by sequence, in order."""
-
-    budget: int
-    scheduled: dict[Sequence, int] = field(default_factory=dict)
-    new_blocks: dict[Sequence, list[int]] = field(default_factory=dict)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: bool = False
-
-    def take(self, sequence: Sequence, num_tokens: int, blocks: list[int]) -> None:
-        self.scheduled[sequence] = num_tokens
-        self.budget -= num_tokens
-        if blocks:
-            self.new_blocks[sequence] = blocks
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.scheduled.pop(sequence, 0)
-        self.new_blocks.pop(sequence, None)
+from octavo.scheduler.admission import Admission
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.preemption import MoveCost, Preemption
+from octavo.scheduler.queues import Queues
+from octavo.scheduler.results import GroupUpdate, Results, Update
+from octavo.scheduler.running import Running
+from octavo.scheduler.stats import SchedulerStats
+from octavo.scheduler.step import Step, make_plan
 
 
 class Scheduler:
-    """Owns the queues: ``waiting`` and ``running``, both in order of arrival.
+    """Decides a step (``schedule``) and takes in what came of it (``update``).
 
-    Invariants: a sequence is in exactly one queue until it finishes; only running ones hold blocks; every running
-    sequence arrived before every waiting one.
+    Two ways to fill a step: ``mixed`` (one token budget: decodes first, then prompt chunks) and ``prefill_first`` (the
+    three queues of Kwon et al. 2023, section 4.5: whole prompts in steps of their own, swapped groups before new ones).
     """
 
     def __init__(
         self,
         blocks: BlockManager,
+        options: SchedulerOptions,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        enable_chunked_prefill: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Limits as in ``EngineConfig``; ``max_model_len`` tokens must fit the blocks."""
-        if blocks.blocks_for(max_model_len) > blocks.pool.num_blocks:
-            raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.pool.num_blocks} blocks")
+        """``max_model_len`` tokens must fit the blocks."""
+        if blocks.blocks_for(options.max_model_len) > blocks.num_blocks:
+            raise ValueError(f"max_model_len {options.max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.enable_chunked_prefill = enable_chunked_prefill
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.options = options
+        self.queues = Queues(options, blocks)
+        self._stats = SchedulerStats()
+        self._preemption = Preemption(options, self.queues, self._stats)
+        self._admission = Admission(options, self.queues, self._preemption)
+        self._running = Running(options, self.queues, self._preemption)
+        self._results = Results(self.queues)
         self._clock = clock
-        self._sequences: dict[int, Sequence] = {}
-        self._forget: list[int] = []
-        self._steps = 0
+        self._in_flight: dict[int, Step] = {}
+        self._refused: list[Update] = []
+        self._last_prompt_latency = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is unfinished, or the workers still have to forget one."""
-        return bool(self._sequences)
+        """Whether a group is unfinished, or one that was refused is still to be reported."""
+        return bool(self.queues.groups or self._refused)
 
-    def add(self, request: SequenceRequest) -> None:
-        """Puts a new sequence at the end of the waiting queue; its prompt must be shorter than ``max_model_len``."""
-        sequence = Sequence(request)
-        self._sequences[sequence.seq_id] = sequence
-        self.waiting.append(sequence)
+    @property
+    def move_cost(self) -> MoveCost:
+        """Observed costs of swapping and recomputing, on which ``preemption_mode=auto`` decides."""
+        return self._preemption.cost
 
-    def finish(self, seq_id: int, status: SequenceStatus) -> Sequence | None:
-        """Ends a sequence in any state and frees all it holds; None if it has ended already."""
-        sequence = self._sequences.get(seq_id)
-        if sequence is None:
-            return None
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
-        self._release(sequence, status)
-        return sequence
+    def add(self, request: GroupRequest) -> None:
+        """Queues a group; one that could never run ends as ignored with the next ``update``.
+
+        The prompt must be shorter than ``max_model_len``.
+        """
+        group = self.queues.add(request)
+        refusal = self._admission.refusal(group)
+        if refusal is not None:
+            self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
+            self._refused.append(GroupUpdate(group, error=refusal))
+
+    def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
+        """Ends a group in any state and frees all it holds; nothing happens if it has ended."""
+        group = self.queues.groups.get(group_id)
+        if group is not None:
+            self.queues.end_group(group, status)
+
+    def finish_sequence(self, group_id: int, index: int) -> None:
+        """Ends one sequence of a group, as a stop text does; nothing happens if it has ended.
+
+        Nor before the group has forked, when no sequence has a text; and beams end together.
+        """
+        group = self.queues.groups.get(group_id)
+        if group is None or group.unforked or group.beam is not None:
+            return
+        for seq in group.seqs:
+            if seq.index == index:
+                self.queues.end_sequence(seq, SequenceStatus.FINISHED_STOPPED)
+                return
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Decides what the next step computes."""
-        step = _Step(self.max_num_batched_tokens)
-        decodes = [s for s in self.running if s.num_uncomputed == 1]
-        prefills = [s for s in self.running if s.num_uncomputed > 1]
-        for sequence in decodes + prefills:
-            self._continue(sequence, step)
-        if not step.preempted:  # who was just put out must not be overtaken by who never ran
-            self._admit(step)
-        return self._plan(step)
+        step = Step(self._clock(), self.options.max_num_batched_tokens)
+        self.queues.reorder(step.now)
+        favoured = self._admission.make_room(step) if self.options.priority_preemption else None
+        if self.options.batching == "prefill_first":
+            self._fill_prefill_first(step, favoured)
+        else:
+            self._fill_mixed(step, favoured)
+        self._end_hopeless(step)
+        self._stats.steps += 1
+        plan = make_plan(self.queues, step, self._stats.steps)
+        self._in_flight[plan.step] = step
+        self._count(step, plan)
+        return plan
 
-    def _continue(self, sequence: Sequence, step: _Step) -> None:
-        """Schedules a running sequence, preempting the latest arrivals while blocks are missing."""
-        num_tokens = self._chunk(sequence, step.budget)
-        if not num_tokens:
+    def _fill_mixed(self, step: Step, favoured: SequenceGroup | None) -> None:
+        for group in self._running.schedule(step):
+            self._end_outgrown(group, step)
+        if favoured is not None:
+            self._admission.start(favoured, step)
+        elif not step.preempted:  # who was just put out must not be overtaken, nor come back at once
+            self._admission.admit(step)
+
+    def _fill_prefill_first(self, step: Step, favoured: SequenceGroup | None) -> None:
+        if favoured is not None:
+            self._admission.start(favoured, step)
+        elif self._waited_enough(step.now):
+            while step.budget > 0 and (group := self._next_prompt(step.now)) is not None:
+                if not self._admission.start(group, step):
+                    break
+        if step.prefills or step.decodes:
             return
-        while sequence.status is SequenceStatus.RUNNING:
-            blocks = self.blocks.grow(sequence.seq_id, sequence.num_computed + num_tokens)
-            if blocks is not None:
-                step.take(sequence, num_tokens, blocks)
-                return
-            self._preempt(self.running[-1], step)
+        for group in self._running.schedule(step):
+            self._end_outgrown(group, step)
+        while not step.preempted and (group := self.queues.swapped.head(step.now)) is not None:
+            first = self._admission.first(step.now)
+            overtakes = first is None or (first is not group and first.urgent)
+            if overtakes or not self._admission.bring_back(group, step):
+                break
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of this sequence that the budget takes now."""
-        if sequence.num_uncomputed <= budget:
-            return sequence.num_uncomputed
-        return budget if self.enable_chunked_prefill else 0
+    def _next_prompt(self, now: float) -> SequenceGroup | None:
+        """Who of the waiting goes before all that are swapped out: only one that has waited too long, if any are."""
+        if not len(self.queues.swapped):
+            return self._admission.next_waiting(now)
+        first = self._admission.first(now)
+        return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
 
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
-        """Preemption by recompute: the blocks go, the tokens stay, and it waits before all who never ran."""
-        self.running.remove(sequence)
-        step.drop(sequence)
-        step.preempted = True
-        self.blocks.free(sequence.seq_id)
-        self._forget.append(sequence.seq_id)
-        sequence.num_computed = 0
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+    def _waited_enough(self, now: float) -> bool:
+        """``scheduler_delay_factor``: lets the waiting queue fill for a share of the last prompt step's time."""
+        factor = self.options.scheduler_delay_factor
+        if not factor or not self.queues.running:
+            return True
+        group = self._admission.next_waiting(now)
+        return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
 
-    def _admit(self, step: _Step) -> None:
-        """Moves waiting sequences to running, in order, while budget, rows and blocks last."""
-        promised = sum(self.blocks.missing(s.seq_id, len(s.token_ids)) for s in self.running if s.num_uncomputed > 1)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            num_tokens = self._chunk(sequence, step.budget)
-            known = len(sequence.token_ids)
-            # Alone on the machine a sequence may use the watermark too, or one as long as the pool would never run.
-            if not num_tokens or (self.running and not self.blocks.can_admit(known, promised)):
-                return
-            blocks = self.blocks.grow(sequence.seq_id, num_tokens)
-            assert blocks is not None, "a sequence that was admitted has room for its first chunk"
-            promised += self.blocks.blocks_for(known) - len(blocks)
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            if sequence.first_scheduled_time is None:
-                sequence.first_scheduled_time = self._clock()
-            step.admitted.append(sequence)
-            step.take(sequence, num_tokens, blocks)
+    def _end_hopeless(self, step: Step) -> None:
+        """What cannot run though nothing else holds a block never will: several sequences outgrew all the blocks."""
+        if self.queues.running or step.preempted or step.ended:
+            return
+        swapped = self.queues.swapped.head(step.now) if self.options.batching == "prefill_first" else None
+        group = self._next_prompt(step.now) if swapped is not None else None
+        group = group or swapped or self._admission.first(step.now)
+        if group is not None:
+            self._end_outgrown(group, step)
 
-    def _plan(self, step: _Step) -> StepPlan:
-        self._steps += 1
-        forget, self._forget = self._forget, []
-        # A one-token chunk is a decode to the kernels; those rows come first.
-        order = sorted(step.scheduled.items(), key=lambda item: item[1] > 1)
-        return StepPlan(
-            step=self._steps,
-            forget=forget,
-            new=[_introduce(s) for s in step.admitted],
-            new_blocks=[(s.seq_id, blocks) for s, blocks in step.new_blocks.items()],
-            seq_ids=[s.seq_id for s, _ in order],
-            num_tokens=[n for _, n in order],
+    def _end_outgrown(self, group: SequenceGroup, step: Step) -> None:
+        step.ended = True
+        lengths = [len(s.token_ids) for s in group.seqs]
+        message = (
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
+            f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
         )
+        self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
+        self._refused.append(GroupUpdate(group, error=message))
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+    def _count(self, step: Step, plan: StepPlan) -> None:
+        stats = self._stats
+        stats.decode_tokens += len(step.decodes)
+        stats.prefill_tokens += step.num_prompt_tokens
+        stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
+        stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
+        stats.copied_blocks += len(plan.blocks_to_copy)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Takes in what the plan brought: counts computed tokens, appends sampled ones, finishes, frees."""
-        for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
-            sequence = self._sequences.get(seq_id)
-            if sequence is not None:  # it may have been aborted while the step ran
-                sequence.num_computed += num_tokens
-        sampled = dict(zip(result.seq_ids, result.token_ids, strict=True))
-        updates = []
-        ended = False
-        for seq_id in plan.seq_ids:
-            sequence = self._sequences.get(seq_id)
-            extra = result.extras.get(seq_id)
-            token = sampled.get(seq_id)
-            if sequence is None or (token is None and extra is None):
-                continue
-            update = SequenceUpdate(sequence, token, extra)
-            self._take_in(update)
-            updates.append(update)
-            if sequence.status.finished:
-                self._release(sequence, sequence.status)
-                ended = True
-        if ended:  # one pass, however many ended
-            self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
+        step = self._in_flight.pop(plan.step)
+        if step.prefills:
+            self._last_prompt_latency = self._clock() - step.now
+        self._observe(step, plan, result)
+        return self._take_refused() + self._results.take_in(step, result)
+
+    def fail(self, plan: StepPlan, message: str) -> list[Update]:
+        """Ends with an error every group of a plan that could not be executed; the others go on.
+
+        Nobody knows how far the plan came, so whatever it was to move is lost too.
+        """
+        step = self._in_flight.pop(plan.step)
+        updates = self._take_refused()
+        scheduled = [s.group for s in step.decodes] + step.prefill_groups
+        groups = {g.group_id: g for g in scheduled + step.moved}
+        if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
+            self.blocks.reset_prefix_cache()
+        for group_id, group in groups.items():
+            if group_id in self.queues.groups:
+                self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
+                updates.append(GroupUpdate(group, error=message))
         return updates
 
-    def _take_in(self, update: SequenceUpdate) -> None:
-        """Appends the token and decides whether the sequence has ended."""
-        sequence = update.sequence
-        if update.extra is not None and update.extra.error is not None:
-            update.error = update.extra.error
-            update.token_id = None
-            sequence.status = SequenceStatus.FINISHED_ERROR
-            return
-        token = update.token_id
-        if token is None:
-            return
-        sequence.token_ids.append(token)
-        params = sequence.request.params
-        if token in sequence.stop_token_ids:
-            sequence.status = SequenceStatus.FINISHED_STOPPED
-            update.stop_reason = token if token in (params.stop_token_ids or ()) else None
-        elif sequence.num_output_tokens == params.max_tokens or len(sequence.token_ids) >= self.max_model_len:
-            sequence.status = SequenceStatus.FINISHED_LENGTH
+    def _take_refused(self) -> list[Update]:
+        refused, self._refused = self._refused, []
+        return refused
 
-    def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
-        """Ends with an error every sequence of a plan that could not be executed; the others go on."""
-        updates = []
-        for seq_id in plan.seq_ids:
-            sequence = self.finish(seq_id, SequenceStatus.FINISHED_ERROR)
-            if sequence is not None:
-                updates.append(SequenceUpdate(sequence, None, error=message))
-        return updates
+    def _observe(self, step: Step, plan: StepPlan, result: StepResult) -> None:
+        """Learns what moving a block and computing a token cost."""
+        moved = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+        if moved and result.swap_seconds:
+            self._preemption.cost.observe_move(moved, result.swap_seconds)
+        if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
+            computing = result.seconds - result.swap_seconds
+            self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
 
-    def _release(self, sequence: Sequence, status: SequenceStatus) -> None:
-        held = self.blocks.table(sequence.seq_id)
-        if held:
-            self._forget.append(sequence.seq_id)
-        self.blocks.free(sequence.seq_id)
-        sequence.status = status
-        del self._sequences[sequence.seq_id]
+    def stats(self) -> SchedulerStats:
+        """The state of queues and blocks now, and totals so far. Takes time with the number of running sequences."""
+        stats = self.counts()
+        stats.empty_slots = self._empty_slots()
+        return stats
 
+    def counts(self) -> SchedulerStats:
+        """``stats`` as far as they cost next to nothing: ``empty_slots`` is as it was last counted."""
+        stats, queues, blocks = self._stats, self.queues, self.blocks
+        stats.num_waiting, stats.num_running = queues.num_waiting, len(queues.running)
+        stats.num_swapped = len(queues.swapped)
+        stats.blocks_used, stats.blocks_cached = blocks.num_used, blocks.num_cached
+        stats.blocks_free, stats.host_blocks_used = blocks.num_free, blocks.host_used
+        stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
+        return stats
 
-def _introduce(sequence: Sequence) -> NewSequence:
-    request = sequence.request
-    return NewSequence(
-        seq_id=sequence.seq_id,
-        token_ids=list(sequence.token_ids),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed=sequence.num_computed,
-        params=request.params,
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
-        bad_words_ids=request.bad_words_ids,
-    )
+    def _empty_slots(self) -> int:
+        """A block's tokens are counted once, however many sequences share it."""
+        size = self.blocks.block_size
+        held: dict[int, int] = {}
+        for group in self.queues.running:
+            for seq in group.seqs:
+                left = seq.num_computed
+                for block in self.blocks.table(seq.seq_id):
+                    held[block] = max(held.get(block, 0), min(size, left))
+                    left = max(0, left - size)
+        return len(held) * size - sum(held.values())

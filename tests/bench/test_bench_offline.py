@@ -29,7 +29,7 @@ def test_figures_agree_with_each_other(tiny_model: Path, tmp_path: Path, capsys:
     [
         (["bench"], "needs what to measure"),
         (["bench", "offlin", "x"], "needs what to measure"),
-        (["bench", "offline", "x", "--batches", "1,a"], "batch sizes are integers"),
+        (["bench", "offline", "x", "--batches", "1,a"], "sizes are integers"),
         (["bench", "offline", "x", "--input-len", "0"], "--input-len must be at least 1"),
     ],
 )

@@ -152,4 +152,4 @@ def test_so_few_blocks_that_requests_are_preempted(
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS, use_tqdm=False)
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
     assert same_tokens(outputs, one_batch) or differences(reference, outputs)[1] <= 2
-    assert llm.llm_engine.core.blocks.pool.num_used == 0
+    assert llm.llm_engine.core.blocks.num_used == 0

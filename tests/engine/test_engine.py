@@ -34,7 +34,7 @@ def nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]
     yield
     if "llm" in request.fixturenames:
         core = request.getfixturevalue("llm").llm_engine.core
-        assert core.blocks.pool.num_used == 0
+        assert core.blocks.num_used == 0
         assert not core.has_work
 
 
@@ -288,7 +288,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "on fire" in (outputs[0].outputs[0].error or "")
     assert outputs[1].outputs[0].token_ids == good
-    assert llm.llm_engine.core.blocks.pool.num_used == 0
+    assert llm.llm_engine.core.blocks.num_used == 0
 
 
 def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
@@ -304,7 +304,7 @@ def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
         assert all(len(o.token_ids) == steps for o in last.outputs)
         assert engine.abort_request("drop") is None
         assert run(engine).keys() == {"keep"}
-        assert engine.core.blocks.pool.num_used == 0
+        assert engine.core.blocks.num_used == 0
 
 
 def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
@@ -332,6 +332,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_metrics_are_in_order(llm: LLM) -> None:
+    llm.llm_engine.reset_prefix_cache()
     m = llm.generate("hello", GREEDY)[0].metrics
     assert m.first_scheduled_time is not None
     assert m.first_token_time is not None
@@ -388,9 +389,9 @@ def test_a_request_gets_the_same_tokens_in_any_company(tiny_model: Path, data: s
     while engine.has_unfinished_requests():
         for output in engine.step():
             done[output.request_id] = output
-        pool = engine.core.blocks.pool
-        assert pool.num_used + pool.num_free == pool.num_blocks
-    assert engine.core.blocks.pool.num_used == 0
+        blocks = engine.core.blocks
+        assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
+    assert engine.core.blocks.num_used == 0
     alone = load(tiny_model)
     for i, ((prompt, *_), p) in enumerate(zip(requests, params, strict=True)):
         if str(i) in done:

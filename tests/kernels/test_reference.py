@@ -183,6 +183,30 @@ def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
     for cache, (key, value) in zip(caches, before, strict=True):
         assert torch.equal(cache.key, key[[0, 3, 2, 0]])
         assert torch.equal(cache.value, value[[0, 3, 2, 0]])
+    KERNELS.copy_blocks(caches, [(2, 0), (2, 3)])
+    for cache, (key, value) in zip(caches, before, strict=True):
+        assert torch.equal(cache.key, key[[2, 3, 2, 2]])
+        assert torch.equal(cache.value, value[[2, 3, 2, 2]])
+
+
+def test_swap_blocks_copies_from_one_cache_to_another() -> None:
+    device, host = (KERNELS.make_cache(2, blocks, 2, 1, 2, torch.float32) for blocks in (3, 5))
+    for cache in device:
+        cache.key.normal_()
+        cache.value.normal_()
+    KERNELS.swap_blocks(device, host, [(2, 4), (0, 1)])
+    KERNELS.swap_blocks(device, host, [])
+    for source, target in zip(device, host, strict=True):
+        for blocks, copied in ((source.key, target.key), (source.value, target.value)):
+            assert torch.equal(copied[[4, 1]], blocks[[2, 0]])
+            assert not copied[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("pair", [(-1, 0), (3, 0), (0, 5), (0, -1)])
+def test_swaps_of_blocks_that_do_not_exist_are_refused(pair: tuple[int, int]) -> None:
+    device, host = (KERNELS.make_cache(1, blocks, 2, 1, 2, torch.float32) for blocks in (3, 5))
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        KERNELS.swap_blocks(device, host, [pair])
 
 
 @settings(max_examples=60, deadline=None)

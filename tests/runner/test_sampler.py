@@ -466,6 +466,8 @@ REQUESTS: list[tuple[SamplingParams, dict[str, Any]]] = [
     (SamplingParams(bad_words=["x"], top_p=0.99, logprobs=4), {"bad_words": [[1], [5, 6], [3, 4, 5]]}),
     (greedy(logits_processors=[shy], logprobs=2), {}),
     (SamplingParams(allowed_token_ids=list(range(0, 200, 3)), temperature=5.0), {}),
+    # Few tokens, so that each comes often.
+    (SamplingParams(frequency_penalty=0.8, presence_penalty=0.5, allowed_token_ids=list(range(9))), {}),
 ]
 
 
@@ -524,6 +526,40 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(pick: int) -> N
             moved.add(row, params, prompt=known[:3], **{**more, "outputs": known[3:]}, seed=3)
         here, there = steady.step(logits[s][None], [0]), moved.step(logits[s][None], [row])
         assert outcome(here, 0) == outcome(there, 0)
+
+
+@pytest.mark.parametrize("forked_at", [0, 1, 9])
+@pytest.mark.parametrize("pick", range(len(REQUESTS)))
+def test_a_fork_samples_as_if_it_had_been_added_with_its_own_seed(pick: int, forked_at: int) -> None:
+    """It, its parent and its own child, which is forked later, go different ways; the rows had other owners before."""
+    params, more = REQUESTS[pick]
+    outputs = more.get("outputs", [])
+    seeds = {0: 3, 1: 8, 2: 2**64 + 5}
+    logits = gaussian(20, VOCAB, seed=pick)
+    ours = Rows()
+    for row in (1, 2):
+        ours.add(row, SamplingParams(frequency_penalty=2.0, logprobs=1, logit_bias={9: 50.0}), outputs=[1, 2])
+    ours.add(0, params, seed=3, **more)
+
+    def fork(parent: int, child: int) -> None:
+        for array in (ours.tokens.ids, ours.tokens.num_tokens, ours.tokens.num_prompt):
+            array[child] = array[parent]
+        ours.sampler.fork(parent, child, seeds[child])
+
+    added: dict[int, Rows] = {}
+    for s in range(20):
+        for parent, child, at in ((0, 1, forked_at), (1, 2, forked_at + 4)):
+            if s == at:
+                fork(parent, child)
+        running = [row for row, at in ((0, 0), (1, forked_at), (2, forked_at + 4)) if s >= at]
+        for row in running:
+            if row not in added:
+                known = ours.tokens.ids[row, 3 : ours.tokens.num_tokens[row]].tolist()
+                added[row] = Rows()
+                added[row].add(5, params, seed=seeds[row], **{**more, "outputs": known if row else outputs})
+        output = ours.step(logits[s].repeat(len(running), 1), running)
+        for i, row in enumerate(running):
+            assert outcome(output, i) == outcome(added[row].step(logits[s][None], [5]), 0)
 
 
 def test_greedy_batches_touch_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

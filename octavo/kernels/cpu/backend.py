@@ -228,6 +228,10 @@ class CpuKernels(Kernels):
         """Copies blocks in every layer, all sources before any target."""
         attention.copy_blocks(caches, pairs)
 
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks of one cache to another, as bytes."""
+        attention.swap_blocks(sources, targets, pairs)
+
 
 class _Replay:
     """A recorded forward. Holds the forward itself too: the tape knows its weights by address only."""

@@ -1,0 +1,90 @@
+"""What the control plane costs: a step of the scheduler, planned and taken in, without a model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.scheduler import Scheduler
+
+_BLOCK_SIZE = 16
+#: A token id that is no stop token.
+_TOKEN = 7
+
+
+@dataclass(frozen=True)
+class SchedulerFigures:
+    """Cost of a step in which every running sequence decodes one token. Processor time: neighbours do not count."""
+
+    running: int
+    waiting: int
+    context: int
+    #: Microseconds a step, median over the steps: ``schedule`` and ``update``.
+    schedule_us: float
+    update_us: float
+    #: The slowest step (blocks are taken in some steps and not in others).
+    slowest_us: float
+    us_per_sequence: float
+
+
+def measure(running: int, waiting: int, context: int, steps: int = 200, policy: str = "fcfs") -> SchedulerFigures:
+    """Fills a scheduler with decoding sequences of ``context`` tokens, lets others wait, and times its steps."""
+    per_sequence = -(-(context + steps + 2) // _BLOCK_SIZE) + 1
+    blocks = BlockManager(running * per_sequence, _BLOCK_SIZE, prefix_caching=True)
+    options = SchedulerOptions(
+        max_num_seqs=running,
+        max_num_batched_tokens=running * context,
+        max_model_len=per_sequence * _BLOCK_SIZE,
+        scheduling_policy=policy,
+    )
+    scheduler = Scheduler(blocks, options)
+    for i in range(running + waiting):
+        # Lengths differ, so that not all sequences need a block in the same step; prompts differ from the first token.
+        prompt = [i] + [_TOKEN] * (context - 1 - i % _BLOCK_SIZE)
+        scheduler.add(GroupRequest(group_id=i, prompt_token_ids=prompt, params=_params(steps), seed=i))
+    while scheduler.stats().num_running < running or scheduler.queues.prefilling:
+        plan = scheduler.schedule()
+        scheduler.update(plan, _result(plan, scheduler))
+    times = []
+    for _ in range(steps):
+        start = time.thread_time()
+        plan = scheduler.schedule()
+        planned = time.thread_time()
+        result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * len(plan.seq_ids))
+        resumed = time.thread_time()
+        scheduler.update(plan, result)
+        times.append((planned - start, time.thread_time() - resumed))
+    assert len(plan.seq_ids) == running, "every running sequence decodes in every step"
+    schedule_us, update_us = (_median(t) * 1e6 for t in zip(*times, strict=True))
+    return SchedulerFigures(
+        running=running,
+        waiting=waiting,
+        context=context,
+        schedule_us=schedule_us,
+        update_us=update_us,
+        slowest_us=max(a + b for a, b in times) * 1e6,
+        us_per_sequence=(schedule_us + update_us) / running,
+    )
+
+
+def _params(steps: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=4 * steps + 1000, ignore_eos=True)
+
+
+def _result(plan: StepPlan, scheduler: Scheduler) -> StepResult:
+    """A token for each sequence whose last known one is computed."""
+    result = StepResult(plan.step)
+    for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
+        if scheduler.queues.sequences[seq_id].num_uncomputed == count:
+            result.seq_ids.append(seq_id)
+            result.token_ids.append(_TOKEN)
+    return result
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return sorted(values)[len(values) // 2]

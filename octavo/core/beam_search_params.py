@@ -1,0 +1,64 @@
+"""What a request asks of beam search."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+
+#: A step looks at ``beam_width`` candidates of each beam and one for each stop token; at most 100 are computed.
+MAX_BEAM_WIDTH = 32
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Beam search: keep the ``beam_width`` most likely continuations at every step.
+
+    >>> BeamSearchParams(beam_width=4, max_tokens=64)
+
+    The search and its scores are those of ``transformers``' ``generate(num_beams=beam_width)``: a hypothesis scores its
+    summed logprobs divided by ``generated_tokens ** length_penalty``.
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong type.
+    """
+
+    #: Hypotheses kept at every step, and returned at the end, best first.
+    beam_width: int
+    #: Most tokens to generate.
+    max_tokens: int = 16
+    #: Above 0 favours long hypotheses, below 0 short ones.
+    length_penalty: float = 1.0
+    #: True: end when ``beam_width`` hypotheses are complete. False: go on while a running one scores better now.
+    #: "never": go on while a running one could still score better at any length.
+    early_stopping: bool | Literal["never"] = False
+    #: Go on after the end-of-sequence token.
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks every field.
+
+        Raises:
+            InvalidRequestError: naming the field, its value and what would be right.
+        """
+        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", None)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
+            if value < 1 or (high is not None and value > high):
+                limit = f"in [1, {high}]" if high is not None else "at least 1"
+                raise InvalidRequestError(f"{name} must be {limit}, not {value}")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
+            raise InvalidRequestError(f"length_penalty must be a finite number, not {penalty!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")

@@ -1,0 +1,147 @@
+"""What the scheduler moves: sequences, and the groups that are scheduled, preempted and resumed whole."""
+
+from __future__ import annotations
+
+from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.memory.prefix_chain import PrefixChain
+from octavo.scheduler.beam_search import BeamSearch
+
+
+class Sequence:
+    """One continuation of a prompt.
+
+    Invariant: ``0 <= num_computed <= len(token_ids)``; the KV entries of the first ``num_computed`` tokens are in the
+    blocks that the block manager keeps under ``seq_id``.
+    """
+
+    __slots__ = (
+        "fork_of",
+        "group",
+        "index",
+        "known",
+        "max_length",
+        "num_computed",
+        "resume",
+        "room",
+        "seq_id",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
+        self.seq_id = seq_id
+        self.group = group
+        #: Which of the group's completions it is.
+        self.index = index
+        self.token_ids = token_ids
+        self.num_computed = 0
+        #: Tokens that its blocks take before the block manager must be asked again.
+        self.room = 0
+        #: Whether the workers hold it.
+        self.known = False
+        #: The sequence whose row the workers can copy to make this one, if it is not known.
+        self.fork_of: Sequence | None = None
+        #: After preemption by recompute: shares this many blocks with that sequence, once those are computed.
+        self.resume: tuple[Sequence, int] | None = None
+        self.stop_token_ids = group.stop_token_ids
+        self.max_length = group.max_length
+        #: That of its group until it ends before it.
+        self.status = SequenceStatus.WAITING
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.group.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.group.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens without KV entries: 1 while decoding, more while prefilling."""
+        return len(self.token_ids) - self.num_computed
+
+
+class SequenceGroup:
+    """The sequences of one request.
+
+    It begins with one, which computes the prompt and then forks. While one of several is still prefilling (after
+    preemption by recompute), none decodes: a group samples together.
+    """
+
+    __slots__ = (
+        "arrival",
+        "beam",
+        "chain",
+        "first_scheduled_time",
+        "group_id",
+        "is_long",
+        "max_length",
+        "num_cached_tokens",
+        "num_recomputed_tokens",
+        "num_recomputes",
+        "num_swapped_blocks",
+        "num_swaps",
+        "prefilling",
+        "priority",
+        "request",
+        "seqs",
+        "status",
+        "stop_token_ids",
+        "unforked",
+        "urgent",
+    )
+
+    def __init__(self, request: GroupRequest, arrival: int, seq_id: int, max_model_len: int) -> None:
+        """``arrival`` numbers the groups in the order they came; ``seq_id`` is its first sequence's."""
+        self.request = request
+        self.group_id = request.group_id
+        self.arrival = arrival
+        self.priority = request.priority
+        self.stop_token_ids = frozenset(request.stop_token_ids)
+        wanted = request.beam.max_tokens if request.beam is not None else request.params.max_tokens
+        prompt = len(request.prompt_token_ids)
+        #: Tokens at which a sequence has reached its limit.
+        self.max_length = max_model_len if wanted is None else min(prompt + wanted, max_model_len)
+        self.status = SequenceStatus.WAITING
+        self.beam = BeamSearch(request.beam, self.stop_token_ids, self.max_length - prompt) if request.beam else None
+        #: Unfinished sequences, in order of their index (beams: best first).
+        self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
+        #: Sequences still to be forked off when the prompt is computed.
+        self.unforked = request.num_sequences - 1
+        #: Whether some sequence has more than its last token to compute.
+        self.prefilling = True
+        self.is_long = False
+        #: Whether it has waited so long that no later arrival goes before it.
+        self.urgent = False
+        #: Digests of its blocks' contents, for the prefix cache; made when first looked up.
+        self.chain: PrefixChain | None = None
+        self.first_scheduled_time: float | None = None
+        self.num_cached_tokens = 0
+        self.num_recomputes = 0
+        self.num_recomputed_tokens = 0
+        self.num_swaps = 0
+        self.num_swapped_blocks = 0
+
+    @property
+    def width(self) -> int:
+        """Sequences that it runs, those to be forked included: what counts against ``max_num_seqs``."""
+        return len(self.seqs) + self.unforked
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens with KV entries, over all its sequences."""
+        return sum(s.num_computed for s in self.seqs)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times it was put out, in either way."""
+        return self.num_recomputes + self.num_swaps
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """Ids of its unfinished sequences."""
+        return [s.seq_id for s in self.seqs]

@@ -1,0 +1,122 @@
+"""Scheduling policies: in which order groups are admitted, kept and brought back, and which of them is preempted.
+
+A policy is a class with one method. Write one in a module of your own and name it ``module:Class``:
+
+    class ShortestPromptFirst(Policy):
+        def key(self, group):
+            return len(group.request.prompt_token_ids)
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.core.errors import ConfigError
+from octavo.scheduler.groups import SequenceGroup
+
+
+class Policy(ABC):
+    """Orders groups."""
+
+    #: Whether the key of a running group changes with what it computes.
+    dynamic = False
+
+    @abstractmethod
+    def key(self, group: SequenceGroup) -> Any:
+        """What to compare groups by: the lower goes first; among equals, the earlier arrival."""
+
+
+class FirstComeFirstServed(Policy):
+    """By arrival."""
+
+    def key(self, group: SequenceGroup) -> int:
+        """The number of the arrival."""
+        return group.arrival
+
+
+class StaticPriority(Policy):
+    """By the request's own ``priority``."""
+
+    def key(self, group: SequenceGroup) -> int:
+        """The priority; lower goes first."""
+        return group.priority
+
+
+class ShortestJobFirst(Policy):
+    """By the length that the user expects: ``max_tokens``, or what the context leaves."""
+
+    def key(self, group: SequenceGroup) -> int:
+        """Most tokens that one of its sequences may generate."""
+        return group.max_length - len(group.request.prompt_token_ids)
+
+
+class LongestDataFirst(Policy):
+    """Who holds most goes first: it frees most by finishing, and losing it would cost most."""
+
+    dynamic = True
+
+    def key(self, group: SequenceGroup) -> int:
+        """Minus the tokens it holds."""
+        return -group.num_computed
+
+
+class LastComeFirstServed(Policy):
+    """By arrival, the latest first."""
+
+    def key(self, group: SequenceGroup) -> int:
+        """Minus the number of the arrival."""
+        return -group.arrival
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FirstComeFirstServed,
+    "static": StaticPriority,
+    "sjf": ShortestJobFirst,
+    "ldf": LongestDataFirst,
+    "lcfs": LastComeFirstServed,
+}
+
+
+def load_policy(name: str) -> Policy:
+    """The policy of this name, or of ``module:Class``.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if ":" not in name:
+        if name not in POLICIES:
+            raise ConfigError(f"unknown scheduling_policy {name!r}; known: {', '.join(POLICIES)}, or module:Class")
+        return POLICIES[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"scheduling_policy {name!r} cannot be imported: {e}") from e
+    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
+        raise ConfigError(f"scheduling_policy {name!r} is not a class derived from octavo.scheduler.policies.Policy")
+    return kind()
+
+
+#: Chooses which of these running groups to preempt; they are in the policy's order and never empty.
+VictimChoice = Callable[[Sequence[SequenceGroup]], SequenceGroup]
+
+
+def _last(groups: Sequence[SequenceGroup]) -> SequenceGroup:
+    return groups[-1]
+
+
+def _least_computed(groups: Sequence[SequenceGroup]) -> SequenceGroup:
+    """The one that loses least; the later in order among equals."""
+    return min(reversed(groups), key=lambda g: g.num_computed)
+
+
+def _most_blocks(groups: Sequence[SequenceGroup]) -> SequenceGroup:
+    """The one that frees most, as far as tokens tell; the later in order among equals."""
+    return max(reversed(groups), key=lambda g: g.num_computed)
+
+
+VICTIMS: dict[str, VictimChoice] = {"last": _last, "least_computed": _least_computed, "most_blocks": _most_blocks}

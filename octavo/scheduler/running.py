@@ -1,0 +1,83 @@
+"""Who goes on: the running groups of a step, and who has to make way for them."""
+
+from __future__ import annotations
+
+from octavo.scheduler.chunks import is_prefilled, prompt_chunks, rejoin
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.preemption import Preemption
+from octavo.scheduler.queues import Queues
+from octavo.scheduler.step import Chunks, Step, grow, take_prefill
+
+
+class Running:
+    """Schedules running groups. Decodes have their tokens first; blocks go in the policy's order.
+
+    Whoever asks for a block gets it from those after it in order, who have been given nothing yet in this step. So
+    nothing that was decided is ever taken back.
+    """
+
+    def __init__(self, options: SchedulerOptions, queues: Queues, preemption: Preemption) -> None:
+        self._options, self._queues, self._preemption = options, queues, preemption
+
+    def schedule(self, step: Step) -> list[SequenceGroup]:
+        """Schedules all that run; returns groups that can not go on even alone in all the blocks."""
+        queues = self._queues
+        chunks = self._split_budget(step)
+        running, decodes = queues.running, step.decodes
+        hopeless = []
+        position = 0
+        while position < len(running):
+            group = running[position]
+            position += 1
+            seqs = group.seqs
+            if group.prefilling:
+                work = chunks.get(group.group_id)
+                if work is None:
+                    continue
+            elif len(seqs) == 1 and seqs[0].room:  # by far the most frequent: one more token inside its last block
+                seqs[0].room -= 1
+                decodes.append(seqs[0])
+                continue
+            else:
+                work = [(seq, 1) for seq in seqs]
+            if self._make_way(group, work, position, step):
+                if group.prefilling:
+                    take_prefill(queues, group, work, step)
+                else:
+                    decodes += seqs
+            elif len(running) == 1:
+                hopeless.append(group)
+            else:
+                self._preemption.put_out(group, step)
+                position -= 1
+        return hopeless
+
+    def _split_budget(self, step: Step) -> dict[int, Chunks]:
+        """Takes the decodes' tokens from the budget, and shares out the rest to those who prefill, in order."""
+        queues = self._queues
+        for group in list(queues.prefilling):
+            rejoin(queues, group)
+            if is_prefilled(group):  # nothing was left for a step to compute: all was shared, or a sibling has ended
+                queues.prefilled(group)
+        step.budget -= queues.rows - sum(g.width for g in queues.prefilling)
+        chunks = {}
+        for group in queues.prefilling:
+            if step.budget <= 0:
+                break
+            work = prompt_chunks(group, step.budget, self._options)
+            if not work:  # it is to be computed whole, and must not be overtaken
+                step.budget = 0
+                break
+            chunks[group.group_id] = work
+            step.budget -= sum(n for _, n in work)
+        return chunks
+
+    def _make_way(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
+        """Finds the blocks, preempting groups from ``position`` on; False if the group itself is the one to go."""
+        queues = self._queues
+        while not grow(queues, work, step):
+            if position == len(queues.running):
+                return False
+            self._preemption.put_out(self._preemption.victim(queues.running[position:], step.now), step)
+        return True

@@ -1,0 +1,148 @@
+"""A step being made, and the plan that comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.core.plan import Fork, NewSequence, StepPlan, TableChange
+from octavo.core.request import SequenceStatus
+from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.queues import Queues
+
+#: Tokens to compute of some sequences of one group.
+Chunks = list[tuple[Sequence, int]]
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Step:
+    """What has been decided so far. Who is scheduled here has its blocks and keeps them until the step is done."""
+
+    now: float
+    #: Tokens that may still be scheduled.
+    budget: int
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: Chunks = field(default_factory=list)
+    #: Groups with prefill chunks in this step.
+    prefill_groups: list[SequenceGroup] = field(default_factory=list)
+    changes: list[TableChange] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    #: (child, parent): forked off in this step; they sample from the parent's logits.
+    followers: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    #: Groups whose blocks this step moves to the host or back.
+    moved: list[SequenceGroup] = field(default_factory=list)
+    preempted: bool = False
+    #: Whether a group was ended because it has outgrown all blocks.
+    ended: bool = False
+    num_prompt_tokens: int = 0
+
+
+def grow(queues: Queues, work: Chunks, step: Step) -> bool:
+    """Gives these sequences of one group the blocks for their tokens; False and no change if there are too few."""
+    blocks = queues.blocks
+    asking = [(seq, n) for seq, n in work if seq.room < n]
+    if asking:
+        growths = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in asking])
+        if growths is None:
+            return False
+        for (seq, n), growth in zip(asking, growths, strict=True):
+            if growth.blocks:
+                step.changes.append(TableChange(seq.seq_id, growth.index, growth.blocks))
+            seq.room = blocks.blocks_for(seq.num_computed + n) * blocks.block_size - seq.num_computed
+    for seq, n in work:
+        seq.room -= n
+    return True
+
+
+def take_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
+    """Schedules chunks that have their blocks; forks the group if they complete its prompt."""
+    step.prefills += chunks
+    step.prefill_groups.append(group)
+    step.num_prompt_tokens += sum(n for _, n in chunks)
+    parent, n = chunks[0]
+    if group.unforked and group.beam is None and parent.num_computed + n == len(parent.token_ids):
+        _fork_prompt(queues, parent, step)
+
+
+def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
+    """Parallel sampling: the prompt's last logits give every sequence of the group its first token."""
+    group = parent.group
+    if parent.known:
+        changes = [c for c in step.changes if c.seq_id == parent.seq_id]
+    else:  # the row that the workers copy has no table yet
+        changes = [TableChange(parent.seq_id, 0, queues.blocks.table(parent.seq_id))]
+    for index in range(1, group.unforked + 1):
+        child = queues.fork(parent, index)
+        child.known = True
+        group.seqs.append(child)
+        step.forks.append(Fork(parent.seq_id, child.seq_id, (group.request.seed + index) & _MASK64))
+        step.changes += [TableChange(child.seq_id, c.index, c.blocks) for c in changes]
+        step.followers.append((child, parent))
+    group.unforked = 0
+
+
+def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
+    """The plan of a step that is decided; takes the block moves and the newcomers with it."""
+    moves = queues.blocks.take_moves()
+    plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
+    plan.blocks_to_copy = moves.copy
+    if queues.newcomers or queues.corrections:
+        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.prefills}
+        _introduce(queues, scheduled, plan)
+        _correct(queues, scheduled, plan)
+    plan.forks += step.forks
+    plan.forget, queues.forget = queues.forget, []
+    plan.table_changes += step.changes
+    # A chunk of one token is a decode to the kernels; those rows come first.
+    short = [s.seq_id for s, n in step.prefills if n == 1]
+    chunks = [(s.seq_id, n) for s, n in step.prefills if n > 1]
+    plan.seq_ids = [s.seq_id for s in step.decodes] + short
+    plan.num_tokens = [1] * len(plan.seq_ids) + [n for _, n in chunks]
+    plan.seq_ids += [seq_id for seq_id, _ in chunks]
+    return plan
+
+
+def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+    """Tells the workers of scheduled sequences that they do not hold."""
+    later = []
+    for seq in queues.newcomers:
+        if seq.known or seq.status is not SequenceStatus.RUNNING:
+            continue
+        if seq.seq_id not in scheduled:
+            later.append(seq)
+            continue
+        if seq.fork_of is not None and seq.fork_of.known:
+            plan.forks.append(Fork(seq.fork_of.seq_id, seq.seq_id, _seed(seq)))
+        else:
+            plan.new.append(_new_sequence(seq))
+            plan.table_changes.append(TableChange(seq.seq_id, 0, queues.blocks.table(seq.seq_id)))
+        seq.fork_of = None
+    for seq_id in [n.seq_id for n in plan.new] + [f.child for f in plan.forks]:
+        queues.sequences[seq_id].known = True
+    queues.newcomers = later
+
+
+def _correct(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+    """Tells the workers which token a beam search chose, where they hold another."""
+    running = [s for s in queues.corrections if s.status is SequenceStatus.RUNNING]
+    plan.last_tokens = [(s.seq_id, s.token_ids[-1]) for s in running if s.seq_id in scheduled]
+    queues.corrections = [s for s in running if s.seq_id not in scheduled]
+
+
+def _seed(seq: Sequence) -> int:
+    return (seq.group.request.seed + seq.index) & _MASK64
+
+
+def _new_sequence(seq: Sequence) -> NewSequence:
+    request = seq.group.request
+    return NewSequence(
+        seq_id=seq.seq_id,
+        token_ids=list(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed=seq.num_computed,
+        params=request.params,
+        seed=_seed(seq),
+        stop_token_ids=request.stop_token_ids,
+        bad_words_ids=request.bad_words_ids,
+    )

@@ -1,0 +1,49 @@
+"""``octavo bench scheduler`` and ``memory``: what they report is what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.bench.memory import measure_sharing, measure_use, trace
+from octavo.cli.main import main
+from octavo.engine.llm import LLM
+
+
+def test_the_cost_of_a_step_is_reported_for_each_number_of_sequences(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    words = ["bench", "scheduler", "--running", "4,16", "--waiting", "50", "--context", "40"]
+    assert main([*words, "--json", str(target)]) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(row["running"], row["waiting"], row["context"]) for row in rows] == [(4, 50, 40), (16, 50, 40)]
+    for row in rows:
+        total = row["schedule_us"] + row["update_us"]
+        assert row["us_per_sequence"] == pytest.approx(total / row["running"], rel=0.01)
+        assert row["slowest_us"] > 0
+
+
+def test_paging_holds_more_tokens_than_contiguous_pieces() -> None:
+    figures = measure_use(16, slots=4096, max_model_len=512, requests=60)
+    assert figures.share_of_used_blocks > 0.9
+    assert figures.share_of_cache <= figures.share_of_used_blocks <= 1
+    assert figures.share_if_contiguous < figures.share_of_cache
+    assert figures.running > figures.running_if_contiguous == 8
+    smaller = measure_use(4, slots=4096, max_model_len=512, requests=60)
+    assert smaller.share_of_used_blocks > figures.share_of_used_blocks
+
+
+def test_the_trace_fits_the_context_and_is_always_the_same() -> None:
+    lengths = trace(500, 256, seed=3)
+    assert lengths == trace(500, 256, seed=3)
+    assert all(prompt > 0 and output > 0 and prompt + output <= 256 for prompt, output in lengths)
+
+
+def test_sharing_saves_more_the_more_is_shared(demo_model: Path) -> None:
+    llm = LLM(str(demo_model), num_gpu_blocks_override=300, max_model_len=512)
+    figures = list(measure_sharing(llm, output_len=12))
+    for kind in ("parallel sampling", "beam search", "shared examples"):
+        saved = [f.saved for f in figures if f.kind == kind]
+        assert saved == sorted(saved)
+        assert 0 < saved[0] < saved[-1] < 1

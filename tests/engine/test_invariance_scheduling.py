@@ -1,0 +1,118 @@
+"""Tokens and logprobs are bit for bit the same under every way of scheduling (CPU kernels, real model)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+
+pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+
+Params = SamplingParams | BeamSearchParams
+
+#: Three prompts begin alike for 40 tokens, which is no multiple of the block size.
+_RNG = random.Random(11)
+_SHARED = [_RNG.randrange(100, 40000) for _ in range(40)]
+LENGTHS = (9, 60, 44, 70, 16, 52, 130, 48)
+PROMPTS = [
+    (_SHARED if i in (2, 5, 7) else []) + [_RNG.randrange(100, 40000) for _ in range(n - 40 * (i in (2, 5, 7)))]
+    for i, n in enumerate(LENGTHS)
+]
+PARAMS: list[Params] = [
+    SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=40, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.8, seed=2, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1),
+    BeamSearchParams(beam_width=3, max_tokens=25),
+    SamplingParams(temperature=0.7, seed=4, n=2, best_of=3, max_tokens=45, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True, logprobs=1, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=6, max_tokens=20, ignore_eos=True, logprobs=1, prompt_logprobs=1),
+    BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True, length_penalty=0.5),
+]
+
+
+def load(**options: Any) -> LLM:
+    defaults = {"num_gpu_blocks_override": 400, "max_num_seqs": 16, "max_num_batched_tokens": 128, "watermark": 0.0}
+    return LLM("smollm2-135m", kernels="cpu", dtype="bfloat16", max_model_len=256, **{**defaults, **options})
+
+
+def run(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(
+        [{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False, priority=[i * 5 % 8 for i in range(8)]
+    )
+
+
+def everything(output: RequestOutput) -> Any:
+    completions = [
+        (o.token_ids, o.finish_reason, o.cumulative_logprob, o.score, _numbers(o.logprobs)) for o in output.outputs
+    ]
+    return completions, _numbers(output.prompt_logprobs)
+
+
+def _numbers(logprobs: Any) -> Any:
+    if logprobs is None:
+        return None
+    return [None if p is None else {t: (v.logprob, v.rank) for t, v in p.items()} for p in logprobs]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    """What each request gives when there is no other and nothing is cached."""
+    llm = load(enable_prefix_caching=False)
+    results = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        results.append(everything(llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]))
+    return results
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: bool) -> None:
+    llm = load(
+        batching=batching,
+        preemption_mode=mode,
+        enable_prefix_caching=caching,
+        num_gpu_blocks_override=26,
+        max_num_batched_tokens=200,
+        num_host_blocks_override=100,
+    )
+    outputs = run(llm)
+    stats = llm.llm_engine.core.scheduler.stats()
+    if mode != "swap":
+        assert stats.preemptions_by_recompute > 0 or mode == "auto"
+    if mode != "recompute":
+        assert stats.preemptions_by_swap > 0
+        assert stats.swapped_in_blocks > 0
+    assert [everything(o) for o in outputs] == alone
+    assert stats.blocks_used == stats.host_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim"),
+    [("static", "last"), ("sjf", "least_computed"), ("ldf", "most_blocks"), ("lcfs", "last")],
+)
+def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:
+    llm = load(
+        scheduling_policy=policy,
+        preemption_victim=victim,
+        num_gpu_blocks_override=26,
+        num_host_blocks_override=12,
+        host_prefix_cache=victim == "last",
+        priority_preemption=policy == "static",
+    )
+    outputs = run(llm)
+    assert llm.llm_engine.core.scheduler.stats().preemptions_by_swap > 0
+    assert [everything(o) for o in outputs] == alone
+
+
+def test_with_every_prefix_in_the_cache(alone: list[Any]) -> None:
+    llm = load()
+    run(llm)
+    again = run(llm)
+    assert [everything(o) for o in again] == alone
+    for output, params, length in zip(again, PARAMS, LENGTHS, strict=True):
+        wants_prompt = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+        assert output.metrics.num_cached_tokens == (0 if wants_prompt else length - 1)

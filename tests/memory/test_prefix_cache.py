@@ -1,0 +1,454 @@
+"""The prefix cache: what is found, what it costs, what is evicted, and the second level on the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_pool import OutOfBlocksError
+from octavo.memory.prefix_cache import PrefixMatch
+from octavo.memory.prefix_chain import PrefixChain
+
+SALT = ""
+
+
+def cached_manager(num_blocks: int = 8, *, num_host_blocks: int = 0, host_cache: bool = False) -> BlockManager:
+    return BlockManager(num_blocks, 4, num_host_blocks=num_host_blocks, prefix_caching=True, host_cache=host_cache)
+
+
+def compute(manager: BlockManager, seq_id: int, token_ids: list[int], salt: str = SALT) -> list[int]:
+    """Runs a sequence up to its last token, in one step, and leaves it there; returns its table."""
+    assert manager.grow([(seq_id, 0, len(token_ids))]) is not None
+    manager.take_moves()
+    manager.register(seq_id, token_ids, len(token_ids), salt)
+    return manager.table(seq_id)
+
+
+def leave(manager: BlockManager, token_ids: list[int], salt: str = SALT) -> list[int]:
+    """The same, and the sequence ends; returns what was its table."""
+    table = compute(manager, 1000, token_ids, salt)
+    manager.free(1000)
+    return table
+
+
+def match(manager: BlockManager, token_ids: list[int], salt: str = SALT) -> PrefixMatch:
+    return manager.match(token_ids, manager.chain(token_ids, salt))
+
+
+def adopt(manager: BlockManager, seq_id: int, token_ids: list[int]) -> PrefixMatch:
+    found = match(manager, token_ids)
+    manager.adopt(seq_id, found)
+    return found
+
+
+def figures(manager: BlockManager) -> tuple[int, int, int]:
+    return manager.num_used, manager.num_free, manager.num_cached
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+# --- look-up --------------------------------------------------------------------------------------------------------
+
+
+def test_full_blocks_stay_cached_and_are_found() -> None:
+    manager = cached_manager()
+    table = leave(manager, tokens(10))
+    assert figures(manager) == (0, 6, 2)
+    found = adopt(manager, 1, [*tokens(8), 99])
+    assert (found.num_tokens, found.num_full) == (8, 2)
+    assert manager.table(1) == table[:2]
+    assert figures(manager) == (2, 6, 0)
+
+
+def test_only_what_is_computed_is_registered() -> None:
+    manager = cached_manager()
+    manager.grow([(0, 0, 12)])
+    manager.take_moves()
+    manager.register(0, tokens(12), 7, SALT)
+    assert match(manager, tokens(12)).num_tokens == 4
+    manager.register(0, tokens(12), 8, SALT)
+    assert match(manager, tokens(12)).num_tokens == 8
+
+
+def test_a_block_is_found_only_after_the_same_blocks() -> None:
+    manager = cached_manager()
+    leave(manager, tokens(8))
+    assert match(manager, [50, 51, 52, 53, *tokens(4, 4), 9]).num_tokens == 0
+    assert match(manager, [*tokens(4, 4), 9]).num_tokens == 0
+
+
+def test_salts_do_not_share() -> None:
+    manager = cached_manager()
+    leave(manager, tokens(8), "alice")
+    assert match(manager, tokens(9), "alice").num_tokens == 8
+    assert match(manager, tokens(9), "bob").num_tokens == 0
+    assert match(manager, tokens(9), "").num_tokens == 0
+
+
+def test_a_running_sequence_shares_what_it_has_computed() -> None:
+    manager = cached_manager()
+    table = compute(manager, 0, tokens(8))
+    found = match(manager, tokens(9))
+    assert manager.cost(found) == 0
+    manager.adopt(1, found)
+    assert manager.table(1) == table
+
+
+def test_a_prompt_cached_whole_leaves_its_last_token_to_compute() -> None:
+    manager = cached_manager()
+    table = leave(manager, tokens(8))
+    found = adopt(manager, 1, tokens(8))
+    assert (found.num_tokens, found.num_full, found.num_blocks) == (7, 1, 2)
+    assert manager.table(1) == table
+    growths = manager.grow([(1, 7, 8)])
+    assert growths is not None
+    assert growths[0].index == 1
+    assert manager.take_moves().copy == [(table[1], growths[0].blocks[0])]
+    assert match(manager, tokens(9)).num_tokens == 8
+
+
+@pytest.mark.parametrize(("agreeing", "num_tokens"), [(0, 4), (1, 5), (2, 6), (3, 7)])
+def test_a_block_that_agrees_in_part_is_shared_and_copied_when_written(agreeing: int, num_tokens: int) -> None:
+    manager = cached_manager()
+    table = leave(manager, tokens(8))
+    prompt = [*tokens(4 + agreeing), 77, 78, 79, 80, 81]
+    found = adopt(manager, 1, prompt)
+    assert (found.num_tokens, found.num_full) == (num_tokens, 1)
+    growths = manager.grow([(1, num_tokens, len(prompt))])
+    assert growths is not None
+    assert growths[0].index == 1
+    copies = manager.take_moves().copy
+    assert copies == ([(table[1], growths[0].blocks[0])] if agreeing else [])
+
+
+def test_of_several_blocks_the_one_that_agrees_longest_is_taken() -> None:
+    manager = cached_manager()
+    leave(manager, [0, 1, 9, 9])
+    best = leave(manager, [0, 1, 2, 9])
+    leave(manager, [0, 9, 9, 9])
+    found = match(manager, [0, 1, 2, 3, 4])
+    assert found.num_tokens == 3
+    assert [hit.block for hit in found.hits] == best
+
+
+def test_many_children_do_not_make_the_look_up_long_but_a_whole_one_is_found() -> None:
+    manager = cached_manager(32)
+    oldest = [0, 1, 2, 3]
+    leave(manager, oldest)
+    for i in range(20):
+        leave(manager, [0, 50 + i, 2, 3])
+    assert match(manager, oldest).num_tokens == 3
+    assert match(manager, [0, 1, 2, 9, 9]).num_tokens == 1
+
+
+def test_the_same_content_computed_twice_is_cached_once() -> None:
+    manager = cached_manager()
+    first = compute(manager, 0, tokens(8))
+    compute(manager, 1, tokens(8))
+    assert manager.num_used == 4
+    manager.free(1)
+    assert figures(manager) == (2, 6, 0)
+    manager.free(0)
+    assert figures(manager) == (0, 6, 2)
+    assert [hit.block for hit in match(manager, tokens(9)).hits] == first
+
+
+def test_forks_go_on_from_their_parents_chain() -> None:
+    manager = cached_manager()
+    compute(manager, 0, tokens(6))
+    manager.fork(0, 1)
+    manager.fork_prefix(0, 2, 1)
+    for seq_id, more in ((1, [60, 61]), (2, [4, 5, 62, 63])):
+        known = [*tokens(6), *more] if seq_id == 1 else [*tokens(4), *more]
+        assert manager.grow([(seq_id, 8 - len(more), 8)]) is not None
+        manager.take_moves()
+        manager.register(seq_id, known, 8, SALT)
+        assert match(manager, [*known, 1]).num_tokens == 8
+
+
+def test_a_fork_of_a_prompt_computed_in_part_may_go_on_with_other_tokens() -> None:
+    manager = cached_manager()
+    adopt(manager, 0, tokens(9))
+    assert manager.grow([(0, 0, 6)]) is not None
+    manager.take_moves()
+    manager.fork(0, 1)
+    other = [*tokens(6), 50, 51]
+    assert manager.grow([(1, 6, 8)]) is not None
+    manager.take_moves()
+    manager.register(1, other, 8, SALT)
+    assert match(manager, tokens(9)).num_tokens == 6
+    assert match(manager, [*other, 1]).num_tokens == 8
+
+
+def test_a_match_changes_nothing_and_adopting_counts_it() -> None:
+    manager = cached_manager()
+    leave(manager, tokens(8))
+    for _ in range(3):
+        match(manager, tokens(10))
+    assert figures(manager) == (0, 6, 2)
+    assert (manager.cached_queries, manager.cached_hits) == (0, 0)
+    adopt(manager, 1, tokens(10))
+    assert (manager.cached_queries, manager.cached_hits) == (10, 8)
+    adopt(manager, 2, tokens(5, 100))
+    assert (manager.cached_queries, manager.cached_hits) == (15, 8)
+    manager.free(1)
+    manager.free(2)
+    assert manager.num_tables == 0
+
+
+def test_a_chain_costs_one_hash_a_block_and_names_only_full_ones() -> None:
+    chain = PrefixChain("s", 4)
+    chain.extend(tokens(11), 2)
+    assert len(chain) == 2
+    longer = chain.first(2)
+    longer.extend(tokens(12), 3)
+    assert longer.digests[:3] == chain.digests
+    assert len(chain) == 2
+    assert len(set(longer.digests)) == 4
+    assert all(len(digest) == 16 for digest in longer.digests)
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    manager = BlockManager(4, 4)
+    leave(manager, tokens(8))
+    assert figures(manager) == (0, 4, 0)
+    assert adopt(manager, 1, tokens(9)).num_tokens == 0
+    assert manager.table(1) == []
+    assert manager.cached_queries == 0
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_cached_blocks_count_as_available_and_holding_them_costs() -> None:
+    manager = cached_manager(4)
+    leave(manager, tokens(12))
+    assert manager.num_available == 4
+    found = match(manager, tokens(12))
+    assert manager.cost(found) == 3
+    manager.adopt(1, found)
+    assert manager.num_available == 1
+
+
+def test_a_match_that_does_not_fit_is_refused_and_nothing_changes() -> None:
+    manager = cached_manager(3, num_host_blocks=4, host_cache=True)
+    leave(manager, tokens(8))
+    manager.grow([(1, 0, 12)])  # all of the device: the content goes to the host
+    manager.take_moves()
+    found = match(manager, tokens(9))
+    assert manager.cost(found) == 2
+    with pytest.raises(OutOfBlocksError, match="2 blocks asked for, 0 available of 3"):
+        manager.adopt(2, found)
+    assert manager.table(2) == []
+    assert manager.num_tables == 1
+
+
+def test_free_blocks_go_before_cached_ones_and_old_content_before_new() -> None:
+    manager = cached_manager(4)
+    old, new = tokens(4, 10), tokens(4, 20)
+    leave(manager, old)
+    leave(manager, new)
+    manager.grow([(0, 0, 8)])
+    assert manager.num_evictions == 0
+    manager.grow([(1, 0, 4)])
+    assert manager.num_evictions == 1
+    assert match(manager, [*old, 1]).num_tokens == 0
+    assert match(manager, [*new, 1]).num_tokens == 4
+
+
+def test_a_use_makes_content_warm_again() -> None:
+    manager = cached_manager(2)
+    old, new = tokens(4, 10), tokens(4, 20)
+    leave(manager, old)
+    leave(manager, new)
+    adopt(manager, 1, [*old, 1])
+    manager.free(1)
+    manager.grow([(2, 0, 4)])
+    assert match(manager, [*old, 1]).num_tokens == 4
+    assert match(manager, [*new, 1]).num_tokens == 0
+
+
+def test_a_chain_is_evicted_from_its_end() -> None:
+    manager = cached_manager(3)
+    leave(manager, tokens(12))
+    for held, left in ((1, 8), (2, 4), (3, 0)):
+        manager.grow([(held, 0, 4)])
+        assert match(manager, tokens(13)).num_tokens == left
+
+
+def test_a_chain_is_evicted_from_its_end_also_if_the_beginning_was_let_go_first() -> None:
+    manager = cached_manager(4)
+    compute(manager, 0, tokens(4))
+    compute(manager, 1, tokens(8))  # its first block is a second copy of what is cached
+    manager.free(0)
+    manager.free(1)
+    manager.grow([(2, 0, 12)])
+    assert match(manager, tokens(9)).num_tokens == 4
+
+
+def test_a_sequence_that_fills_the_pool_overwrites_the_block_it_would_copy() -> None:
+    manager = cached_manager(2)
+    table = leave(manager, tokens(8))
+    adopt(manager, 1, tokens(8))
+    assert manager.num_available == 0
+    growths = manager.grow([(1, 7, 8)])
+    assert growths is not None
+    assert growths[0].blocks == []
+    assert manager.table(1) == table
+    assert manager.take_moves().copy == []
+    assert match(manager, tokens(9)).num_tokens == 4
+    manager.register(1, tokens(8), 8, SALT)
+    assert match(manager, tokens(9)).num_tokens == 8
+
+
+def test_a_known_block_that_others_hold_is_never_overwritten() -> None:
+    manager = cached_manager(2)
+    leave(manager, tokens(8))
+    adopt(manager, 1, tokens(8))
+    adopt(manager, 2, tokens(8))
+    assert manager.grow([(1, 7, 8)]) is None
+
+
+def test_what_is_overwritten_for_want_of_room_is_not_what_others_hold() -> None:
+    manager = cached_manager(3)
+    shared, alone = tokens(4), tokens(4, 50)
+    leave(manager, shared)
+    leave(manager, alone)
+    adopt(manager, 1, shared)
+    adopt(manager, 2, shared)
+    adopt(manager, 3, alone)
+    assert manager.grow([(1, 3, 4), (3, 3, 4)]) is not None
+    assert manager.table(1) != manager.table(2)
+    assert match(manager, [*shared, 1]).num_tokens == 4
+    assert match(manager, [*alone, 1]).num_tokens == 0
+
+
+def test_reset_forgets_all_and_frees_cached_blocks() -> None:
+    manager = cached_manager(4, num_host_blocks=2, host_cache=True)
+    leave(manager, tokens(8))
+    manager.grow([(0, 0, 12)])
+    manager.take_moves()
+    assert match(manager, tokens(9)).num_tokens == 8
+    manager.reset_prefix_cache()
+    assert match(manager, tokens(9)).num_tokens == 0
+    assert figures(manager) == (3, 1, 0)
+
+
+def test_after_a_reset_who_holds_old_blocks_registers_none() -> None:
+    manager = cached_manager(8, num_host_blocks=4)
+    compute(manager, 0, tokens(4))
+    manager.reset_prefix_cache()
+    manager.fork(0, 1)
+    assert manager.swap_out([0])
+    manager.take_moves()
+    assert manager.swap_in([0])
+    manager.take_moves()
+    manager.register(0, tokens(4), 4, SALT)
+    manager.register(1, tokens(4), 4, SALT)
+    assert match(manager, tokens(5)).num_tokens == 0
+    manager.free(0)
+    compute(manager, 0, tokens(4))
+    assert match(manager, tokens(5)).num_tokens == 4
+
+
+def test_blocks_are_known_again_after_a_swap() -> None:
+    manager = cached_manager(2, num_host_blocks=2)
+    compute(manager, 0, tokens(8))
+    assert manager.swap_out([0])
+    manager.grow([(1, 0, 8)])
+    manager.take_moves()
+    manager.free(1)
+    assert manager.swap_in([0])
+    manager.take_moves()
+    assert match(manager, tokens(9)).num_tokens == 0
+    manager.register(0, tokens(8), 8, SALT)
+    assert match(manager, tokens(9)).num_tokens == 8
+
+
+# --- the second level -----------------------------------------------------------------------------------------------
+
+
+def test_evicted_content_moves_to_the_host_and_comes_back() -> None:
+    manager = cached_manager(2, num_host_blocks=2, host_cache=True)
+    table = leave(manager, tokens(8))
+    manager.grow([(0, 0, 8)])
+    out = manager.take_moves().swap_out
+    assert {block for block, _ in out} == set(table)
+    assert manager.host_used == 0
+    manager.free(0)
+    found = adopt(manager, 1, tokens(9))
+    assert found.num_tokens == 8
+    back = dict(manager.take_moves().swap_in)
+    on_host = dict(out)
+    assert manager.table(1) == [back[on_host[block]] for block in table]
+    assert manager.cost(match(manager, tokens(9))) == 0  # known on the device again
+
+
+def test_content_that_is_on_the_host_already_is_not_moved_again() -> None:
+    manager = cached_manager(1, num_host_blocks=1, host_cache=True)
+    leave(manager, tokens(4))
+    leave(manager, tokens(4, 50))
+    manager.take_moves()
+    adopt(manager, 1, tokens(5, 50))
+    manager.free(1)
+    manager.take_moves()
+    manager.grow([(2, 0, 1)])
+    assert manager.num_evictions == 2
+    assert len(manager.take_moves().swap_out) == 1
+
+
+def test_a_block_that_agrees_in_part_comes_from_the_host_as_a_private_one() -> None:
+    manager = cached_manager(2, num_host_blocks=2, host_cache=True)
+    leave(manager, tokens(8))
+    manager.grow([(0, 0, 8)])
+    manager.take_moves()
+    manager.free(0)
+    found = adopt(manager, 1, [*tokens(6), 90, 91])
+    assert (found.num_tokens, found.num_full) == (6, 1)
+    assert manager.needed([(1, 6, 8)]) == 0
+    assert manager.grow([(1, 6, 8)]) is not None
+    moves = manager.take_moves()
+    assert len(moves.swap_in) == 2
+    assert moves.copy == []
+    manager.free(1)
+    assert figures(manager) == (0, 1, 1)
+
+
+def test_swapped_sequences_take_host_blocks_from_the_cache() -> None:
+    manager = cached_manager(2, num_host_blocks=2, host_cache=True)
+    leave(manager, tokens(8))
+    manager.grow([(0, 0, 8)])
+    manager.take_moves()
+    assert manager.host_free == 2
+    assert manager.swap_out([0])
+    assert match(manager, tokens(9)).num_tokens == 0
+    assert manager.host_used == 2
+
+
+def test_without_host_room_evicted_content_is_lost() -> None:
+    manager = cached_manager(2, num_host_blocks=1, host_cache=True)
+    manager.grow([(0, 0, 4)])
+    assert manager.swap_out([0])
+    manager.take_moves()
+    leave(manager, tokens(8))
+    manager.grow([(1, 0, 8)])
+    assert manager.take_moves().swap_out == []
+    assert match(manager, tokens(9)).num_tokens == 0
+
+
+def test_what_is_adopted_is_not_evicted_to_make_room_for_the_rest() -> None:
+    """The first block is on the device, the second on the host, and bringing it in evicts on both levels."""
+    manager = cached_manager(3, num_host_blocks=1, host_cache=True)
+    leave(manager, tokens(8))
+    manager.grow([(0, 0, 8)])  # evicts the second block
+    manager.take_moves()
+    manager.free(0)
+    leave(manager, tokens(8, 50))
+    found = adopt(manager, 1, tokens(9))
+    assert found.num_tokens == 8
+    assert len(set(manager.table(1))) == 2
+    moves = manager.take_moves()
+    assert moves.swap_out == []  # the only host block was the one being read
+    assert [target for _, target in moves.swap_in] == manager.table(1)[1:]

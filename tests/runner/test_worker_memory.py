@@ -1,0 +1,89 @@
+"""How the free memory is shared between the KV cache and the blocks of preempted requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.errors import ConfigError, InsufficientMemoryError
+from octavo.core.model_config import ModelConfig
+from octavo.models.config import read_model_config
+from octavo.runner import memory
+from octavo.runner.model_runner import ModelRunner
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def config(network: Path) -> ModelConfig:
+    return read_model_config(network)
+
+
+def options(**values: Any) -> EngineConfig:
+    return make_config(model="m", max_num_seqs=10, **values)
+
+
+def test_swap_space_is_what_was_asked_for(config: ModelConfig) -> None:
+    assert memory.num_host_blocks(config, options(swap_space=0.25), 1 << 24, 4 * GIB) == 16
+    assert memory.num_host_blocks(config, options(swap_space=0), 1 << 24, 4 * GIB) == 0
+    assert memory.num_host_blocks(config, options(num_host_blocks_override=7, swap_space=9), 1 << 24, GIB) == 7
+
+
+def test_the_default_is_four_gib_or_a_tenth_of_the_free_memory(config: ModelConfig) -> None:
+    assert memory.num_host_blocks(config, options(), GIB // 8, 100 * GIB) == 32
+    assert memory.num_host_blocks(config, options(), GIB // 8, 10 * GIB) == 8
+    assert memory.num_host_blocks(config, options(), GIB // 8, 0) == 0
+
+
+def test_by_default_nothing_is_set_aside_for_what_is_never_swapped(config: ModelConfig) -> None:
+    def blocks(**values: Any) -> int:
+        return memory.num_host_blocks(config, options(preemption_mode="recompute", **values), GIB // 8, 10 * GIB)
+
+    assert (blocks(), blocks(host_prefix_cache=True), blocks(swap_space=0.5)) == (0, 8, 4)
+
+
+def test_no_more_than_the_running_sequences_could_use(config: ModelConfig) -> None:
+    """Ten sequences of 128 tokens in blocks of 16."""
+    assert memory.num_host_blocks(config, options(swap_space=1), 1000, 4 * GIB) == 80
+
+
+def test_swap_space_that_does_not_fit_is_refused_with_what_is_free(config: ModelConfig) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"swap_space=2.5 GiB is more than the 1.500 GiB"):
+        memory.num_host_blocks(config, options(swap_space=2.5), 1 << 24, 3 * GIB // 2)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much"])
+def test_swap_space_is_a_number_from_0(value: object) -> None:
+    with pytest.raises(ConfigError, match="swap_space"):
+        options(swap_space=value)
+
+
+def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are in the memory of the host here: together they must not promise more than there is."""
+    free = 40 << 20
+    monkeypatch.setattr(memory, "available_memory", lambda: free)
+
+    def blocks(**values: Any) -> tuple[int, int, int]:
+        engine = make_config(
+            model=str(network),
+            kernels="reference",
+            gpu_memory_utilization=1.0,
+            max_num_batched_tokens=64,
+            max_num_seqs=64,
+            block_size=64,
+            **values,
+        )
+        # A long context, so that neither number is bounded by what the sequences could use.
+        runner = ModelRunner(engine, read_model_config(network), network, "float32")
+        spare = free - memory.activation_bytes(runner.config, engine)
+        return runner.num_blocks(10**6), runner.num_host_blocks(), spare
+
+    block_bytes = 2 * 2 * 64 * 2 * 8 * 4
+    device, host, spare = blocks(swap_space=0.0)
+    assert (device, host) == (spare // block_bytes, 0)
+    device, host, spare = blocks(swap_space=2 / 1024)
+    assert host == (2 << 20) // block_bytes
+    assert device == spare // block_bytes - host

@@ -1,0 +1,410 @@
+"""A worker without a model, and the step loop around it, that check every plan of the scheduler.
+
+A slot of a block holds the *print* of its token: a hash of that token and all before it, as a KV entry depends on them.
+So content that is stale, overwritten or somebody else's is seen where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
+from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.beam_search import BeamSearch, Candidates, Hypothesis
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.results import GroupUpdate, SequenceUpdate, Update
+from octavo.scheduler.scheduler import Scheduler
+
+EOS = 0
+#: Tokens that the fake model knows: the end, and a few others.
+VOCABULARY = 12
+_START = 17
+
+
+def extend_print(before: int, token: int) -> int:
+    """The print of a token that follows what has the print ``before``."""
+    return hash((before, token))
+
+
+def print_of(token_ids: list[int]) -> int:
+    """The print of the last token."""
+    value = _START
+    for token in token_ids:
+        value = extend_print(value, token)
+    return value
+
+
+def sample(context: int, seed: int) -> int:
+    """The token that follows what has this print: the end, now and then."""
+    return _scramble((context, seed)) % VOCABULARY
+
+
+def _scramble(values: tuple[int, int]) -> int:
+    """Python's hash of small integers is too regular to draw from."""
+    mixed = (hash(values) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    return (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 % 2**64 >> 24
+
+
+def candidates(context: int, count: int) -> Candidates:
+    """The likeliest tokens after what has this print, no two alike."""
+    scores = sorted((-(1 + _scramble((context, -token - 1)) % 10_007) / 1000, token) for token in range(VOCABULARY))
+    best = scores[::-1][:count]
+    return Candidates([token for _, token in best], [score for score, _ in best])
+
+
+def tokens_alone(request: GroupRequest, index: int, max_model_len: int) -> list[int]:
+    """What sequence ``index`` of a request generates, as the fake model alone says."""
+    tokens = list(request.prompt_token_ids)
+    limit = min(len(tokens) + (request.params.max_tokens or max_model_len), max_model_len)
+    context = print_of(tokens)
+    while len(tokens) < limit:
+        tokens.append(sample(context, request.seed + index))
+        context = extend_print(context, tokens[-1])
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+def hypotheses_alone(request: GroupRequest, max_model_len: int) -> list[Hypothesis]:
+    """What a beam search finds, as the fake model alone says."""
+    assert request.beam is not None
+    prompt = request.prompt_token_ids
+    search = BeamSearch(request.beam, request.stop_token_ids, min(request.beam.max_tokens, max_model_len - len(prompt)))
+    count = request.params.logprobs or 0
+    beams: list[list[int]] = [[]]
+    while True:
+        step = search.step([candidates(print_of(prompt + b), count) for b in beams], beams)
+        if step.done:
+            return search.hypotheses()
+        beams = [[*beams[parent], token] for parent, token in step.survivors]
+
+
+@dataclass
+class Row:
+    """What a worker knows of a sequence."""
+
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    #: The print of each token.
+    prints: list[int]
+    table: list[int]
+    num_computed: int
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.prints.append(extend_print(self.prints[-1] if self.prints else _START, token))
+
+
+class FakeWorker:
+    """Executes plans over simulated block contents, strictly in the order of a plan's fields."""
+
+    def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
+        self.options = options
+        self.block_size = blocks.block_size
+        self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_blocks)]
+        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_host_blocks)]
+        self.rows: dict[int, Row] = {}
+        self.has_failed = False
+        self.seconds_per_token = 1e-3
+        self.seconds_per_move = 1e-3
+
+    def execute(self, plan: StepPlan, fail: str = "") -> StepResult:
+        """One step; it can be told to fail "before moving" or "before computing"."""
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        for seq_id in plan.forget:
+            if seq_id in self.rows or not self.has_failed:
+                del self.rows[seq_id]
+        if fail == "before moving":
+            self.has_failed = True
+            raise RuntimeError(fail)
+        self._move(plan)
+        for new in plan.new:
+            self._add(new)
+        for fork in plan.forks:
+            self._fork(fork)
+        assert len(self.rows) <= self.options.max_num_seqs
+        for seq_id, token in plan.last_tokens:
+            row = self.rows[seq_id]
+            assert row.num_computed < len(row.tokens), "the KV entry of a token that is replaced"
+            del row.tokens[-1], row.prints[-1]
+            row.append(token)
+        for change in plan.table_changes:
+            table = self.rows[change.seq_id].table
+            assert change.blocks and change.index <= len(table), "a hole in a block table"
+            assert all(0 <= block < len(self.device) for block in change.blocks)
+            table[change.index : change.index + len(change.blocks)] = change.blocks
+        if fail == "before computing":
+            self.has_failed = True
+            raise RuntimeError(fail)
+        followers = self._followers(plan)
+        self._compute(plan, followers)
+        return self._sample(plan, followers)
+
+    def _move(self, plan: StepPlan) -> None:
+        copied_from = {source for source, _ in plan.blocks_to_copy}
+        targets = [t for _, t in plan.blocks_to_swap_in] + [t for _, t in plan.blocks_to_copy]
+        assert len(targets) == len(set(targets)), "a device block is the target of two moves"
+        assert not copied_from & {t for _, t in plan.blocks_to_copy}, "a copy of a copy"
+        host_targets = [t for _, t in plan.blocks_to_swap_out]
+        assert len(host_targets) == len(set(host_targets)), "a host block is the target of two moves"
+        for source, target in plan.blocks_to_swap_out:
+            self.host[target] = list(self.device[source])
+        for source, target in plan.blocks_to_swap_in:
+            self.device[target] = list(self.host[source])
+        for source, target in plan.blocks_to_copy:
+            self.device[target] = list(self.device[source])
+
+    def _add(self, new: NewSequence) -> None:
+        assert new.seq_id not in self.rows
+        assert new.num_computed < len(new.token_ids)
+        row = Row(new.params, new.seed, [], [], [], new.num_computed)
+        for token in new.token_ids:
+            row.append(token)
+        self.rows[new.seq_id] = row
+
+    def _fork(self, fork: Fork) -> None:
+        assert fork.child not in self.rows
+        row = self.rows[fork.parent]
+        self.rows[fork.child] = Row(
+            row.params, fork.seed, list(row.tokens), list(row.prints), list(row.table), row.num_computed
+        )
+
+    def _followers(self, plan: StepPlan) -> dict[int, int]:
+        scheduled = set(plan.seq_ids)
+        return {f.child: f.parent for f in plan.forks if f.parent in scheduled and f.child not in scheduled}
+
+    def _compute(self, plan: StepPlan, followers: dict[int, int]) -> None:
+        assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
+        assert plan.total_tokens <= self.options.max_num_batched_tokens
+        assert plan.num_tokens == [n for n in plan.num_tokens if n == 1] + [n for n in plan.num_tokens if n > 1]
+        assert 0 not in plan.num_tokens, "decodes first, and something of each"
+        size = self.block_size
+        self._check_contents()
+        written: dict[tuple[int, int], int] = {}
+        for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            row = self.rows[seq_id]
+            end = row.num_computed + count
+            assert end <= len(row.tokens) <= self.options.max_model_len
+            assert len(row.table) * size >= end, "tokens without a slot"
+            for position in range(row.num_computed, end):
+                slot = row.table[position // size], position % size
+                assert slot not in written, "two sequences write into one slot"
+                written[slot] = seq_id
+                self.device[slot[0]][slot[1]] = row.prints[position]
+            row.num_computed = end
+        for child, parent in followers.items():
+            assert self.rows[child].num_computed <= self.rows[parent].num_computed
+            assert self.rows[child].table == self.rows[parent].table
+            self.rows[child].num_computed = self.rows[parent].num_computed
+        self._check_write_access({block: seq_id for (block, _), seq_id in written.items()}, followers)
+        self._check_contents()
+
+    def _check_contents(self) -> None:
+        """What each row has computed reads back through its table as its own tokens."""
+        size = self.block_size
+        for seq_id, row in self.rows.items():
+            assert len(row.table) * size >= row.num_computed
+            for index in range(-(-row.num_computed // size)):
+                start = index * size
+                wanted = row.prints[start : min(start + size, row.num_computed)]
+                found = self.device[row.table[index]][: len(wanted)]
+                assert found == wanted, f"sequence {seq_id} reads what is not its own in block {row.table[index]}"
+
+    def _check_write_access(self, written: dict[int, int], followers: dict[int, int]) -> None:
+        """A block that somebody writes into is in nobody else's table, but for sequences just forked off the writer."""
+        for seq_id, row in self.rows.items():
+            for block in row.table:
+                writer = written.get(block, seq_id)
+                assert writer in (seq_id, followers.get(seq_id)), f"{writer} writes into block {block} of {seq_id}"
+
+    def _sample(self, plan: StepPlan, followers: dict[int, int]) -> StepResult:
+        moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+        result = StepResult(step=plan.step, swap_seconds=moves * self.seconds_per_move)
+        result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
+        for seq_id in [*plan.seq_ids, *followers]:
+            row = self.rows[seq_id]
+            if row.num_computed < len(row.tokens):
+                continue
+            token = sample(row.prints[-1], row.seed)
+            if row.params.logprobs is not None:
+                top = candidates(row.prints[-1], row.params.logprobs)
+                position = PositionLogprobs(token, -1.0, 1, list(top.token_ids), list(top.logprobs))
+                result.extras[seq_id] = SequenceResult(logprobs=position)
+            result.seq_ids.append(seq_id)
+            result.token_ids.append(token)
+            if len(row.tokens) < self.options.max_model_len:
+                row.append(token)
+        return result
+
+
+@dataclass
+class Answer:
+    """What has come of a request."""
+
+    request: GroupRequest
+    group: SequenceGroup
+    #: By index of the sequence.
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    hypotheses: list[Hypothesis] | None = None
+    error: str | None = None
+    #: Why the whole group ended, if it did so at once.
+    group_reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.group_reason is not None or len(self.reasons) == self.request.num_sequences
+
+
+class Engine:
+    """The step loop over a fake worker, with a clock that stands still unless it is told the time."""
+
+    def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
+        self.now = 0.0
+        self.blocks = blocks
+        self.scheduler = Scheduler(blocks, options, clock=lambda: self.now)
+        self.worker = FakeWorker(blocks, options)
+        self.answers: dict[int, Answer] = {}
+        self.plans: list[StepPlan] = []
+        #: Group id of every sequence that ever was.
+        self.group_of: dict[int, int] = {}
+
+    @property
+    def queues(self) -> tuple[list[int], list[int], list[int]]:
+        """Group ids that wait, run (in order) and are swapped out."""
+        groups = self.scheduler.queues.groups.values()
+        return (
+            sorted(g.group_id for g in groups if g.status is SequenceStatus.WAITING),
+            [g.group_id for g in self.scheduler.queues.running],
+            sorted(g.group_id for g in groups if g.status is SequenceStatus.SWAPPED),
+        )
+
+    def computed(self, plan: StepPlan) -> dict[int, int]:
+        """Tokens that a plan computes, by group, in the order of the plan."""
+        counts: dict[int, int] = {}
+        for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            counts[self.group_of[seq_id]] = counts.get(self.group_of[seq_id], 0) + count
+        return counts
+
+    def add(self, request: GroupRequest) -> Answer:
+        known = self.scheduler.queues
+        before = dict(known.groups)
+        self.scheduler.add(request)
+        group = known.groups.get(request.group_id)
+        if group is None:  # refused
+            assert known.groups == before
+            group = SequenceGroup(request, -1, -1, self.scheduler.options.max_model_len)
+        answer = self.answers[request.group_id] = Answer(request, group)
+        return answer
+
+    def abort(self, group_id: int) -> None:
+        answer = self.answers[group_id]
+        self.scheduler.finish_group(group_id)
+        if not answer.finished:
+            answer.group_reason = "abort"
+
+    def stop(self, group_id: int, index: int) -> None:
+        """Ends one sequence that has sampled, as a stop text does."""
+        answer = self.answers[group_id]
+        if not answer.finished and index not in answer.reasons:
+            answer.reasons[index] = "stopped by text"
+        self.scheduler.finish_sequence(group_id, index)
+
+    def step(self, between: Callable[[], None] = lambda: None, fail: str = "") -> StepPlan:
+        """One step; ``between`` is called while the worker has the plan, and ``fail`` says where it then fails."""
+        groups = list(self.scheduler.queues.groups.values())
+        before = [(g, g.status, g.num_swaps) for g in groups]
+        plan = self.scheduler.schedule()
+        self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
+        for group, status, swaps in before:
+            back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
+            assert not (back and group.num_swaps > swaps), "out and in in one step"
+        between()
+        try:
+            result = self.worker.execute(plan, fail)
+        except RuntimeError as e:
+            updates = self.scheduler.fail(plan, str(e))
+        else:
+            updates = self.scheduler.update(plan, result)
+        for update in updates:
+            self._take_in(update)
+        self.plans.append(plan)
+        return plan
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Steps until nothing is left; how many it took."""
+        for count in range(max_steps):
+            if not self.scheduler.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.queues}")
+
+    def _take_in(self, update: Update) -> None:
+        if isinstance(update, GroupUpdate):
+            answer = self.answers[update.group.group_id]
+            if answer.group_reason != "abort":
+                assert not answer.finished, "a second end"
+                answer.group_reason = update.group.status.value
+                answer.hypotheses, answer.error = update.hypotheses, update.error
+            return
+        self._take_in_sequence(update)
+
+    def _take_in_sequence(self, update: SequenceUpdate) -> None:
+        seq = update.sequence
+        answer = self.answers[seq.group.group_id]
+        assert answer.group_reason is None and seq.index not in answer.reasons, "a token after the end"
+        if update.token_id is not None:
+            answer.tokens.setdefault(seq.index, []).append(update.token_id)
+        if seq.status.finished:
+            answer.reasons[seq.index], answer.error = seq.status.value, update.error
+
+
+def check_accounting(engine: Engine) -> None:
+    """Every block is counted once, every unfinished group is in one queue, and nobody else holds anything."""
+    queues, blocks = engine.scheduler.queues, engine.blocks
+    assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
+    on_device: set[int] = set()
+    unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
+    refused = {u.group.group_id for u in engine.scheduler._refused if isinstance(u, GroupUpdate)}
+    assert unfinished - refused == set(queues.groups), "a group was lost"
+    running = {g.group_id for g in queues.running}
+    assert len(running) == len(queues.running)
+    tables = 0
+    for gid, group in queues.groups.items():
+        places = [gid in running, group in queues.waiting, group in queues.waiting_long, group in queues.swapped]
+        assert sum(places) == 1, "a group is in exactly one queue"
+        wanted = [SequenceStatus.RUNNING, *[SequenceStatus.WAITING] * 2, SequenceStatus.SWAPPED][places.index(True)]
+        assert group.status is wanted
+        assert (group in queues.prefilling) == (group.prefilling and wanted is SequenceStatus.RUNNING)
+        assert group.seqs, "a group without sequences"
+        for seq in group.seqs:
+            assert seq.status is wanted and queues.sequences[seq.seq_id] is seq and seq.num_uncomputed >= 1
+            table = blocks.table(seq.seq_id)
+            held = bool(table) or blocks.is_swapped(seq.seq_id)
+            assert blocks.is_swapped(seq.seq_id) <= (wanted is SequenceStatus.SWAPPED)
+            assert bool(table) <= (wanted is SequenceStatus.RUNNING)
+            assert not seq.num_computed or held
+            on_device |= set(table)
+            tables += held
+    assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
+    assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
+    assert queues.rows == sum(g.width for g in queues.running) <= engine.scheduler.options.max_num_seqs
+    assert len(on_device) == blocks.num_used
+    assert tables == blocks.num_tables
+
+
+def check_nothing_held(engine: Engine) -> None:
+    """At rest no block is used, on the device or the host, and the workers hold no row."""
+    check_accounting(engine)
+    blocks = engine.blocks
+    assert blocks.num_used == 0 and blocks.host_used == 0 and blocks.num_tables == 0
+    if engine.scheduler.queues.forget:
+        engine.worker.execute(engine.scheduler.schedule())
+    assert not engine.worker.rows

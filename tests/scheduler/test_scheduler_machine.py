@@ -1,0 +1,254 @@
+"""Generated traffic: whatever arrives, grows, is aborted or preempted, every request gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.policies import Policy
+from tests.scheduler.fake_worker import (
+    EOS,
+    VOCABULARY,
+    Answer,
+    Engine,
+    check_accounting,
+    check_nothing_held,
+    hypotheses_alone,
+    tokens_alone,
+)
+
+MAX_STEPS = 3000
+
+
+class FewestSequencesFirst(Policy):
+    """A policy of a user's own."""
+
+    def key(self, group: SequenceGroup) -> int:
+        return group.request.num_sequences
+
+
+OWN_POLICY = f"{__name__}:FewestSequencesFirst"
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that a run depends on."""
+
+    seed: int
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    watermark: float
+    prefix_caching: bool
+    host_cache: bool
+    options: SchedulerOptions
+    num_requests: int
+    abort_rate: float
+    failure_rate: float
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 3, 4, 5])
+    num_blocks = rng.randint(4, rng.choice([8, 12, 24]))
+    max_num_seqs = rng.choice([1, 3, 4, 5, 6, 8, 8])
+    batching = rng.choice(["mixed", "prefill_first"])
+    policy = rng.choice(["fcfs", "static", "sjf", "ldf", "lcfs", OWN_POLICY])
+    chunked = rng.random() < 0.7
+    max_model_len = min(num_blocks * block_size, rng.choice([20, 40, 60]))
+    least = max(max_num_seqs, 1 if chunked else max_model_len)
+    options = SchedulerOptions(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=least + rng.choice([0, 1, 3, 8, 30] if batching == "mixed" else [8, 30]),
+        max_model_len=max_model_len,
+        batching=batching,
+        scheduling_policy=policy,
+        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        preemption_victim=rng.choice(["last", "least_computed", "most_blocks"]),
+        priority_preemption=policy == "static" and rng.random() < 0.6,
+        aging_limit=rng.choice([None, 0.0, 5.0, 20.0, 60.0]),
+        enable_chunked_prefill=chunked,
+        max_num_partial_prefills=rng.choice([None, None, 1, 2]),
+        long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
+        max_long_partial_prefills=rng.choice([1, 2]),
+        scheduler_delay_factor=rng.choice([0.0, 0.0, 0.5, 2.0]),
+    )
+    return Case(
+        seed=seed,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_host_blocks=rng.choice([0, 2, 6, 16]),
+        watermark=rng.choice([0.0, 0.05, 0.3]),
+        prefix_caching=rng.random() < 0.6,
+        host_cache=rng.random() < 0.5,
+        options=options,
+        num_requests=rng.randint(3, 10),
+        abort_rate=rng.choice([0.0, 0.0, 0.05, 0.2]),
+        failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
+    )
+
+
+class Run:
+    """One generated run."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.rng = random.Random(case.seed + 1)
+        blocks = BlockManager(
+            case.num_blocks,
+            case.block_size,
+            num_host_blocks=case.num_host_blocks,
+            watermark=case.watermark,
+            prefix_caching=case.prefix_caching,
+            host_cache=case.host_cache,
+        )
+        self.engine = Engine(blocks, case.options)
+        self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
+        self.prefixes = [self._tokens(20) for _ in range(2)]
+        self.added = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(1, VOCABULARY) for _ in range(count)]
+
+    def request(self) -> GroupRequest:
+        rng, limit = self.rng, self.case.options.max_model_len
+        length = rng.randint(1, min(limit - 1, rng.choice([4, 8, 8, 40])))
+        shared = rng.randint(0, length) if rng.random() < 0.7 else 0
+        prompt = (rng.choice(self.prefixes)[:shared] + self._tokens(length))[:length]
+        max_tokens = rng.choice([1, 4, 10, 20, None])
+        n, beam = rng.choice([1, 1, 1, 2, 3, 4]), None
+        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=rng.choice([None, 2]))
+        if rng.random() < 0.25:
+            beam = BeamSearchParams(
+                beam_width=rng.randint(2, 4),
+                max_tokens=max_tokens or 9,
+                early_stopping=rng.choice([True, False, "never"]),
+            )
+            # Beside the usual number of candidates sometimes so few that beams become fewer.
+            params = SamplingParams(
+                n=beam.beam_width,
+                temperature=0.0,
+                max_tokens=beam.max_tokens,
+                logprobs=rng.choice([beam.beam_width + 1, 2]),
+            )
+        self.added += 1
+        return GroupRequest(
+            group_id=self.added,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=rng.randrange(1000),
+            stop_token_ids=[EOS],
+            arrival_time=self.engine.now,
+            priority=rng.randint(0, 3),
+            cache_salt=rng.choice(["", "", "other"]),
+            beam=beam,
+        )
+
+    def disturb(self) -> None:
+        """Aborts a group, or ends a sequence that has sampled, now and then."""
+        rng = self.rng
+        if rng.random() >= self.case.abort_rate:
+            return
+        open_ = [a for a in self.engine.answers.values() if not a.finished]
+        if not open_:
+            return
+        answer = rng.choice(open_)
+        sampled = [i for i in answer.tokens if i not in answer.reasons]
+        if sampled and answer.request.beam is None and rng.random() < 0.6:
+            self.engine.stop(answer.request.group_id, rng.choice(sampled))
+        else:
+            self.engine.abort(answer.request.group_id)
+
+    def __call__(self) -> None:
+        engine, rng = self.engine, self.rng
+        for _ in range(MAX_STEPS):
+            while self.added < self.case.num_requests and rng.random() < 0.6:
+                engine.add(self.request())
+            if self.added == self.case.num_requests and not engine.scheduler.has_work:
+                break
+            self.disturb()
+            self.step()
+            engine.now += rng.choice([0.1, 1.0, 5.0])
+        else:
+            raise AssertionError(f"still busy after {MAX_STEPS} steps: {engine.queues}")
+        check_nothing_held(engine)
+        for answer in engine.answers.values():
+            self.check_answer(answer)
+
+    def step(self) -> None:
+        groups = list(self.engine.scheduler.queues.groups.values())
+        before = {g.group_id: (g, g.status) for g in groups}
+
+        def between() -> None:
+            self.check_bound(before)
+            self.disturb()
+
+        where = self.rng.choice(["before moving", "before computing"])
+        plan = self.engine.step(between, where if self.rng.random() < self.case.failure_rate else "")
+        assert plan.total_tokens <= self.case.options.max_num_batched_tokens
+        check_accounting(self.engine)
+
+    def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]]) -> None:
+        """Past the ageing limit no later arrival comes in, or stays, in favour of an older one."""
+        limit, now = self.case.options.aging_limit, self.engine.now
+        if limit is None:
+            return
+        running = {g.group_id for g in self.engine.scheduler.queues.running}
+        for group, status in before.values():
+            outside = group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+            if not outside or now - group.request.arrival_time <= limit:
+                continue
+            for other_id in running:
+                other, was = before[other_id]
+                if other.arrival > group.arrival:
+                    kept = status is SequenceStatus.RUNNING
+                    came_in = was is not SequenceStatus.RUNNING
+                    assert not came_in and not kept, f"{other_id} went before {group.group_id}"
+
+    def check_answer(self, answer: Answer) -> None:
+        request, limit = answer.request, self.case.options.max_model_len
+        assert answer.finished
+        if answer.group_reason is not None and answer.hypotheses is None:
+            assert answer.group_reason in ("abort", "ignored", "error")
+            assert (answer.error is None) == (answer.group_reason == "abort")
+        if request.beam is not None:
+            assert not answer.tokens
+            if answer.group_reason == "stop":
+                assert answer.hypotheses == hypotheses_alone(request, limit)
+            return
+        for index, tokens in answer.tokens.items():
+            alone = tokens_alone(request, index, limit)
+            reason = answer.reasons.get(index)
+            if reason in ("stop", "length"):
+                assert tokens == alone
+                assert (reason == "stop") == (alone[-1] == EOS)
+            else:
+                assert tokens == alone[: len(tokens)]
+
+
+def run_cases(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        case = make_case(seed)
+        try:
+            Run(case)()
+        except Exception as e:
+            raise AssertionError(f"in {case}") from e
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_generated_traffic(part: int) -> None:
+    run_cases(part * 1000, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(50))
+def test_much_generated_traffic(part: int) -> None:
+    run_cases(100_000 + part * 1000, 1000)
