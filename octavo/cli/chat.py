@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
 
 #: Without sense where one answer is shown as text.
-LEAVE_OUT = ("n", "logprobs", "prompt_logprobs", "detokenize")
+LEAVE_OUT = ("n", "best_of", "logprobs", "prompt_logprobs", "detokenize")
 
 COMMANDS = ("/reset", "/system", "/exit", "/help")
 HELP = """\

@@ -19,6 +19,7 @@ PREFIX = "sampling"
 #: One line of help for each field that can be given as text.
 HELP = {
     "n": "completions of each prompt",
+    "best_of": "sample this many completions and give the n likeliest of them",
     "presence_penalty": "subtracted from the logit of every token already generated, once each",
     "frequency_penalty": "subtracted once for each time that a token was generated",
     "repetition_penalty": "divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off",

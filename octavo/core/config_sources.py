@@ -25,6 +25,7 @@ PREFIX = "OCTAVO_"
 RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
     "OCTAVO_CACHE": "Folder that holds fetched models.",
+    "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
     "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",
     "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",

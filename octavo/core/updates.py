@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from octavo.core.plan import SequenceResult
@@ -31,14 +33,14 @@ class Hypothesis(msgspec.Struct, frozen=True):
     cumulative_logprob: float
     #: ``cumulative_logprob / len(token_ids) ** length_penalty``
     score: float
-    #: "stop" or "length".
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
 
 
-class GroupMetrics(msgspec.Struct, array_like=True):
-    """What became of a group on its way; see ``RequestMetrics``."""
+class AdmissionUpdate(msgspec.Struct, array_like=True):
+    """A group runs, for the first time or again; what became of it until now (see ``RequestMetrics``)."""
 
-    first_scheduled_time: float | None
+    group_id: int
+    first_scheduled_time: float
     num_cached_tokens: int
     num_recomputes: int
     num_recomputed_tokens: int
@@ -47,19 +49,19 @@ class GroupMetrics(msgspec.Struct, array_like=True):
 
 
 class GroupUpdate(msgspec.Struct, array_like=True):
-    """The end of a group: after its last sequence's, or for all that still ran."""
+    """The end of a group all at once, and not sequence by sequence: a beam search, or a failure."""
 
     group_id: int
-    #: Of the sequences that have not ended before: "stop", "abort", "error" or "ignored".
+    #: "stop", "error" or "ignored".
     finish_reason: str
-    metrics: GroupMetrics
     error: str | None = None
     #: Of a beam search, best first.
     hypotheses: list[Hypothesis] | None = None
 
 
 class StepOutputs(msgspec.Struct):
-    """All that came of a step, sequences before the groups that end with them."""
+    """All that came of a step."""
 
+    admissions: list[AdmissionUpdate] = []
     sequences: list[SequenceUpdate] = []
     groups: list[GroupUpdate] = []

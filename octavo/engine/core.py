@@ -11,11 +11,11 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import GroupRequest
+from octavo.core.updates import StepOutputs
 from octavo.executor.executor import UniprocExecutor
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.scheduler.options import SchedulerOptions
-from octavo.scheduler.results import Update
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
@@ -100,7 +100,7 @@ class EngineCore:
         """Whether a request is unfinished."""
         return self.scheduler.has_work
 
-    def step(self) -> list[Update]:
+    def step(self) -> StepOutputs:
         """One step. If the worker fails, the step's requests end with an error and the engine goes on."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()

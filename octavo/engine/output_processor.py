@@ -9,11 +9,10 @@ from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, Reque
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import SequenceStatus
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
-from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.results import GroupUpdate, SequenceUpdate, Update
 
 
 @dataclass(slots=True, eq=False)
@@ -112,28 +111,31 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def process(self, updates: list[Update]) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
+    def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
         """Takes in a step: the outputs to hand out, and the sequences (group, index) that a stop text has ended."""
         now = time.monotonic()
         touched: dict[int, _Request] = {}
         stopped: list[tuple[int, int]] = []
-        for update in updates:
-            group = update.sequence.group if isinstance(update, SequenceUpdate) else update.group
-            request = self._groups.get(group.group_id)
+        for admission in step.admissions:
+            request = self._groups.get(admission.group_id)
+            if request is not None:
+                _take_metrics(request.metrics, admission)
+        for update in step.sequences:
+            request = self._groups.get(update.group_id)
             if request is None:
                 continue
-            touched[group.group_id] = request
-            if isinstance(update, GroupUpdate):
-                self._end_group(request, update)
-            else:
-                completion = request.completions[update.sequence.index]
-                if completion.output.finished:
-                    continue
-                self._take_in(request, completion, update, now)
-                if completion.output.finished and not update.sequence.status.finished:
-                    stopped.append((group.group_id, update.sequence.index))
-            if request.finished:
-                _take_metrics(request.metrics, group)
+            completion = request.completions[update.index]
+            if completion.output.finished:
+                continue
+            touched[update.group_id] = request
+            self._take_in(request, completion, update, now)
+            if completion.output.finished and update.finish_reason is None:
+                stopped.append((update.group_id, update.index))
+        for end in step.groups:
+            request = self._groups.get(end.group_id)
+            if request is not None:
+                touched[end.group_id] = request
+                self._end_group(request, end)
         outputs = []
         for request in touched.values():
             if request.finished:
@@ -164,9 +166,9 @@ class OutputProcessor:
             for completion in request.completions:
                 if not completion.output.finished:
                     completion.output.error = update.error
-                    self._finish(request, completion, update.group.status.value)
+                    self._finish(request, completion, update.finish_reason)
             return
-        stops = update.group.stop_token_ids
+        stops = request.source.group.stop_token_ids
         # Fewer than asked for where the vocabulary has not as many continuations.
         request.completions = request.completions[: len(update.hypotheses)]
         for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
@@ -176,27 +178,26 @@ class OutputProcessor:
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
     def _take_in(self, request: _Request, completion: _Completion, update: SequenceUpdate, now: float) -> None:
-        metrics, output, sequence = request.metrics, completion.output, update.sequence
+        metrics, output, reason = request.metrics, completion.output, update.finish_reason
         if update.extra is not None:
             self._add_logprobs(request, completion, update.extra)
         if update.token_id is not None:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-                metrics.first_scheduled_time = sequence.group.first_scheduled_time
             output.token_ids.append(update.token_id)
-        if sequence.status.finished:
+        if reason is not None:
             output.error, output.stop_reason = update.error, update.stop_reason
         params = request.source.params
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
-        silent = sequence.status is SequenceStatus.FINISHED_STOPPED and not params.include_stop_str_in_output
+        silent = reason == SequenceStatus.FINISHED_STOPPED.value and not params.include_stop_str_in_output
         if update.token_id is not None and completion.detokenizer is not None and not silent:
             match = completion.detokenizer.append([update.token_id])
             if match is not None:
                 output.stop_reason = match.stop
                 self._finish(request, completion, SequenceStatus.FINISHED_STOPPED.value)
                 return
-        if sequence.status.finished:
-            self._finish(request, completion, sequence.status.value, drop_last=silent)
+        if reason is not None:
+            self._finish(request, completion, reason, drop_last=silent)
         elif completion.detokenizer is not None:
             output.text += completion.detokenizer.new_text(False)
 
@@ -235,10 +236,10 @@ class OutputProcessor:
         return logprobs
 
 
-def _take_metrics(metrics: RequestMetrics, group: SequenceGroup) -> None:
-    metrics.first_scheduled_time = group.first_scheduled_time
-    metrics.num_cached_tokens = group.num_cached_tokens
-    metrics.num_preemptions = group.num_preemptions
-    metrics.num_preemptions_by_swap = group.num_swaps
-    metrics.num_recomputed_tokens = group.num_recomputed_tokens
-    metrics.num_swapped_blocks = group.num_swapped_blocks
+def _take_metrics(metrics: RequestMetrics, admission: AdmissionUpdate) -> None:
+    metrics.first_scheduled_time = admission.first_scheduled_time
+    metrics.num_cached_tokens = admission.num_cached_tokens
+    metrics.num_preemptions = admission.num_recomputes + admission.num_swaps
+    metrics.num_preemptions_by_swap = admission.num_swaps
+    metrics.num_recomputed_tokens = admission.num_recomputed_tokens
+    metrics.num_swapped_blocks = admission.num_swapped_blocks

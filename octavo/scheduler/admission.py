@@ -90,7 +90,7 @@ class Admission:
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs:
             return False
-        promised = sum(blocks_to_come(blocks, g) for g in self._queues.prefilling)
+        promised = self._promised(step)
         if not self._fits(1, promised):
             return False  # most often seen without a look into the prefix cache
         first = group.seqs[0]
@@ -119,7 +119,7 @@ class Admission:
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs or len(group.seqs) > step.budget:
             return False
-        promised = sum(blocks_to_come(blocks, g) for g in self._queues.prefilling)
+        promised = self._promised(step)
         moved = blocks.blocks_to_swap_in(group.seq_ids)
         to_grow = len(group.seqs) if self._queues.running else 0
         if not self._fits(moved + to_grow, promised) or not blocks.swap_in(group.seq_ids):
@@ -132,6 +132,7 @@ class Admission:
     def _go_on(self, group: SequenceGroup, step: Step) -> None:
         """Schedules a group that has just come in, if budget and blocks allow."""
         queues = self._queues
+        step.admitted.append(group)
         rejoin(queues, group)
         if group.prefilling and len(group.seqs) > 1 and is_prefilled(group):
             queues.prefilled(group)
@@ -143,6 +144,15 @@ class Admission:
         elif len(group.seqs) <= step.budget and grow(queues, [(s, 1) for s in group.seqs], step):
             step.decodes += group.seqs
             step.budget -= len(group.seqs)
+
+        if group.prefilling and step.promised is not None:
+            step.promised += blocks_to_come(self._blocks, group)
+
+    def _promised(self, step: Step) -> int:
+        """Blocks that prompts half computed will still take; counted once a step, as many may come in."""
+        if step.promised is None:
+            step.promised = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
+        return step.promised
 
     def _fits(self, needed: int, promised: int) -> bool:
         # Alone on the machine a group may use the watermark too, or one as long as the pool would never run.

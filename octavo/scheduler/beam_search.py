@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import MAX_LOGPROBS
+from octavo.core.updates import Hypothesis
 
 
 class Candidates(NamedTuple):
@@ -37,19 +37,6 @@ class BeamStep(NamedTuple):
     #: The next running beams, best first: (index of the beam that it continues, its new token). Empty if ``done``.
     survivors: list[tuple[int, int]]
     done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A complete sequence."""
-
-    #: Generated tokens, with the stop token that ended it.
-    token_ids: list[int]
-    #: Sum of the logprobs of ``token_ids``.
-    cumulative_logprob: float
-    #: ``cumulative_logprob / len(token_ids) ** length_penalty``
-    score: float
-    finish_reason: Literal["stop", "length"]
 
 
 class _Continuation(NamedTuple):

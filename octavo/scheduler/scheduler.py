@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.updates import GroupUpdate, StepOutputs
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.results import GroupUpdate, Results, Update
+from octavo.scheduler.results import Results
 from octavo.scheduler.running import Running
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step import Step, make_plan
@@ -46,7 +47,7 @@ class Scheduler:
         self._results = Results(self.queues)
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
-        self._refused: list[Update] = []
+        self._refused: list[GroupUpdate] = []
         self._last_prompt_latency = 0.0
 
     @property
@@ -68,7 +69,7 @@ class Scheduler:
         refusal = self._admission.refusal(group)
         if refusal is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
-            self._refused.append(GroupUpdate(group, error=refusal))
+            self._refused.append(GroupUpdate(group.group_id, group.status.value, refusal))
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         """Ends a group in any state and frees all it holds; nothing happens if it has ended."""
@@ -165,7 +166,7 @@ class Scheduler:
             f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._refused.append(GroupUpdate(group, error=message))
+        self._refused.append(GroupUpdate(group.group_id, group.status.value, message))
 
     def _count(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
@@ -175,21 +176,23 @@ class Scheduler:
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
         stats.copied_blocks += len(plan.blocks_to_copy)
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Takes in what the plan brought: counts computed tokens, appends sampled ones, finishes, frees."""
         step = self._in_flight.pop(plan.step)
         if step.prefills:
             self._last_prompt_latency = self._clock() - step.now
         self._observe(step, plan, result)
-        return self._take_refused() + self._results.take_in(step, result)
+        outputs = self._results.take_in(step, result)
+        outputs.groups += self._take_refused()
+        return outputs
 
-    def fail(self, plan: StepPlan, message: str) -> list[Update]:
+    def fail(self, plan: StepPlan, message: str) -> StepOutputs:
         """Ends with an error every group of a plan that could not be executed; the others go on.
 
         Nobody knows how far the plan came, so whatever it was to move is lost too.
         """
         step = self._in_flight.pop(plan.step)
-        updates = self._take_refused()
+        outputs = StepOutputs(groups=self._take_refused())
         scheduled = [s.group for s in step.decodes] + step.prefill_groups
         groups = {g.group_id: g for g in scheduled + step.moved}
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
@@ -197,10 +200,10 @@ class Scheduler:
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
                 self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                updates.append(GroupUpdate(group, error=message))
-        return updates
+                outputs.groups.append(GroupUpdate(group_id, group.status.value, message))
+        return outputs
 
-    def _take_refused(self) -> list[Update]:
+    def _take_refused(self) -> list[GroupUpdate]:
         refused, self._refused = self._refused, []
         return refused
 

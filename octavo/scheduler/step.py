@@ -32,6 +32,10 @@ class Step:
     followers: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     #: Groups whose blocks this step moves to the host or back.
     moved: list[SequenceGroup] = field(default_factory=list)
+    #: Blocks that prompts half computed will still take, once somebody has asked.
+    promised: int | None = None
+    #: Groups that came in, for the first time or again.
+    admitted: list[SequenceGroup] = field(default_factory=list)
     preempted: bool = False
     #: Whether a group was ended because it has outgrown all blocks.
     ended: bool = False

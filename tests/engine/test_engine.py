@@ -389,8 +389,8 @@ def test_a_request_gets_the_same_tokens_in_any_company(tiny_model: Path, data: s
     while engine.has_unfinished_requests():
         for output in engine.step():
             done[output.request_id] = output
-        blocks = engine.core.blocks
-        assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
+        held = engine.core.blocks
+        assert held.num_used + held.num_free + held.num_cached == held.num_blocks
     assert engine.core.blocks.num_used == 0
     alone = load(tiny_model)
     for i, ((prompt, *_), p) in enumerate(zip(requests, params, strict=True)):

@@ -174,11 +174,11 @@ def test_beams_share_their_common_beginning(llm: LLM) -> None:
 
 
 def test_beam_search_and_sampling_run_in_one_batch(llm: LLM) -> None:
-    params = [BeamSearchParams(beam_width=3, max_tokens=10), SamplingParams(temperature=0.0, max_tokens=10)]
-    both = llm.generate(["A tree is", "A river is"], params, use_tqdm=False)
+    beams, greedy = BeamSearchParams(beam_width=3, max_tokens=10), SamplingParams(temperature=0.0, max_tokens=10)
+    both = llm.generate(["A tree is", "A river is"], [beams, greedy], use_tqdm=False)
     assert len(both[0].outputs) == 3
     assert both[0].outputs[0].score is not None
-    assert both[1].outputs[0].text == llm.generate("A river is", params[1], use_tqdm=False)[0].outputs[0].text
+    assert both[1].outputs[0].text == llm.generate("A river is", greedy, use_tqdm=False)[0].outputs[0].text
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

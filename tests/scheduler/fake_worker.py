@@ -14,11 +14,11 @@ import msgspec
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.updates import GroupUpdate, Hypothesis, SequenceUpdate, StepOutputs
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.beam_search import BeamSearch, Candidates, Hypothesis
+from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
-from octavo.scheduler.results import GroupUpdate, SequenceUpdate, Update
 from octavo.scheduler.scheduler import Scheduler
 
 EOS = 0
@@ -333,8 +333,11 @@ class Engine:
             updates = self.scheduler.fail(plan, str(e))
         else:
             updates = self.scheduler.update(plan, result)
-        for update in updates:
-            self._take_in(update)
+        updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=StepOutputs)
+        for sequence in updates.sequences:
+            self._take_in_sequence(sequence)
+        for end in updates.groups:
+            self._take_in_end(end)
         self.plans.append(plan)
         return plan
 
@@ -346,24 +349,20 @@ class Engine:
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.queues}")
 
-    def _take_in(self, update: Update) -> None:
-        if isinstance(update, GroupUpdate):
-            answer = self.answers[update.group.group_id]
-            if answer.group_reason != "abort":
-                assert not answer.finished, "a second end"
-                answer.group_reason = update.group.status.value
-                answer.hypotheses, answer.error = update.hypotheses, update.error
-            return
-        self._take_in_sequence(update)
+    def _take_in_end(self, update: GroupUpdate) -> None:
+        answer = self.answers[update.group_id]
+        if answer.group_reason != "abort":
+            assert not answer.finished, "a second end"
+            answer.group_reason = update.finish_reason
+            answer.hypotheses, answer.error = update.hypotheses, update.error
 
     def _take_in_sequence(self, update: SequenceUpdate) -> None:
-        seq = update.sequence
-        answer = self.answers[seq.group.group_id]
-        assert answer.group_reason is None and seq.index not in answer.reasons, "a token after the end"
+        answer = self.answers[update.group_id]
+        assert answer.group_reason is None and update.index not in answer.reasons, "a token after the end"
         if update.token_id is not None:
-            answer.tokens.setdefault(seq.index, []).append(update.token_id)
-        if seq.status.finished:
-            answer.reasons[seq.index], answer.error = seq.status.value, update.error
+            answer.tokens.setdefault(update.index, []).append(update.token_id)
+        if update.finish_reason is not None:
+            answer.reasons[update.index], answer.error = update.finish_reason, update.error
 
 
 def check_accounting(engine: Engine) -> None:
@@ -372,7 +371,7 @@ def check_accounting(engine: Engine) -> None:
     assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
     on_device: set[int] = set()
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
-    refused = {u.group.group_id for u in engine.scheduler._refused if isinstance(u, GroupUpdate)}
+    refused = {u.group_id for u in engine.scheduler._refused}
     assert unfinished - refused == set(queues.groups), "a group was lost"
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)

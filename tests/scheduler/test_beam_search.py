@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.scheduler.beam_search import BeamSearch, Candidates, Hypothesis
+from octavo.core.updates import Hypothesis
+from octavo.scheduler.beam_search import BeamSearch, Candidates
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -1,0 +1,125 @@
+"""The same as a state machine of hypothesis, which finds the shortest way to a broken rule."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.options import SchedulerOptions
+from tests.scheduler.fake_worker import (
+    EOS,
+    Engine,
+    check_accounting,
+    check_nothing_held,
+    hypotheses_alone,
+    tokens_alone,
+)
+
+#: Prompts come of one sequence, so that they begin alike.
+_TEXT = [1 + (7 * i + i // 5) % 11 for i in range(40)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of all kinds come, step, and go, in any order."""
+
+    @initialize(
+        block_size=st.sampled_from([2, 4]),
+        num_blocks=st.integers(4, 16),
+        host_blocks=st.sampled_from([0, 3, 12]),
+        caching=st.booleans(),
+        batching=st.sampled_from(["mixed", "prefill_first"]),
+        policy=st.sampled_from(["fcfs", "static", "sjf", "ldf", "lcfs"]),
+        mode=st.sampled_from(["auto", "recompute", "swap"]),
+        victim=st.sampled_from(["last", "least_computed", "most_blocks"]),
+    )
+    def begin(
+        self,
+        block_size: int,
+        num_blocks: int,
+        host_blocks: int,
+        caching: bool,
+        batching: str,
+        policy: str,
+        mode: str,
+        victim: str,
+    ) -> None:
+        blocks = BlockManager(num_blocks, block_size, num_host_blocks=host_blocks, prefix_caching=caching)
+        self.limit = min(36, num_blocks * block_size)
+        self.engine = Engine(
+            blocks,
+            SchedulerOptions(
+                max_num_seqs=5,
+                max_num_batched_tokens=40 if batching == "prefill_first" else 9,
+                max_model_len=self.limit,
+                batching=batching,
+                scheduling_policy=policy,
+                preemption_mode=mode,
+                preemption_victim=victim,
+                aging_limit=20.0,
+            ),
+        )
+        self.requests = 0
+
+    @rule(
+        length=st.integers(1, 30),
+        last=st.integers(1, 11),
+        max_tokens=st.integers(1, 20),
+        n=st.integers(1, 4),
+        beams=st.booleans(),
+        priority=st.integers(0, 3),
+    )
+    def add(self, length: int, last: int, max_tokens: int, n: int, beams: bool, priority: int) -> None:
+        prompt = [*_TEXT[: min(length, self.limit - 1) - 1], last]
+        beam = BeamSearchParams(beam_width=n, max_tokens=max_tokens) if beams and n > 1 else None
+        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=n + 1 if beam is not None else None)
+        self.engine.add(
+            GroupRequest(
+                group_id=self.requests,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=100 * self.requests,
+                stop_token_ids=[EOS],
+                arrival_time=self.engine.now,
+                priority=priority,
+                beam=beam,
+            )
+        )
+        self.requests += 1
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.now += 1.0
+            self.engine.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.integers(0, self.requests - 1)))
+
+    @invariant()
+    def every_block_and_group_is_accounted_for(self) -> None:
+        if hasattr(self, "engine"):
+            check_accounting(self.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run(3000)
+        check_nothing_held(self.engine)
+        for answer in self.engine.answers.values():
+            assert answer.finished
+            if answer.hypotheses is not None:
+                assert answer.hypotheses == hypotheses_alone(answer.request, self.limit)
+            for index, tokens in answer.tokens.items():
+                alone = tokens_alone(answer.request, index, self.limit)
+                assert tokens == (alone if index in answer.reasons else alone[: len(tokens)])
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+test_any_order_of_events = SchedulerMachine.TestCase
