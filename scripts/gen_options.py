@@ -1,16 +1,18 @@
-"""Writes docs/options.md from the code: every engine option and every sampling parameter."""
+"""Writes docs/options.md from the code: every engine option, server option and sampling parameter."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import msgspec
+from pydantic import BaseModel
 
 from octavo.cli.engine_flags import value_kind
 from octavo.cli.sampling_flags import HELP
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
+from octavo.server.options import ServerOptions
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -41,6 +43,15 @@ Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top
 | --- | --- | --- |
 """
 
+SERVER_HEAD = """
+## Server options
+
+Flags of `octavo serve` (`--port 9000`), beside those of the engine.
+
+| option | value | default | what it does |
+| --- | --- | --- | --- |
+"""
+
 VARIABLES_HEAD = """
 ## Other environment variables
 
@@ -52,9 +63,9 @@ VARIABLES_HEAD = """
 def render() -> str:
     """The whole page."""
     lines = [HEAD]
-    for name, field in EngineConfig.model_fields.items():
-        default = "" if field.is_required() else _code(field.default)
-        lines.append(_row(f"`{name}`", value_kind(field), default, field.description or ""))
+    lines += _option_rows(EngineConfig)
+    lines.append(SERVER_HEAD)
+    lines += _option_rows(ServerOptions)
     lines.append(SAMPLING_HEAD)
     for parameter in msgspec.structs.fields(SamplingParams):
         if parameter.name in HELP:
@@ -62,6 +73,18 @@ def render() -> str:
     lines.append(VARIABLES_HEAD)
     lines += [_row(f"`{name}`", text) for name, text in RESERVED_VARIABLES.items()]
     return "".join(lines)
+
+
+def _option_rows(options: type[BaseModel]) -> list[str]:
+    return [
+        _row(
+            f"`{name}`",
+            value_kind(field),
+            "" if field.is_required() else _code(field.default),
+            field.description or "",
+        )
+        for name, field in options.model_fields.items()
+    ]
 
 
 def _row(*cells: str) -> str:

@@ -140,6 +140,7 @@ class Tile {
     const int64_t begin = piece * kPiece;
     const Range positions = cut({begin, begin + kPiece}, {seen(0).begin, seen(item_.queries - 1).end});
     const Range panels = {positions.begin / kPanel, (positions.end + kPanel - 1) / kPanel};
+    panels_.find(panels);
     score(panels, begin);
     if constexpr (std::is_same_v<T, int8_t>) {
       panels_.gather_key_scales(positions, begin, key_scales_);
@@ -160,18 +161,17 @@ class Tile {
       p.rows = query_ + queries.begin * group_ * head_dim_;
       p.row_stride = head_dim_;
       p.segments = 1;
-      p.panels[0][0] = panels_.keys(position, 0);
-      p.panels[1][0] = two ? panels_.keys(position + kPanel, 1) : nullptr;
+      p.panels[0][0] = panels_.keys(panel_index, 0);
+      p.panels[1][0] = two ? panels_.keys(panel_index + 1, 1) : nullptr;
       for (int i = 0; i < 2; ++i)
         p.ahead[i][0] = panels_.keys_ahead(panel_index + kSegments + i, panels, p.panels[i][0]);
       p.pair_stride = 2 * kPanel;
       p.pairs = head_dim_ / 2;
       p.sums = scores_ + queries.begin * group_ * kPiece + position - piece_begin;
       p.sum_stride = kPiece;
-      const int64_t count = (queries.end - queries.begin) * group_;
-      const size_t bytes = sizeof(float) * (two ? 2 : 1) * kPanel;
-      for (int64_t row = 0; row < count; ++row) std::memset(p.sums + row * kPiece, 0, bytes);
-      multiply(p, count);
+      p.start = kZeros;
+      p.start_stride = 0;
+      multiply(p, (queries.end - queries.begin) * group_);
     }
   }
 
@@ -242,7 +242,7 @@ class Tile {
   void add_panels(int64_t index, int count, Range panels, int64_t piece_begin, float* states) {
     const T *values[kSegments], *next[kSegments];
     for (int s = 0; s < count; ++s) {
-      values[s] = panels_.values((index + s) * kPanel, s);
+      values[s] = panels_.values(index + s, s);
       next[s] = panels_.values_ahead(index + s + kSegments, panels, values[s]);
     }
     multiply_values(values, next, count, kPanel / 2, scores_ + index * kPanel - piece_begin, item_.queries, states);
@@ -251,7 +251,7 @@ class Tile {
   // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
   void add_edge(int64_t index, Range panels, int64_t piece_begin, float* states) {
     const int64_t position = index * kPanel;
-    const T* values = panels_.values(position, 0);
+    const T* values = panels_.values(index, 0);
     const T* next = panels_.values_ahead(index + 1, panels, values);
     const Range any = seeing_any(position, position + kPanel);
     const Range all = seeing_all(position, position + kPanel);
@@ -294,6 +294,7 @@ class Tile {
     p.pair_stride = 2 * padded_;
     p.pairs = pairs;
     p.sum_stride = state_floats(a_);
+    p.start_stride = p.sum_stride;
     for (int64_t d = 0; d < padded_; d += 2 * kPanel) {
       for (int i = 0; i < 2; ++i) {
         const int64_t column = (d + i * kPanel) * Pairs<T>::kColumn;
@@ -304,6 +305,7 @@ class Tile {
         }
       }
       p.sums = sums + d;
+      p.start = p.sums;
       multiply(p, queries * group_);
     }
   }

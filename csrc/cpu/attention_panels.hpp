@@ -15,6 +15,7 @@ class Panels {
       : shape_(a.shape), caches_{a.key_cache, a.value_cache}, table_(table), seq_len_(seq_len), kv_head_(kv_head) {}
 
   static constexpr int kBuffers = kSegments;
+  static constexpr int kAhead = 2 * kSegments;
 
   // Of each buffer.
   static int64_t floats(const CacheShape& shape) {
@@ -29,25 +30,42 @@ class Panels {
     }
   }
 
-  // The panel that starts at this position.
-  const T* keys(int64_t position, int buffer) const {
-    if (shape_.panelled()) return in_place(kKeys, position);
-    return gather(kKeys, position, buffers_[buffer], [](int64_t token, int64_t d) {
+  // Looks up where these panels are, and those after them that are fetched ahead; all below are of them.
+  void find(Range panels) {
+    first_ = panels.begin;
+    count_ = smaller(panels.end + kAhead, (seq_len_ + kPanel - 1) / kPanel) - first_;
+    if (!shape_.panelled()) return;
+    const int64_t block_bytes = shape_.kv_heads * shape_.tile_bytes();
+    const int64_t panel_bytes = kPanel * shape_.padded() * static_cast<int64_t>(sizeof(T));
+    int64_t block = first_ * kPanel / shape_.block_size;
+    int64_t panel = first_ * kPanel % shape_.block_size / kPanel;
+    for (int64_t i = 0; i < count_; ++i) {
+      offsets_[i] = table_[block] * block_bytes + kv_head_ * shape_.tile_bytes() + panel * panel_bytes;
+      if (++panel * kPanel < shape_.block_size) continue;
+      panel = 0;
+      ++block;
+    }
+  }
+
+  const T* keys(int64_t index, int buffer) const {
+    if (shape_.panelled()) return found(kKeys, index);
+    return gather(kKeys, index * kPanel, buffers_[buffer], [](int64_t token, int64_t d) {
       return kInterleaved ? d / 2 * 2 * kPanel + token * 2 + d % 2 : d * kPanel + token;
     });
   }
 
-  const T* values(int64_t position, int buffer) const {
-    if (shape_.panelled()) return in_place(kValues, position);
+  const T* values(int64_t index, int buffer) const {
+    if (shape_.panelled()) return found(kValues, index);
     const int64_t padded = shape_.padded();
-    return gather(kValues, position, buffers_[buffer], [padded](int64_t token, int64_t d) {
+    return gather(kValues, index * kPanel, buffers_[buffer], [padded](int64_t token, int64_t d) {
       return kInterleaved ? token / 2 * 2 * padded + d * 2 + token % 2 : token * padded + d;
     });
   }
 
-  // What to fetch while `in_use` is used: blocks lie anywhere, so the processor cannot guess where the next one is.
-  // After a piece's keys come its values, and after those the next piece's keys. A panel of keys takes as much memory
-  // as one of values, so that one can be fetched, in the same order, while the other is read.
+  // What to fetch while `in_use`, kAhead panels or fewer before, is used: blocks lie anywhere, so the processor cannot
+  // guess where the next one is. After a piece's keys come its values, and after those the next piece's keys. A panel
+  // of keys takes as much memory as one of values, so that one can be fetched, in the same order, while the other is
+  // read.
   const T* keys_ahead(int64_t index, Range piece, const T* in_use) const {
     if (index < piece.end) return ahead(kKeys, index, in_use);
     return ahead(kValues, piece.begin + index - piece.end, in_use);
@@ -73,13 +91,16 @@ class Panels {
     return caches_[which] + (block * shape_.kv_heads + kv_head_) * shape_.tile_bytes();
   }
 
-  // The panel, or the token where there are no panels, at this position.
-  const T* in_place(Which which, int64_t position) const {
+  const T* token_at(Which which, int64_t position) const {
     return reinterpret_cast<const T*>(tile(which, position)) + position % shape_.block_size * shape_.padded();
   }
 
+  const T* found(Which which, int64_t index) const {
+    return reinterpret_cast<const T*>(caches_[which] + offsets_[index - first_]);
+  }
+
   const T* ahead(Which which, int64_t index, const T* in_use) const {
-    return shape_.panelled() && index * kPanel < seq_len_ ? in_place(which, index * kPanel) : in_use;
+    return shape_.panelled() && index - first_ < count_ ? found(which, index) : in_use;
   }
 
   // place(token, d) says where in the panel an element goes.
@@ -87,7 +108,7 @@ class Panels {
   const T* gather(Which which, int64_t position, T* target, const F& place) const {
     for (int64_t token = 0; token < kPanel; ++token) {
       // Past the end of the sequence there may be no block to read.
-      const T* source = position + token < seq_len_ ? in_place(which, position + token) : nullptr;
+      const T* source = position + token < seq_len_ ? token_at(which, position + token) : nullptr;
       for (int64_t d = 0; d < shape_.padded(); ++d) target[place(token, d)] = source ? source[d] : T{};
     }
     return target;
@@ -108,6 +129,8 @@ class Panels {
   const int32_t* table_;
   int64_t seq_len_, kv_head_;
   T* buffers_[kBuffers];
+  int64_t first_ = 0, count_ = 0;
+  int64_t offsets_[kPiece / kPanel + kAhead];  // bytes, of keys in their array as of values in theirs
 };
 
 }  // namespace

@@ -12,18 +12,6 @@ constexpr int kVectors = kPanel / kLanes;  // of 16 columns
 constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 12 : 8;
 constexpr int kTileRows = kSums / kVectors < 12 ? kSums / kVectors : 12;
 
-// sum += x * y, in the register where the sum is. Left to itself GCC lets sums wander, runs out of registers and holds
-// some in memory, which makes their chains several times as long.
-OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
-  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-#elif defined(OCTAVO_ISA_avx2)
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
-#else
-  sum = fma(x, y, sum);
-#endif
-}
-
 // How the pairs of a panel lie; see attention.hpp. `half` chooses the first or second of each pair.
 // Prefetches go to the second cache: the first can wait for too few lines at once to keep the memory busy.
 template <typename T>
@@ -49,25 +37,11 @@ struct Pairs {
   }
 };
 
-#if defined(OCTAVO_ISA_avx2)
-alignas(32) constexpr uint32_t kOddMask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                              0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
-#endif
-
 template <>
 struct Pairs<uint16_t> {
   static constexpr int64_t kColumn = 2;
   static OCTAVO_INLINE F32 widen(const uint16_t* columns, int64_t, int half) {
-#if defined(OCTAVO_ISA_avx2)  // the mask in memory, as 3 x 4 or 6 x 2 sums leave no register for it
-    if (half == 1) {
-      F32 x;
-      const U32* words = reinterpret_cast<const U32*>(columns);
-      asm volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(x) : "m"(*words), "m"(kOddMask));
-      return x;
-    }
-#endif
-    const U32 words = load_as<U32>(columns);
-    return half ? odd_bf16(words) : even_bf16(words);
+    return half ? load_odd_bf16(columns) : even_bf16(load_as<U32>(columns));
   }
   static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t, int half) {
     if (half == 0) __builtin_prefetch(columns, 0, 2);
@@ -76,7 +50,8 @@ struct Pairs<uint16_t> {
 
 constexpr int kSegments = 4;
 
-// What a tile multiplies: sums[r][column] += sum over pairs k and halves h of rows[r][2 k + h] * panel[k][column][h].
+// What a tile multiplies: sums[r][column] = start[r][column] + sum over pairs k and halves h of rows[r][2 k + h] *
+// panel[k][column][h].
 template <typename T>
 struct Product {
   const float* rows;
@@ -90,18 +65,12 @@ struct Product {
   int64_t pairs;
   float* sums;
   int64_t sum_stride;
+  const float* start;
+  int64_t start_stride;
 };
 
-// The element, read anew: keeping those of one panel for the next would take registers that the sums need.
-OCTAVO_INLINE F32 splat_anew(const float* p) {
-#if defined(OCTAVO_ISA_avx2)
-  F32 x;
-  asm volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
-  return x;
-#else
-  return splat(*p);
-#endif
-}
+// A row of zeros to start from, with a stride of 0.
+alignas(64) constexpr float kZeros[2 * kPanel] = {};
 
 template <typename T, int kRows, int kPanels>
 __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
@@ -110,7 +79,7 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int c = 0; c < kColumns; ++c) sums[r][c] = load(p.sums + r * p.sum_stride + c * kLanes);
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = load(p.start + r * p.start_stride + c * kLanes);
   const float* rows = p.rows;
   const int64_t row_stride = p.row_stride, pair_stride = p.pair_stride;
   for (int segment = 0; segment < p.segments; ++segment) {
@@ -164,12 +133,14 @@ template <typename T>
 void multiply(Product<T> p, int64_t rows) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const float* first_row = p.rows;
+  const float* first_start = p.start;
   float* first_sum = p.sums;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t begin = rows * i / tiles;
     const int count = static_cast<int>(rows * (i + 1) / tiles - begin);
     p.rows = first_row + begin * p.row_stride;
     p.sums = first_sum + begin * p.sum_stride;
+    p.start = first_start + begin * p.start_stride;
     if (p.panels[1][0] && count <= kRowsOfTwoPanels) {
       multiply_exactly<T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
       continue;
@@ -182,6 +153,7 @@ void multiply(Product<T> p, int64_t rows) {
       second.ahead[0][s] = p.ahead[1][s];
     }
     second.sums += kPanel;
+    second.start += kPanel;
     multiply_exactly<T, 1, kTileRows>(second, count);
   }
 }

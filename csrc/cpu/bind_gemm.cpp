@@ -42,8 +42,8 @@ class Linear : public Op {
   }
 
  private:
-  static constexpr int64_t kBlockFloats = 160 * 1024;
-  static constexpr int64_t kRowsOfTask = 60;
+  static constexpr int64_t kBlockFloats = 64 * 1024;
+  static constexpr int64_t kRowsOfTask = 72;
 
   void run_block(int64_t row, int64_t rows) {
     Product block = product_;

@@ -14,14 +14,14 @@ namespace {
 
 constexpr int kVectors = kGroup / kLanes;  // of a group
 
-// The most rows of a tile, and the groups side by side for a number of rows. With 16 registers, 5 rows x 2 vectors
-// leave room for the weights' words; 6 x 2 spills. A multiply-add takes 4 cycles and 2 start in each, so that a tile
-// wants 8 accumulators; and one or two rows, which wait for memory, want two streams of weights.
+// The most rows of a tile, and the groups side by side for a number of rows. Of 16 registers, 12 hold sums of 6 rows x
+// 2 vectors or 3 x 4. A multiply-add takes 4 cycles and 2 start in each, so that a tile wants 8 sums or more; and one
+// or two rows, which wait for memory, want two streams of weights.
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 constexpr int kMaxRows = 8;
 constexpr int wide_groups(int) { return 2; }
 #elif defined(OCTAVO_ISA_avx2)
-constexpr int kMaxRows = 5;
+constexpr int kMaxRows = 6;
 constexpr int wide_groups(int rows) { return rows <= 2 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
@@ -46,9 +46,9 @@ OCTAVO_INLINE void multiply_add_row_by_row(F32 (&sums)[R][G * kVectors], const F
                                            int64_t x_stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const F32 element = splat(x[r * x_stride]);
+    const F32 element = splat_anew(x + r * x_stride);
 #pragma GCC unroll 16
-    for (int v = 0; v < G * kVectors; ++v) sums[r][v] = fma(element, w[v], sums[r][v]);
+    for (int v = 0; v < G * kVectors; ++v) add_product(sums[r][v], element, w[v]);
   }
 }
 
@@ -77,7 +77,7 @@ OCTAVO_INLINE void accumulate_bf16(const Tile& tile, F32 (&sums)[R][G * kVectors
     multiply_add_row_by_row<R, G>(sums, w, x, tile.x_stride);
 #pragma GCC unroll 16
     for (int v = 0; v < G * kVectors; ++v)
-      w[v] = odd_bf16(load_as<U32>(line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes)));
+      w[v] = load_odd_bf16(line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes));
     multiply_add_row_by_row<R, G>(sums, w, x + 1, tile.x_stride);
     line += 4 * kGroup;
     ahead += tile.ahead_step;
@@ -162,14 +162,24 @@ OCTAVO_INLINE void add_row(float* out, const float* sums, int64_t columns) {
   }
 }
 
+// Eight columns of the gate, then the same eight of up.
 template <typename T>
 OCTAVO_INLINE void silu_mul_row(T* out, const float* sums, int64_t columns) {
   constexpr int half = kGroup / 2;
-  constexpr int lanes = kLanes < half ? kLanes : half;
   float products[half];
+  if constexpr (kLanes > half) {
+    store(products, silu(load(sums, half)) * load(sums + half, half), half);
+  } else {
 #pragma GCC unroll 4
-  for (int c = 0; c < half; c += lanes)
-    store(products + c, silu(load(sums + c, lanes)) * load(sums + half + c, lanes), lanes);
+    for (int c = 0; c < half; c += kLanes) {
+      const F32 product = silu(load(sums + c)) * load(sums + half + c);
+      if (columns >= half)
+        store(out + c, product);
+      else
+        store(products + c, product);
+    }
+    if (columns >= half) return;
+  }
   for (int c = 0; c < columns && c < half; ++c) store_one(out + c, products[c]);
 }
 
@@ -213,21 +223,26 @@ static void multiply(const Product& p, int64_t group_begin, int64_t group_end, i
   const int64_t rows = row_end - row_begin;
   if (rows <= 0) return;
   const int64_t group_bytes = p.weights.k * kGroup * (p.weights.dtype == Dtype::bf16 ? 2 : 4);
-  // Tiles as equal as can be; each fetches an equal part of the groups that come next.
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-  const int widest = wide_groups(static_cast<int>((rows + tiles - 1) / tiles));
+  // Tiles as equal as can be, the first ones a row larger; each fetches an equal part of the groups that come next.
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows, larger_tiles = rows % tiles;
+  const int least = static_cast<int>(rows / tiles), most = least + (larger_tiles > 0);
+  const int64_t ahead_part = group_bytes / tiles, ahead_step = 64 / tiles;
+  const int widest = wide_groups(most);
   float sums[kMaxRows * kMaxGroups * kGroup];
   for (int64_t group = group_begin; group < group_end;) {
     const bool wide = group + widest <= group_end;
     const int width = wide ? widest : 1;
     const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t first = row_begin + rows * t / tiles;
-      const int tile_rows = static_cast<int>(row_begin + rows * (t + 1) / tiles - first);
-      const char* ahead = weights + width * group_bytes + t * group_bytes / tiles;
-      const Tile tile{weights, group_bytes, p.weights.k, p.x + first * p.x_stride, p.x_stride, ahead, 64 / tiles};
-      tile_kernel(p.weights.dtype, tile_rows, wide, tiles >= kManyTiles)(tile, sums);
-      finish(p, first, tile_rows, group, width, sums);
+    const char* ahead = weights + width * group_bytes;
+    const RunTile run_most = tile_kernel(p.weights.dtype, most, wide, tiles >= kManyTiles);
+    const RunTile run_least = tile_kernel(p.weights.dtype, least, wide, tiles >= kManyTiles);
+    int64_t row = row_begin;
+    for (int64_t t = 0; t < tiles; ++t, ahead += ahead_part) {
+      const bool larger = t < larger_tiles;
+      const Tile tile{weights, group_bytes, p.weights.k, p.x + row * p.x_stride, p.x_stride, ahead, ahead_step};
+      (larger ? run_most : run_least)(tile, sums);
+      finish(p, row, larger ? most : least, group, width, sums);
+      row += larger ? most : least;
     }
     group += width;
   }

@@ -21,22 +21,33 @@ namespace octavo {
 OCTAVO_DECLARE(generic)
 #ifdef OCTAVO_HAS_avx2
 OCTAVO_DECLARE(avx2)
+#endif
+#ifdef OCTAVO_HAS_avx512
 OCTAVO_DECLARE(avx512)
+#endif
+#ifdef OCTAVO_HAS_avx512_bf16
 OCTAVO_DECLARE(avx512_bf16)
 #endif
 
 const std::vector<Isa>& available_isas() {
   static const std::vector<Isa> found = [] {
     std::vector<Isa> isas;
-#ifdef OCTAVO_HAS_avx2
+#if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    [[maybe_unused]] const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                                         __builtin_cpu_supports("avx512dq");
+#ifdef OCTAVO_HAS_avx512_bf16
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (bf16) isas.push_back(OCTAVO_ROW(avx512_bf16));
+#endif
+#ifdef OCTAVO_HAS_avx512
     if (avx512) isas.push_back(OCTAVO_ROW(avx512));
+#endif
+#ifdef OCTAVO_HAS_avx2
     if (avx2) isas.push_back(OCTAVO_ROW(avx2));
+#endif
 #endif
     isas.push_back(OCTAVO_ROW(generic));
     return isas;

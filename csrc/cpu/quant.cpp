@@ -94,12 +94,13 @@ void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, int
 
 template <typename T>
 OCTAVO_INLINE void store_row(const float* sums, const float* bias, int columns, T* out) {
-  float biased[kPanel];
-  for (int c = 0; c < columns; ++c) biased[c] = bias == nullptr ? sums[c] : sums[c] + bias[c];
   if (columns == kPanel) {
-    for (int c = 0; c < kPanel; c += kLanes) store(out + c, load(biased + c));
+    for (int c = 0; c < kPanel; c += kLanes) {
+      const F32 sum = load(sums + c);
+      store(out + c, bias == nullptr ? sum : sum + load(bias + c));
+    }
   } else {
-    for (int c = 0; c < columns; ++c) store_one(out + c, biased[c]);
+    for (int c = 0; c < columns; ++c) store_one(out + c, bias == nullptr ? sums[c] : sums[c] + bias[c]);
   }
 }
 

@@ -137,8 +137,9 @@ void weights(const float* logits, int64_t size, float top, float temperature, fl
 // A float64 for half of a vector's lanes, with its own instructions where GCC 12 makes far slower ones of a conversion.
 typedef double F64 __attribute__((vector_size(4 * kLanes)));
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
-OCTAVO_INLINE F64 widen_low(F32 x) { return (F64)_mm512_cvtps_pd(low_half(x)); }
-OCTAVO_INLINE F64 widen_high(F32 x) { return (F64)_mm512_cvtps_pd(high_half(x)); }
+// Masked with all ones, as GCC 12 warns of its own unmasked one.
+OCTAVO_INLINE F64 widen_low(F32 x) { return (F64)_mm512_maskz_cvtps_pd(0xff, low_half(x)); }
+OCTAVO_INLINE F64 widen_high(F32 x) { return (F64)_mm512_maskz_cvtps_pd(0xff, high_half(x)); }
 #elif defined(OCTAVO_ISA_avx2)
 OCTAVO_INLINE F64 widen_low(F32 x) { return (F64)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
 OCTAVO_INLINE F64 widen_high(F32 x) { return (F64)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }

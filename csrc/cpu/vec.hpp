@@ -115,6 +115,23 @@ OCTAVO_INLINE void store(uint16_t* p, F32 x, int n) {
 OCTAVO_INLINE F32 even_bf16(U32 pairs) { return (F32)(pairs << 16); }
 OCTAVO_INLINE F32 odd_bf16(U32 pairs) { return (F32)(pairs & 0xffff0000u); }
 
+#if defined(OCTAVO_ISA_avx2)
+alignas(32) constexpr uint32_t kOddMask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                              0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+#endif
+
+// odd_bf16 of the pairs at p, for register tiles: read anew with the mask in memory, as the sums leave no register for
+// either.
+OCTAVO_INLINE F32 load_odd_bf16(const void* p) {
+#if defined(OCTAVO_ISA_avx2)
+  F32 x;
+  asm volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(x) : "m"(*static_cast<const U32*>(p)), "m"(kOddMask));
+  return x;
+#else
+  return odd_bf16(load_as<U32>(p));
+#endif
+}
+
 // One element of either type, for tails.
 OCTAVO_INLINE float load_one(const float* p) { return *p; }
 OCTAVO_INLINE float load_one(const uint16_t* p) { return from_bf16(*p); }
@@ -151,6 +168,29 @@ OCTAVO_INLINE float fma(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
+#endif
+}
+
+// sum += x * y, in the register where the sum is. Left to itself GCC lets sums wander, runs out of registers and holds
+// some in memory, which makes their chains several times as long.
+OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+#elif defined(OCTAVO_ISA_avx2)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+#else
+  sum = fma(x, y, sum);
+#endif
+}
+
+// An element in all lanes, read anew: keeping it for later would take registers that the sums of a tile need.
+OCTAVO_INLINE F32 splat_anew(const float* p) {
+#if defined(OCTAVO_ISA_avx2)
+  F32 x;
+  asm volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
+  return x;
+#else
+  return splat(*p);
 #endif
 }
 

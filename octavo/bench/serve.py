@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from octavo.bench.serve_client import Client, Outcome
 from octavo.bench.serve_workload import Request
 
-
-class Progress:
-    """Counts the requests that have ended; ``report`` is called after each with their number."""
-
-    def __init__(self, report: Callable[[int], None] = lambda ended: None) -> None:
-        self._report = report
-        self._ended = 0
-
-    async def of(self, sending: Awaitable[Outcome]) -> Outcome:
-        """Awaits it and counts."""
-        outcome = await sending
-        self._ended += 1
-        self._report(self._ended)
-        return outcome
+#: Called whenever a request has ended.
+Ended = Callable[[], object]
 
 
-async def open_loop(client: Client, requests: list[Request], progress: Progress) -> list[Outcome]:
+async def open_loop(client: Client, requests: list[Request], ended: Ended) -> list[Outcome]:
     """Sends each request at its time, whatever became of those before: a slow server does not slow the arrivals."""
     start = time.perf_counter()
     tasks = []
@@ -33,18 +21,21 @@ async def open_loop(client: Client, requests: list[Request], progress: Progress)
         due = start + request.at
         if (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(progress.of(client.send(request, due))))
+        task = asyncio.create_task(client.send(request, due))
+        task.add_done_callback(lambda _: ended())
+        tasks.append(task)
     return list(await asyncio.gather(*tasks))
 
 
-async def closed_loop(client: Client, requests: list[Request], clients: int, progress: Progress) -> list[Outcome]:
+async def closed_loop(client: Client, requests: list[Request], clients: int, ended: Ended) -> list[Outcome]:
     """As many clients, each sending its next request when the one before has ended."""
     left = iter(enumerate(requests))
     outcomes: dict[int, Outcome] = {}
 
     async def work() -> None:
         for number, request in left:
-            outcomes[number] = await progress.of(client.send(request))
+            outcomes[number] = await client.send(request)
+            ended()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(clients, len(requests))):
@@ -58,19 +49,21 @@ async def measure(
     *,
     clients: int | None,
     warmup: list[Request],
-    progress: Progress,
+    ended: Ended,
 ) -> tuple[list[Outcome], float]:
     """Runs the warm-up, then the requests: closed-loop with ``clients``, or open-loop at their times if it is None.
 
     Returns:
         What became of each request in the order given, and the seconds of processor time that this process took.
     """
-    async with client:
+    try:
         if warmup:
-            await closed_loop(client, warmup, clients or 8, Progress())
+            await closed_loop(client, warmup, clients or 8, lambda: None)
         cpu = time.process_time()
         if clients is None:
-            outcomes = await open_loop(client, requests, progress)
+            outcomes = await open_loop(client, requests, ended)
         else:
-            outcomes = await closed_loop(client, requests, clients, progress)
+            outcomes = await closed_loop(client, requests, clients, ended)
         return outcomes, time.process_time() - cpu
+    finally:
+        client.close()

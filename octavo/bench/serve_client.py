@@ -1,4 +1,4 @@
-"""The client of ``octavo bench serve``: one streamed request to an OpenAI-compatible server, with the time of each chunk.
+"""The client of ``octavo bench serve``: a streamed request to an OpenAI-compatible server, timed chunk by chunk.
 
 Times are taken as bytes arrive, before they are parsed, and all requests share one event loop and one decoder, so that
 the client stays out of what it measures.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 
+from octavo.bench.serve_http import CutOffError, Poster, ProtocolError
 from octavo.bench.serve_workload import Request
+from octavo.core.errors import ConfigError
 
 #: Bytes kept of an answer that is no stream, to say what the error was.
 ERROR_BYTES = 4_096
@@ -63,58 +63,53 @@ class Outcome:
 
 
 class Client:
-    """Sends requests to one endpoint of a server; to be used within ``async with``."""
+    """Sends requests to one endpoint of a server."""
 
     def __init__(self, base_url: str, endpoint: str, body: dict[str, Any], api_key: str | None, timeout: float) -> None:
         """Every request has ``body`` but for the prompt and the length; ``timeout`` in seconds is for a whole request.
 
-        A field of ``body`` that is None is left out, also one that would be set here.
+        ``base_url`` may end in ``/v1`` or not. A field of ``body`` that is None is left out, also one that would be set
+        here.
+
+        Raises:
+            ConfigError: the URL has no host, or the key cannot be sent.
         """
         self._chat = endpoint == "chat"
-        self._url = f"{base_url.rstrip('/')}/v1/{'chat/completions' if self._chat else 'completions'}"
         self._body = body
         self._timeout = timeout
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Accept-Encoding": "identity"}
+        base = base_url.rstrip("/").removesuffix("/v1")
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "User-Agent": "octavo-bench"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            timeout=None,
-            # Answers over a connection of an earlier request save the server accepting a new one.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,
-        )
-
-    async def __aenter__(self) -> Client:
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        await self._http.aclose()
+        try:
+            self._poster = Poster(f"{base}/v1/{'chat/completions' if self._chat else 'completions'}", headers)
+        except ValueError as e:
+            raise ConfigError(f"cannot send requests to {base_url!r}: {e}") from None
 
     async def send(self, request: Request, due: float | None = None) -> Outcome:
         """Sends it and reads the answer to its end; never raises for what the server does."""
         content = msgspec.json.encode(self._fields(request))
         sent = time.perf_counter()
         outcome = Outcome(due=sent if due is None else due, sent=sent)
+        answer = _Answer(outcome)
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._http.stream("POST", self._url, content=content) as response,
-            ):
-                if response.status_code == 200:
-                    await self._read(response.aiter_raw(), outcome)
-                else:
-                    outcome.error = f"http {response.status_code}"
-                    outcome.error_text = await _beginning(response.aiter_raw())
+            async with asyncio.timeout(self._timeout):
+                status = await self._poster.post(content, answer.take)
+            answer.end(status)
         except TimeoutError:
             outcome.error = "timeout"
-        except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL) as e:
+        except _AnswerError as e:
+            outcome.error, outcome.error_text = e.kind, e.text
+        except (CutOffError, ProtocolError) as e:
+            outcome.error, outcome.error_text = "cut off" if isinstance(e, CutOffError) else "not HTTP", str(e)
+        except OSError as e:
             outcome.error, outcome.error_text = "connect", str(e)
-        except httpx.HTTPError as e:
-            outcome.error, outcome.error_text = "cut off", str(e) or type(e).__name__
         outcome.ended = time.perf_counter()
         return outcome
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._poster.close()
 
     def _fields(self, request: Request) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt": request.prompt}
@@ -131,36 +126,75 @@ class Client:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
-    async def _read(self, pieces: AsyncIterator[bytes], outcome: Outcome) -> None:
-        rest = b""
-        ended: float | None = None
-        done = False
-        async for piece in pieces:
-            now = time.perf_counter()
-            *lines, rest = (rest + piece if rest else piece).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                if line[5:].strip() == b"[DONE]":
-                    done = True
-                    continue
-                text, finished = _take(line[5:], outcome)
-                if outcome.error:
-                    return
-                if text:
-                    outcome.chunks.append(now)
-                if finished:
-                    ended = now
-            if len(rest) > EVENT_BYTES:
-                outcome.error = "bad event"
-                return
-        if not done and ended is None:
-            outcome.error = "cut off"
-        elif not outcome.chunks:
-            # Nothing to show, as of special tokens alone.
-            outcome.chunks.append(ended or time.perf_counter())
+
+class _AnswerError(Exception):
+    """An answer that is no completion."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+
+class _Answer:
+    """Reads the events of an answer into its outcome, as they arrive."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._rest = b""
+        self._whole = False
+
+    def take(self, status: int, piece: bytes, now: float) -> None:
+        """A piece of the body.
+
+        Raises:
+            _AnswerError: it says that the request failed, or it is no stream of completions.
+        """
+        *lines, self._rest = (self._rest + piece if self._rest else piece).split(b"\n")
+        if status != 200:
+            self._rest = b"\n".join((*lines, self._rest))[:ERROR_BYTES]
+            return
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take_event(line[5:].strip(), now)
+        if len(self._rest) > EVENT_BYTES:
+            raise _AnswerError("bad event", f"longer than {EVENT_BYTES} bytes")
+
+    def end(self, status: int) -> None:
+        """The answer has come to its end.
+
+        Raises:
+            _AnswerError: its status is an error, or there is no end of a completion in it.
+        """
+        outcome = self._outcome
+        if status != 200:
+            raise _AnswerError(f"http {status}", self._rest.decode("utf-8", "replace"))
+        if not self._whole:
+            raise _AnswerError("cut off", "the stream ended without [DONE] or a finish reason")
         if not outcome.has_usage:
             outcome.output_tokens = len(outcome.chunks)
+
+    def _take_event(self, data: bytes, now: float) -> None:
+        outcome = self._outcome
+        if data == b"[DONE]":
+            self._whole = True
+            return
+        try:
+            event = _decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise _AnswerError("bad event", str(e)) from None
+        if event.error is not None:
+            raise _AnswerError("error in stream", msgspec.json.encode(event.error).decode()[:ERROR_BYTES])
+        if event.usage is not None:
+            outcome.has_usage = True
+            outcome.prompt_tokens = event.usage.prompt_tokens
+            outcome.output_tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            delta = choice.delta
+            self._whole = self._whole or choice.finish_reason is not None
+            text = choice.text or (delta and (delta.content or delta.reasoning_content))
+            # Nothing to show before the end, as of special tokens alone: then the end is what was waited for.
+            if text or (self._whole and not outcome.chunks):
+                outcome.chunks.append(now)
 
 
 class _Delta(msgspec.Struct):
@@ -186,35 +220,3 @@ class _Event(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
-
-
-def _take(data: bytes, outcome: Outcome) -> tuple[bool, bool]:
-    """Notes what an event says beside text; returns whether it carries text, and whether it ends the completion."""
-    try:
-        event = _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        outcome.error, outcome.error_text = "bad event", str(e)
-        return False, False
-    if event.error is not None:
-        outcome.error = "error in stream"
-        outcome.error_text = msgspec.json.encode(event.error).decode()[:ERROR_BYTES]
-        return False, False
-    if event.usage is not None:
-        outcome.has_usage = True
-        outcome.prompt_tokens = event.usage.prompt_tokens
-        outcome.output_tokens = event.usage.completion_tokens
-    text = finished = False
-    for choice in event.choices:
-        delta = choice.delta
-        text = text or bool(choice.text or (delta and (delta.content or delta.reasoning_content)))
-        finished = finished or choice.finish_reason is not None
-    return text, finished
-
-
-async def _beginning(pieces: AsyncIterator[bytes]) -> str:
-    found = b""
-    async for piece in pieces:
-        found += piece
-        if len(found) >= ERROR_BYTES:
-            break
-    return found[:ERROR_BYTES].decode("utf-8", "replace")

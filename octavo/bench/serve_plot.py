@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,17 @@ def _course(axes: Any, outcomes: list[Outcome]) -> None:
     edges = np.linspace(start, max(end, start + 1e-6), 101)
     chunks = np.concatenate([np.asarray(o.chunks) for o in outcomes])
     rate = np.histogram(chunks, edges)[0] / np.diff(edges)
-    axes.step(edges[:-1] - start, rate, where="post", label="chunks/s")
-    at: Callable[[list[float]], Any] = lambda times: np.searchsorted(np.sort(times), edges[:-1], side="right")  # noqa: E731
-    axes.step(edges[:-1] - start, at([o.sent for o in outcomes]) - at([o.ended for o in outcomes]), label="open requests")
+    axes.step(edges[:-1] - start, rate, where="post", color="tab:blue")
     axes.set_xlabel("seconds")
-    axes.legend()
+    axes.set_ylabel("chunks/s", color="tab:blue")
     axes.grid(alpha=0.3)
+    opened = _up_to(edges[:-1], [o.sent for o in outcomes]) - _up_to(edges[:-1], [o.ended for o in outcomes])
+    right = axes.twinx()
+    right.step(edges[:-1] - start, opened, where="post", color="tab:orange")
+    right.set_ylabel("open requests", color="tab:orange")
+    right.set_ylim(bottom=0)
+
+
+def _up_to(edges: Any, times: list[float]) -> Any:
+    """How many of the times are at or before each edge."""
+    return np.searchsorted(np.sort(times), edges, side="right")

@@ -165,8 +165,9 @@ def as_text(report: Report) -> str:
         *(f"  {kind}: {count}  {report.error_texts[kind][:200]}" for kind, count in report.errors.items()),
         f"{report.requests_per_s:.2f} requests/s, tokens/s: {report.prompt_tokens_per_s:.1f} in, "
         f"{report.output_tokens_per_s:.1f} out",
-        f"{'ms':6} {'mean':>9} {'p50':>9} {'p90':>9} {'p99':>9} {'max':>9}",
     ]
+    if report.completed:
+        lines.append(f"{'ms':6} {'mean':>9} {'p50':>9} {'p90':>9} {'p99':>9} {'max':>9}")
     for name in ("ttft", "tpot", "itl", "e2e"):
         spread: Spread | None = getattr(report, f"{name}_ms")
         if spread is not None:

@@ -16,14 +16,17 @@ import msgspec
 from octavo.core.errors import ConfigError
 
 #: English words that most tokenizers hold as one token, with the blank before it.
-WORDS = (
+_COMMON = (
     "the of and to in is that for on with as are this be from or have an they which one you were all their there been "
     "many some so these would other into has more two like him see time could no make than first its who now people "
     "my made over did down only way find use may water long little very after words just where most know get through "
     "back much before go good new write our used me man too any day same right look think also around another came "
     "come work three word must because does part even place well such here take why things help put years different "
     "away again off went old number great tell men say small every found still between name should home big give air"
-).split()
+)
+WORDS = _COMMON.split()
+#: Longest prompt or output that is asked for.
+MOST_TOKENS = 10_000_000
 #: Most lines of a trace file, against a file given by mistake.
 MOST_LINES = 10_000_000
 
@@ -50,7 +53,7 @@ class Lengths:
     kind: str
     a: float
     b: float = 0.0
-    most: int = 1_000_000
+    most: int = MOST_TOKENS
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
@@ -60,17 +63,19 @@ class Lengths:
             ConfigError: it is none of these.
         """
         kind, _, rest = text.rpartition(":")
+        kind = kind or "fixed"
         try:
             numbers = [float(word) for word in rest.split(",")]
-            found = cls(kind or "fixed", *numbers[:2], **({"most": int(numbers[2])} if len(numbers) > 2 else {}))
-            counts = {"fixed": (1,), "uniform": (2,), "lognormal": (2, 3)}[found.kind]
-        except (ValueError, KeyError, TypeError, OverflowError):
-            counts = ()
-        if not counts or len(numbers) not in counts or not found._sound():
+        except ValueError:
+            numbers = []
+        if len(numbers) not in {"fixed": (1,), "uniform": (2,), "lognormal": (2, 3)}.get(kind, ()) or not _sound(
+            kind, numbers
+        ):
             raise ConfigError(
                 f"a length is N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MOST], of at least 1 token, not {text!r}"
             )
-        return found
+        most = int(numbers[2]) if len(numbers) == 3 else MOST_TOKENS
+        return cls(kind, numbers[0], numbers[1] if len(numbers) > 1 else 0.0, most)
 
     def draw(self, rng: random.Random) -> int:
         """One length."""
@@ -79,14 +84,6 @@ class Lengths:
         if self.kind == "lognormal":
             return min(max(round(rng.lognormvariate(math.log(self.a), self.b)), 1), self.most)
         return int(self.a)
-
-    def _sound(self) -> bool:
-        numbers = (self.a, self.b)
-        if not all(math.isfinite(number) for number in numbers) or self.a < 1 or self.most < 1:
-            return False
-        if self.kind == "lognormal":
-            return self.b >= 0
-        return all(number.is_integer() for number in map(float, numbers)) and (self.kind == "fixed" or self.b >= self.a)
 
 
 @dataclass(frozen=True)
@@ -165,6 +162,15 @@ def read_trace(path: Path, prompts: Prompts, rng: random.Random, most: int | Non
     requests.sort(key=lambda request: request.at)
     first = requests[0].at
     return [Request(request.prompt, request.output_len, request.at - first) for request in requests]
+
+
+def _sound(kind: str, numbers: list[float]) -> bool:
+    """Whether these can be the parameters of a distribution of lengths."""
+    if not all(math.isfinite(number) for number in numbers) or not 1 <= numbers[0] <= MOST_TOKENS:
+        return False
+    if kind == "lognormal":
+        return numbers[1] >= 0 and (len(numbers) == 2 or 1 <= numbers[2] <= MOST_TOKENS)
+    return all(number.is_integer() for number in numbers) and numbers == sorted(numbers) and numbers[-1] <= MOST_TOKENS
 
 
 class _TraceLine(msgspec.Struct):

@@ -1,19 +1,20 @@
-"""``octavo bench``: measures this machine, this installation, a model, the scheduler."""
+"""``octavo bench``: measures this machine, this installation, a model, the scheduler, a server."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 import msgspec
 
+from octavo.cli import bench_serve
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.errors import ConfigError
 
-KINDS = ("offline", "kernels", "memory", "scheduler")
+KINDS = ("offline", "kernels", "memory", "scheduler", "serve")
 
 EXAMPLE = """\
 examples:
@@ -22,17 +23,30 @@ examples:
   octavo bench kernels smollm2-135m --rows 1,8,64
   octavo bench memory smollm2-135m
   octavo bench scheduler --running 64,256,1024 --waiting 10000
+  octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    random prompts of a fixed length as one batch, greedy, to a fixed length; one row a batch size
 kernels    each kernel alone at the shapes of the model, and its share of what this machine can do at best
 memory     how much of the KV cache holds tokens on a trace of mixed lengths, and what sharing saves
 scheduler  the control plane alone: microseconds of processor time to plan a step and to take in its result
+serve      what clients of a server see, over HTTP; its options: octavo bench serve --help
 """
+
+
+class _BenchParser(Parser):
+    """Leaves what follows the word ``serve`` to that kind's own parser: it has other options than the rest."""
+
+    def read(self, argv: Sequence[str]) -> Arguments:
+        if not argv or argv[0] != "serve":
+            return super().read(argv)
+        arguments = bench_serve.make_parser().read(argv[1:])
+        arguments.words.insert(0, "serve")
+        return arguments
 
 
 def make_parser() -> Parser:
     """The command's parser."""
-    parser = Parser(
+    parser = _BenchParser(
         prog="octavo bench",
         usage=f"octavo bench {'|'.join(KINDS)} [options] [MODEL]",
         description="Measures. Figures are those of this machine at this moment; only ratios of one run count.",
@@ -57,6 +71,10 @@ def run(arguments: Arguments) -> int:
     if not arguments.words or arguments.words[0] not in KINDS:
         raise ConfigError(f"octavo bench needs what to measure: {', '.join(KINDS)}")
     kind = arguments.words.pop(0)
+    if kind == "serve":
+        if not hasattr(arguments, "base_url"):
+            raise ConfigError("'serve' must come right after 'octavo bench', before its options")
+        return bench_serve.run(arguments)
     model = None if kind == "scheduler" else take_model(arguments)
     refuse_words(arguments)
     for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):

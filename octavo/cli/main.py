@@ -23,6 +23,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
+    "serve": "serve a model over HTTP, under the routes of the OpenAI API",
     "pull": "fetch a model and print where it lies",
     "bench": "measure throughput",
     "info": "show what this machine and this installation offer",
@@ -32,6 +33,7 @@ EXAMPLE = """\
 examples:
   octavo generate smollm2-135m "The capital of France is" --temperature 0
   octavo chat smollm2-135m
+  octavo serve smollm2-135m
 
 'octavo COMMAND --help' shows the options of a command.
 """

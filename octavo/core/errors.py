@@ -50,3 +50,7 @@ class InsufficientMemoryError(OctavoError, MemoryError):
 
 class WorkerError(OctavoError, RuntimeError):
     """A worker failed while it executed a step; the requests of that step end with an error."""
+
+
+class EngineDeadError(OctavoError, RuntimeError):
+    """The engine's process has ended, or was told to; none of its requests can finish and no new one can begin."""

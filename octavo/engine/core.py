@@ -16,6 +16,7 @@ from octavo.executor.executor import UniprocExecutor
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
@@ -47,6 +48,7 @@ class EngineCore:
         Raises:
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
+        load_policy(options.scheduling_policy)  # a name that is wrong is better known before the model is loaded
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)

@@ -14,6 +14,7 @@ from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.scheduler.stats import SchedulerStats
 
 
 class LLMEngine:
@@ -103,6 +104,10 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""
         return self._outputs.num_open > 0
+
+    def stats(self) -> SchedulerStats:
+        """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""
+        return self.core.scheduler.stats()
 
     @property
     def times(self) -> StepTimes:

@@ -1,10 +1,12 @@
 """Streams the tensors of a safetensors checkpoint into a network, one at a time.
 
-Files are mapped, not read at once: besides the network itself, one tensor and the pages it came from are in memory.
+Files are mapped, not read at once, and mapped anew now and then: besides the network itself, one tensor and a few MB
+of pages read before it are in memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +25,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Largest index that is read, in bytes.
 _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+#: A file is mapped anew whenever this many bytes of it have been read: pages of a mapping count as the process's memory
+#: until it is dropped.
+_MAPPED_BYTES = 16 << 20
 
 
 def load_weights(
@@ -78,12 +83,35 @@ def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 absent = expected.difference(names)
                 if absent:
                     raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
-                for name in names:
-                    yield name, handle.get_tensor(name)
+            yield from _tensors(file, list(names))
         except SafetensorError as e:
             raise WeightError(f"{file} is truncated or no safetensors file: {e}") from None
         except OSError as e:
             raise WeightError(f"{file} cannot be read: {e}") from None
+
+
+def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    read = 0
+    while read < len(names):
+        with safe_open(file, framework="pt") as handle:
+            mapped = 0
+            while read < len(names) and mapped < _MAPPED_BYTES:
+                tensor = handle.get_tensor(names[read])
+                mapped += tensor.nbytes
+                yield names[read], tensor
+                read += 1
+            del tensor
+        _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Gives the system what unpacked matrices took: freed, they leave holes in glibc's heap that it keeps.
+
+    The next matrix of the same size does not fit into such a hole, as it is aligned.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

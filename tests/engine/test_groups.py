@@ -78,7 +78,7 @@ def test_the_prompt_of_several_samples_is_computed_once(llm: LLM) -> None:
 
 
 def test_best_of_returns_the_likeliest_best_first(llm: LLM) -> None:
-    params = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    params: dict[str, Any] = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
     every = llm.generate("The sea", SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)[0].outputs
     ranked = sorted(every, key=lambda o: -(o.cumulative_logprob or 0.0))
     best = llm.generate("The sea", SamplingParams(n=2, best_of=6, **params), use_tqdm=False)[0].outputs

@@ -266,13 +266,14 @@ def test_a_token_is_the_same_in_any_chunk_batch_and_number_of_threads(network: N
 @pytest.mark.parametrize("dtype", [BF16, I8])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_copied_blocks(dtype: torch.dtype, threads: int) -> None:
-    """A chain and a cycle: each target gets what its source held before."""
+    """Several targets of one source, a chain and a cycle: each target gets what its source held before."""
     _cpu.set_threads(threads)
     caches = attention.make_cache(3, 8, 16, 2, 64, dtype)
     for i, cache in enumerate(caches):
         for blocks in (cache.key, cache.value):
             blocks.copy_(torch.randint(256, blocks.shape, generator=torch.Generator().manual_seed(i)).byte())
-    for pairs in ([(0, 7), (3, 6)], [(0, 1), (1, 2), (4, 5), (5, 4), (6, 6)]):
+    several = [(0, 7), (0, 2), (3, 6), (0, 5)]
+    for pairs in ([(0, 7), (3, 6)], several, [(0, 1), (1, 2), (1, 3), (4, 5), (5, 4), (6, 6)]):
         before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
         attention.copy_blocks(caches, pairs)
         for cache, old in zip(caches, before, strict=True):

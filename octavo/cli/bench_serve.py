@@ -1,0 +1,198 @@
+"""``octavo bench serve``: load on any OpenAI-compatible server, and what its clients saw."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.bench.serve_client import Client, Outcome
+    from octavo.bench.serve_report import Report
+    from octavo.bench.serve_workload import Request
+
+EXAMPLE = """\
+examples:
+  octavo bench serve --model smollm2-135m --concurrency 16 --num-requests 200
+  octavo bench serve --model smollm2-135m --request-rate 4 --goodput ttft:500,tpot:60 --json -
+  octavo bench serve --base-url http://127.0.0.1:9000 --model m --endpoint chat --request-rate inf
+  octavo bench serve --model m --input-len lognormal:200,0.8,1500 --output-len uniform:16,256 --request-rate 2
+  octavo bench serve --model m --trace requests.jsonl --plot run.png
+
+Lengths are N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MOST] tokens. A line of a trace is
+{"timestamp": SECONDS, "prompt": TEXT or [ID, ...], "output_len": N}, or has "input_len": N for a random prompt.
+With --request-rate or --concurrency a trace gives the requests but not their times.
+Exit code 1 if no request was completed.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo bench serve",
+        usage="octavo bench serve --model NAME [options]",
+        description="Sends requests to a server over HTTP, streaming, and reports latencies, rates and errors.",
+        epilog=EXAMPLE,
+    )
+    target = parser.add_argument_group("server")
+    target.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(http://127.0.0.1:8000)")
+    target.add_argument("--model", metavar="NAME", help="the model's name in requests")
+    target.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="(completions)")
+    target.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    target.add_argument("--extra-body", metavar="JSON", help="fields added to each request; null leaves a field out")
+    target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (600)")
+    times = parser.add_argument_group("arrivals: a rate or a number of clients (8 clients)")
+    times.add_argument(
+        "--request-rate", type=float, metavar="R", help="open loop: R requests a second; inf: all at once"
+    )
+    times.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson", help="at that rate (poisson)")
+    times.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of gamma gaps: 1 is Poisson, less is bursty (1)",
+    )
+    times.add_argument(
+        "--concurrency", type=int, metavar="N", help="closed loop: N clients, each one request at a time"
+    )
+    load = parser.add_argument_group("requests")
+    load.add_argument("--num-requests", type=int, metavar="N", help="how many (100, or the whole trace)")
+    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before that do not count (0)")
+    load.add_argument("--trace", type=Path, metavar="PATH", help="JSONL file of requests and times")
+    load.add_argument("--input-len", default="128", metavar="LEN", help="tokens a prompt has (128)")
+    load.add_argument("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
+    load.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens all prompts share (0)")
+    load.add_argument(
+        "--prompt-form", choices=("ids", "text"), help="token ids, or words of about a token each (ids; chat: text)"
+    )
+    load.add_argument("--token-range", type=_range, default=(1000, 8000), metavar="LOW,HIGH", help="ids (1000,8000)")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
+    shown = parser.add_argument_group("report")
+    shown.add_argument("--goodput", metavar="LIMITS", help="ttft:MS,tpot:MS,e2e:MS, some or all of them")
+    add_json_flag(parser)
+    shown.add_argument("--plot", type=Path, metavar="PNG", help="draw the run (needs the extra octavo[plot])")
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Measures and prints a report, or JSON; returns the exit code."""
+    from octavo.bench.serve_plot import load_matplotlib, plot
+
+    refuse_words(arguments)
+    _check(arguments)
+    if arguments.plot is not None:
+        load_matplotlib()
+    if arguments.json is None:
+        report, outcomes = _measure(arguments, None)
+    else:
+        with json_stream(arguments.json) as stream:
+            report, outcomes = _measure(arguments, stream)
+    if arguments.plot is not None:
+        plot(report, outcomes, arguments.plot)
+    return 0 if report.completed else EXIT_FAILED
+
+
+def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[Report, list[Outcome]]:
+    import asyncio
+
+    import msgspec
+    from tqdm import tqdm
+
+    from octavo.bench.serve import measure
+    from octavo.bench.serve_report import Goodput, Run, as_text, make_report
+
+    goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
+    requests, warmup, arrivals = _workload(arguments)
+    clients = None if arrivals is not None else arguments.concurrency or 8
+    client = _client(arguments)
+    with tqdm(total=len(requests), disable=None, leave=False) as bar:  # None: unless it is a terminal
+        outcomes, cpu = asyncio.run(measure(client, requests, clients=clients, warmup=warmup, ended=bar.update))
+    asked = Run(
+        base_url=arguments.base_url,
+        model=arguments.model,
+        endpoint=arguments.endpoint,
+        arrivals=arrivals or f"closed loop, {clients} clients",
+        seed=arguments.seed,
+    )
+    report = make_report(asked, outcomes, cpu, goodput)
+    if stream is None:
+        print(as_text(report))
+    else:
+        stream.write(msgspec.json.encode(report).decode() + "\n")
+    return report, outcomes
+
+
+def _check(arguments: Arguments) -> None:
+    if not arguments.model:
+        raise ConfigError("octavo bench serve needs --model: the name that the server knows its model by")
+    if not arguments.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url must begin with http:// or https://, not {arguments.base_url!r}")
+    if arguments.request_rate is not None and arguments.concurrency is not None:
+        raise ConfigError("give --request-rate (open loop) or --concurrency (closed loop), not both")
+    for name, least in (("num_requests", 1), ("concurrency", 1), ("warmup", 0), ("shared_prefix_len", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    for name in ("request_rate", "burstiness", "timeout"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {arguments.plot}: there is no folder {arguments.plot.absolute().parent}")
+    if arguments.endpoint == "chat" and arguments.prompt_form == "ids":
+        raise ConfigError("--endpoint chat takes text; token ids need --endpoint completions")
+
+
+def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str | None]:
+    """The requests, those of the warm-up, and what the arrivals are if they are open-loop."""
+    import random
+
+    from octavo.bench.serve_workload import Lengths, Prompts, arrival_times, at_times, read_trace, synthetic
+
+    # One stream of numbers for each thing that is drawn: another warm-up must not change the requests.
+    rng, gaps, spare = (random.Random(f"{arguments.seed} {name}") for name in ("requests", "arrivals", "warm-up"))
+    form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
+    prompts = Prompts(form == "ids", arguments.token_range, arguments.shared_prefix_len)
+    lengths = Lengths.parse(arguments.input_len), Lengths.parse(arguments.output_len)
+    if arguments.trace is not None:
+        requests = read_trace(arguments.trace, prompts, rng, arguments.num_requests)
+        if arguments.endpoint == "chat" and any(not isinstance(request.prompt, str) for request in requests):
+            raise ConfigError("--endpoint chat takes text, and the trace holds token ids")
+    else:
+        requests = synthetic(arguments.num_requests or 100, *lengths, prompts, rng)
+    warmup = synthetic(arguments.warmup, *lengths, prompts, spare)
+    if arguments.request_rate is not None:
+        rate = arguments.request_rate
+        burstiness = math.inf if arguments.arrivals == "fixed" else arguments.burstiness
+        times = arrival_times(rate, burstiness, gaps)
+        kind = arguments.arrivals if burstiness in (1, math.inf) else f"gamma of shape {burstiness:g}"
+        return at_times(requests, times), warmup, "all at once" if math.isinf(rate) else f"{kind}, {rate:g}/s"
+    if arguments.trace is not None and arguments.concurrency is None:
+        return requests, warmup, f"times of {arguments.trace.name}"
+    return requests, warmup, None
+
+
+def _client(arguments: Arguments) -> Client:
+    from octavo.bench.serve_client import Client
+    from octavo.bench.serve_workload import extra_fields
+
+    key = None
+    if arguments.api_key_env:
+        key = os.environ.get(arguments.api_key_env)
+        if not key:
+            raise ConfigError(f"--api-key-env: there is no environment variable {arguments.api_key_env}")
+    body = {"model": arguments.model, **(extra_fields(arguments.extra_body) if arguments.extra_body else {})}
+    return Client(arguments.base_url, arguments.endpoint, body, key, arguments.timeout)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(",")
+    if not (low.isdigit() and high.isdigit() and int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"a range is LOW,HIGH, two integers from 0, not {text!r}")
+    return int(low), int(high)

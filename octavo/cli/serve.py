@@ -1,0 +1,60 @@
+"""``octavo serve``: a model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from octavo.cli.engine_flags import add_engine_flags, help_text, read_engine_config, value_kind
+from octavo.cli.parsing import Arguments, Parser, refuse_words, take_model
+from octavo.server.options import ServerOptions, make_options
+
+PREFIX = "server"
+
+EXAMPLE = """\
+examples:
+  octavo serve smollm2-135m
+  octavo serve smollm2-135m --port 9000 --max-num-seqs 64 --api-key-file keys.txt
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+
+Keys may also stand in the variable OCTAVO_API_KEYS, with commas between. Without keys the server is open to everybody
+who can reach it: that is this machine only, unless --host says otherwise.
+
+SIGTERM or Ctrl-C: no new requests, the open ones finish (--shutdown-timeout), exit code 0. Ctrl-C again: at once, 130.
+If the engine dies, open requests fail at once, /health answers 503, and the exit code is 70.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo serve",
+        usage="octavo serve [options] [MODEL]",
+        description="Serves a model over HTTP under the routes of the OpenAI API.",
+        epilog=EXAMPLE,
+    )
+    group = parser.add_argument_group("server options")
+    for name, field in ServerOptions.model_fields.items():
+        common: dict[str, Any] = {
+            "dest": f"{PREFIX}:{name}",
+            "default": argparse.SUPPRESS,
+            "help": help_text(field.description or "", field.default),
+        }
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        else:
+            group.add_argument(flag, metavar=value_kind(field), **common)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Serves until it is told to stop; returns the exit code."""
+    options = make_options(**arguments.group(PREFIX))
+    config = read_engine_config(arguments, take_model(arguments))
+    refuse_words(arguments)
+    from octavo.server.run import serve
+
+    return serve(config, options)

@@ -1,0 +1,109 @@
+"""What a front end and the process of its engine core say to each other: msgpack, tagged, bounded in size.
+
+Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair on which neither
+says anything while both live: its end tells each that the other is gone. A core that fails leaves ``LastWords`` there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.core.model_config import ModelConfig
+from octavo.core.request import GroupRequest
+from octavo.core.stats import StepStats
+from octavo.core.updates import StepOutputs
+
+#: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
+MAX_BYTES_TO_CORE = 64 << 20
+#: The longest from the core are the logprobs of a prompt: some 1.4 KB a token at most.
+MAX_BYTES_FROM_CORE = 1 << 30
+#: Characters of the message in ``LastWords``.
+MAX_LAST_WORDS = 8000
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: what to load, and from which folder."""
+
+    #: Fields of ``EngineConfig``.
+    options: dict[str, Any]
+    folder: str
+    #: Messages of logger "octavo" below this level are not sent back.
+    log_level: int
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """A request to queue."""
+
+    request: GroupRequest
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """Ends a request in any state; says nothing of one that has ended."""
+
+    group_id: int
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """Ends one sequence of a request, in whose text a stop string was found."""
+
+    group_id: int
+    index: int
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Asks for a ``Reply``."""
+
+    call_id: int
+    method: Literal["stats", "reset_prefix_cache"]
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """Ends the core's process, whatever it is doing."""
+
+
+ToCore = Start | Add | Abort | Stop | Call | Shutdown
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded: what a front end needs to know of it."""
+
+    model_config: ModelConfig
+    #: Longest sequence in tokens, prompt and output together.
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+class StepDone(msgspec.Struct, tag=True, array_like=True):
+    """All that came of one step, of all requests."""
+
+    outputs: StepOutputs
+    stats: StepStats
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to a ``Call``: a value, or the error that it raised."""
+
+    call_id: int
+    value: msgspec.Raw
+    error: str | None = None
+
+
+class LogMessage(msgspec.Struct, tag=True, array_like=True):
+    """A message for logger "octavo", to be written as the front end writes its own."""
+
+    level: int
+    text: str
+
+
+FromCore = Ready | StepDone | Reply | LogMessage
+
+
+class LastWords(msgspec.Struct):
+    """Why the core ended."""
+
+    #: Name of the class in ``octavo.core.errors``, or of any other exception.
+    kind: str
+    message: str

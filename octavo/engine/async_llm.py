@@ -1,0 +1,364 @@
+"""The engine for a program with an event loop: its core runs in another process, requests are async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import EngineConfig
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop
+from octavo.core.outputs import RequestOutput
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.stats import StepStats
+from octavo.core.updates import StepOutputs
+from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.loader.resolve import resolve_model
+from octavo.scheduler.stats import SchedulerStats
+
+#: Characters of a text that is tokenized in a thread (some 10 ms): the event loop does not wait so long.
+LONG_TEXT = 8192
+#: Sequences of a step taken in before the event loop has another turn; each takes some 20 microseconds.
+MAX_SEQUENCES_AT_ONCE = 64
+
+logger = logging.getLogger("octavo")
+
+
+class RequestStream:
+    """The states of one request, as an async iterator whose last state is finished.
+
+    Each state holds all there is so far, so whoever reads slowly sees fewer of them and misses nothing; only the newest
+    is kept. ``close`` it, or the request runs on to its end.
+
+    Raises (while iterating):
+        EngineDeadError: the engine died before the request's end.
+    """
+
+    def __init__(self, llm: AsyncLLM, request_id: str) -> None:
+        self.request_id = request_id
+        self._llm = llm
+        self._newest: RequestOutput | None = None
+        self._error: OctavoError | None = None
+        self._ended = False
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while (output := self._newest) is None:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        self._newest = None
+        self._ended = output.finished
+        return output
+
+    def close(self) -> None:
+        """Aborts the request if it has not ended; never waits."""
+        self._ended = True
+        self._newest = None
+        self._llm._abandon(self.request_id)
+
+    def _show(self, output: RequestOutput) -> None:
+        self._newest = output
+        self._news.set()
+
+    def _fail(self, error: OctavoError) -> None:
+        self._error = error
+        self._news.set()
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the front end knows of an open request beside its output."""
+
+    stream: RequestStream
+    group_id: int
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Prompt tokens of the requests of which nothing has been computed yet, by group."""
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, group_id: int, length: int) -> None:
+        self.lengths[group_id] = length
+        self.tokens += length
+
+    def remove(self, group_id: int) -> None:
+        self.tokens -= self.lengths.pop(group_id, 0)
+
+
+class AsyncLLM:
+    """A model that serves many requests at once; its engine core is another process, so nothing here slows a step.
+
+    >>> llm = await AsyncLLM.start(make_config(model="smollm2-135m"))
+    >>> async for output in llm.generate("a", "The capital of France is", SamplingParams(max_tokens=8)):
+    ...     print(output.outputs[0].text)
+    >>> await llm.shutdown()
+
+    All methods are for the event loop that it was started on.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, client: CoreClient, ready: Ready) -> None:
+        """Use ``start``."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_config = ready.model_config
+        #: Longest sequence in tokens, prompt and output together.
+        self.max_model_len = ready.max_model_len
+        self.num_blocks = ready.num_blocks
+        #: Called after each step with its statistics; what it raises is logged.
+        self.on_step: Callable[[StepStats], None] | None = None
+        #: Set when the core has died, not when it was shut down.
+        self.died = asyncio.Event()
+        self.inputs = InputProcessor(
+            tokenizer,
+            vocab_size=ready.model_config.vocab_size,
+            eos_token_ids=ready.model_config.eos_token_ids,
+            max_model_len=ready.max_model_len,
+            seed=config.seed,
+        )
+        self._outputs = OutputProcessor(tokenizer)
+        self._open: dict[str, _Open] = {}
+        self._queue = _Queue()
+        self._error: EngineDeadError | None = None
+        self._nothing_open = asyncio.Event()
+        self._nothing_open.set()
+        self._client = client
+        client.on_step, client.on_death = self._take_in, self._die
+
+    @classmethod
+    async def start(cls, config: EngineConfig, process: CoreProcess | None = None) -> AsyncLLM:
+        """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
+
+        A program whose own imports take time starts the ``CoreProcess`` before them.
+
+        Raises:
+            OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
+            EngineDeadError: the process ended while it loaded.
+        """
+        process = process or CoreProcess()
+        try:
+            return await cls._start(config, process)
+        except BaseException:
+            process.kill()
+            raise
+
+    @classmethod
+    async def _start(cls, config: EngineConfig, process: CoreProcess) -> AsyncLLM:
+        client = CoreClient(process)
+        try:
+            folder = await asyncio.to_thread(resolve_model, config.model, dtype=config.dtype, revision=config.revision)
+            client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
+            tokenizer = await asyncio.to_thread(load_tokenizer, Path(config.tokenizer) if config.tokenizer else folder)
+            ready = await client.ready
+            if client.error is not None:
+                raise client.error
+        except BaseException:
+            client.kill()
+            raise
+        return cls(config, tokenizer, client, ready)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        streaming: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Iterates over the states of one request; see ``submit`` and ``RequestStream``.
+
+        The request is aborted when the iteration is left before its end or its task is cancelled.
+        """
+        stream = await self.submit(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt, streaming=streaming
+        )
+        with contextlib.closing(stream):
+            async for output in stream:
+                yield output
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        streaming: bool = True,
+    ) -> RequestStream:
+        """Checks and queues a request. If ``streaming``, each step adds a state; else there is only the last one.
+
+        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+
+        Raises:
+            InvalidRequestError: the request cannot be served; all else is as before.
+            EngineDeadError: the engine has died or is being shut down.
+        """
+        params = params if params is not None else SamplingParams()
+        if isinstance(params, SamplingParams) and params.logits_processors:
+            raise InvalidRequestError(
+                "logits_processors are functions and cannot cross to the engine's process; use LLM, which has none"
+            )
+        text, prompt = await self._tokenize(prompt)
+        if request_id in self._outputs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
+        self.check_alive()
+        request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        request.prompt = text if text is not None else request.prompt
+        message = self._client.encode(Add(request.group))
+        self._outputs.open(request, streaming=streaming)
+        stream = RequestStream(self, request_id)
+        self._open[request_id] = _Open(stream, request.group.group_id)
+        self._queue.add(request.group.group_id, len(request.prompt_token_ids))
+        self._nothing_open.clear()
+        self._client.send(message)
+        return stream
+
+    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, Prompt]:
+        """A long text as itself and its token ids, made in a thread; any other prompt as it is."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
+        if not isinstance(text, str) or len(text) < LONG_TEXT:
+            return None, prompt
+        # Unlike ``encode``, this lets other threads run.
+        ids = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
+        return text, ids[0]
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream gives its last state. Nothing happens if it is not open."""
+        aborted = self._outputs.abort(request_id)
+        if aborted is not None:
+            output, group_id = aborted
+            self._client.send(Abort(group_id))
+            self._show(output)
+
+    def _abandon(self, request_id: str) -> None:
+        """Ends a request that nobody looks at any more."""
+        if request_id in self._open:
+            aborted = self._outputs.abort(request_id)
+            if aborted is not None:
+                self._client.send(Abort(aborted[1]))
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._queue.remove(self._open.pop(request_id).group_id)
+        if not self._open:
+            self._nothing_open.set()
+
+    # --- what comes from the core -----------------------------------------------------------------------------------
+
+    async def _take_in(self, step: StepDone) -> None:
+        """One step: new states for the streams, and word to the core of the sequences that a stop text has ended."""
+        for admission in step.outputs.admissions:
+            self._queue.remove(admission.group_id)
+        for part in _parts(step.outputs):
+            outputs, stopped = self._outputs.process(part)
+            for group_id, index in stopped:
+                self._client.send(Stop(group_id, index))
+            for output in outputs:
+                self._show(output)
+            await asyncio.sleep(0)
+        if self.on_step is not None:
+            try:
+                self.on_step(step.stats)
+            except Exception:
+                logger.exception("on_step failed")
+
+    def _show(self, output: RequestOutput) -> None:
+        opened = self._open.get(output.request_id)
+        if opened is None:
+            return
+        opened.stream._show(output)
+        if output.finished:
+            self._forget(output.request_id)
+
+    def _die(self, error: OctavoError) -> None:
+        """The core has died: every open request fails."""
+        self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        logger.critical("%s", self._error)
+        for request_id, opened in list(self._open.items()):
+            self._outputs.abort(request_id)
+            pass
+            self._forget(request_id)
+        self.died.set()
+
+    # --- the engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> bool:
+        """Whether the core has died; an orderly shutdown is no death."""
+        return self.died.is_set()
+
+    def check_alive(self) -> None:
+        """Whether requests can be taken.
+
+        Raises:
+            EngineDeadError: the core has died or is being shut down.
+        """
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def num_queued(self) -> int:
+        """Open requests of which nothing has been computed yet."""
+        return len(self._queue.lengths)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Their prompt tokens."""
+        return self._queue.tokens
+
+    async def stats(self) -> SchedulerStats:
+        """The state of queues and blocks between two steps, and totals."""
+        return await self._client.call("stats", SchedulerStats)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets the contents of all blocks that requests to come could share."""
+        await self._client.call("reset_prefix_cache", type(None))
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Takes no more requests, lets the open ones finish for ``timeout`` seconds, aborts the rest, ends the core."""
+        self._error = self._error or EngineDeadError("the engine has been shut down")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._nothing_open.wait()
+        for request_id in list(self._open):
+            await self.abort(request_id)
+        await self._client.close()
+
+
+def _parts(outputs: StepOutputs) -> Iterator[StepOutputs]:
+    """The same in the same order, in parts that the event loop can do in one go."""
+    sequences = outputs.sequences
+    if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
+        yield outputs
+        return
+    yield StepOutputs(admissions=outputs.admissions)
+    for start in range(0, len(sequences), MAX_SEQUENCES_AT_ONCE):
+        yield StepOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
+    yield StepOutputs(groups=outputs.groups)

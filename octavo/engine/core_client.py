@@ -1,0 +1,284 @@
+"""The front end's side of the core's process: starting it, talking to it, noticing its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.core import errors
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.messages import (
+    MAX_BYTES_FROM_CORE,
+    MAX_BYTES_TO_CORE,
+    Call,
+    FromCore,
+    LastWords,
+    LogMessage,
+    Ready,
+    Reply,
+    Shutdown,
+    StepDone,
+    ToCore,
+)
+
+#: The path of a Unix socket has at most 107 bytes.
+_LONGEST_TEMP_PATH = 70
+#: Seconds that a core told to end may take for the step that it is in.
+_PATIENCE = 5.0
+
+logger = logging.getLogger("octavo")
+T = TypeVar("T")
+
+
+class CoreProcess:
+    """The process of a core, which begins at once to import what it needs and loads a model when ``AsyncLLM`` says so.
+
+    Starting it before anything else that takes time (the front end's own imports) is what makes a quick start. It ends
+    with this process, whatever ends this one.
+    """
+
+    def __init__(self) -> None:
+        temp = tempfile.gettempdir()
+        #: Holds the sockets; nobody else may look into it.
+        self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
+        #: Readable when the core has ended or is about to.
+        self.life, theirs = socket.socketpair()
+        with theirs:
+            # Modules that a user names (scheduling policies) are found as they are here; -P: and nothing more.
+            path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "octavo.engine.core_process", str(self.folder), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                # Ctrl-C is for the front end alone, also before the core can say that it ignores it.
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends it at once if it has not ended, and leaves nothing of it behind."""
+        self._process.kill()
+        self._process.wait()
+        self.life.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def fate(self) -> str:
+        """How a process that has ended, or will within milliseconds, ended."""
+        try:
+            code = self._process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            return "is ending"
+        return f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({_signal_name(-code)})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+class CoreClient:
+    """Sends messages to a core and hands on what it sends. For one event loop.
+
+    When the core dies all calls fail at once, and ``on_death`` is called, once, and never after ``close``.
+    """
+
+    def __init__(self, process: CoreProcess) -> None:
+        import zmq
+        import zmq.asyncio
+
+        from octavo.engine.core_process import FROM_CORE, MAX_WAITING_STEPS, TO_CORE
+
+        self._process = process
+        #: Awaited before the next message is looked at.
+        self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
+        self.on_death: Callable[[OctavoError], None] = lambda error: None
+        #: Why the core has ended, if it has.
+        self.error: OctavoError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+        self._checker = msgspec.msgpack.Decoder(ToCore)
+        self._context: Any = zmq.asyncio.Context(io_threads=1)
+        # Sending never waits, so that it can be done where nothing may be awaited: while a task is being cancelled.
+        # What is not sent yet is bounded by the open requests.
+        self._out = zmq.Socket(self._context, zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._out.connect(f"ipc://{process.folder / TO_CORE}")
+        self._in = self._context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_FROM_CORE)
+        self._in.setsockopt(zmq.RCVHWM, MAX_WAITING_STEPS)
+        self._in.bind(f"ipc://{process.folder / FROM_CORE}")
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._call_ids = itertools.count()
+        self._words = b""
+        self._ended = asyncio.Event()
+        self._closing = False
+        self._receiver = self._loop.create_task(self._receive())
+        process.life.setblocking(False)
+        self._loop.add_reader(process.life, self._hear_last_words)
+
+    # --- to the core ------------------------------------------------------------------------------------------------
+
+    def encode(self, message: ToCore) -> bytes:
+        """A message as it is sent.
+
+        Raises:
+            InvalidRequestError: it holds something that cannot be sent, or is too long.
+        """
+        try:
+            data = self._encoder.encode(message)
+            # What the core cannot read must fail here, where it fails alone.
+            self._checker.decode(data)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise InvalidRequestError(f"the request cannot be sent to the engine's process: {e}") from None
+        if len(data) > MAX_BYTES_TO_CORE:
+            raise InvalidRequestError(f"the request takes {len(data)} bytes; at most {MAX_BYTES_TO_CORE} can be sent")
+        return data
+
+    def send(self, message: ToCore | bytes) -> None:
+        """Sends a message, encoded or not, without waiting; nothing happens if the core has ended."""
+        if self.error is None and not self._closing:
+            self._out.send(message if isinstance(message, bytes) else self._encoder.encode(message))
+
+    async def call(self, method: Any, kind: type[T]) -> T:
+        """The core's answer to a ``Call``.
+
+        Raises:
+            EngineDeadError: it ended before it answered.
+            OctavoError: the method failed.
+        """
+        if self.error is not None or self._closing:
+            raise self.error or EngineDeadError("the engine has been shut down")
+        call_id = next(self._call_ids)
+        future: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self._calls[call_id] = future
+        try:
+            self.send(Call(call_id, method))
+            return msgspec.msgpack.decode(await future, type=kind)
+        finally:
+            del self._calls[call_id]
+
+    # --- from the core ----------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromCore)
+        try:
+            while True:
+                await self._take_in(decoder.decode(await self._in.recv()))
+                # A message that is there already is received without a pause; others must have their turn too.
+                await asyncio.sleep(0)
+        except Exception as e:
+            logger.exception("the front end failed at a message of the engine's process")
+            self._die(EngineDeadError(f"the front end failed: {type(e).__name__}: {e}"))
+
+    async def _take_in(self, message: FromCore) -> None:
+        match message:
+            case StepDone():
+                await self.on_step(message)
+            case Reply(call_id, value, error):
+                future = self._calls.get(call_id)
+                if future is None or future.done():  # nobody waits for it any more
+                    return
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(OctavoError(error))
+            case LogMessage(level, text):
+                logger.log(level, "%s", text)
+            case Ready():
+                if not self.ready.done():
+                    self.ready.set_result(message)
+
+    def _hear_last_words(self) -> None:
+        """Something came on the socket on which there is silence while both sides live."""
+        with contextlib.suppress(ConnectionError):  # like its end
+            data = self._process.life.recv(1 << 16)
+            if data:
+                self._words += data
+                return
+        self._loop.remove_reader(self._process.life)
+        self._ended.set()
+        if not self._closing:
+            self._die(_reason(self._words, self._process, loading=not self.ready.done()))
+
+    def _die(self, error: OctavoError) -> None:
+        if self.error is None:
+            self._fail_calls(error)
+            self.on_death(error)
+
+    def _fail_calls(self, error: OctavoError) -> None:
+        self.error = error
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # perhaps nobody awaits it, and asyncio would complain
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends the core, after its step if that does not take too long, and leaves nothing of it behind."""
+        if self.error is None and not self._closing:
+            self.send(Shutdown())
+            self._closing = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE):
+                    await self._ended.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the core at once and leaves nothing of it behind."""
+        self._closing = True
+        if self.error is None:
+            self._fail_calls(EngineDeadError("the engine has been shut down"))
+        self._receiver.cancel()
+        if self._process.life.fileno() >= 0:
+            self._loop.remove_reader(self._process.life)
+        self._out.close(linger=0)
+        self._context.destroy(linger=0)
+        self._process.kill()
+
+
+async def _ignore(step: StepDone) -> None:
+    """For whoever is not interested."""
+
+
+def _plain_number(value: object) -> Any:
+    """Numbers of numpy, which are subclasses of Python's, as Python's own."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} cannot cross to another process")
+
+
+def _reason(words: bytes, process: CoreProcess, *, loading: bool) -> OctavoError:
+    """The error that a core's end means: while it loads, its own if it is one of ours; else that the engine is dead."""
+    if not words:
+        return EngineDeadError(f"the engine's process {process.fate()}")
+    last = msgspec.msgpack.decode(words, type=LastWords)
+    kind = getattr(errors, last.kind, None)
+    if loading and isinstance(kind, type) and issubclass(kind, OctavoError):
+        return kind(last.message)
+    return EngineDeadError(f"the engine's process failed: {last.message}")

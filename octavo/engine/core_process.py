@@ -1,0 +1,266 @@
+"""The engine core in a process of its own: takes requests, steps while there is work, sends what came of each step.
+
+Started by ``core_client.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER DESCRIPTOR``.
+
+Nothing is prepared for the next step while one computes: on the CPU all cores are computing then, and there is little
+to gain. With 64 sequences of the demo model, scheduling and taking in results cost 0.4 ms of processor time a step, and
+sending 0.1 ms; the step itself takes more than 50 ms. What the front end does with it (1.2 ms) costs the step nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from octavo.core.errors import OctavoError
+from octavo.core.messages import (
+    MAX_BYTES_TO_CORE,
+    MAX_LAST_WORDS,
+    Abort,
+    Add,
+    Call,
+    FromCore,
+    LastWords,
+    LogMessage,
+    Ready,
+    Reply,
+    Shutdown,
+    Start,
+    StepDone,
+    Stop,
+    ToCore,
+)
+from octavo.core.stats import StepStats
+from octavo.core.updates import StepOutputs
+from octavo.scheduler.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from octavo.engine.core import EngineCore
+
+#: Names of the sockets in the private folder. The core binds the first, the front end the second.
+TO_CORE, FROM_CORE = "to_core", "from_core"
+#: Steps that may wait on either side for a front end that does not keep up; then the core waits for it.
+MAX_WAITING_STEPS = 64
+#: Most milliseconds that the process waits, at its end, for its messages to be taken.
+LINGER = 500
+#: Fields of ``SchedulerStats`` that ``StepStats`` takes over as they are; these two it counts by the step.
+_SHARED = {f.name for f in dataclasses.fields(SchedulerStats)} & set(StepStats.__struct_fields__) - {
+    "prefill_tokens",
+    "decode_tokens",
+}
+
+logger = logging.getLogger("octavo")
+
+
+class Inbox:
+    """Messages from the front end, in the order in which they were sent."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_TO_CORE)
+        self._socket.bind(f"ipc://{folder / TO_CORE}")
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+
+    def wait(self) -> None:
+        """Sleeps until there is a message."""
+        self._socket.poll()
+
+    def take(self) -> ToCore | None:
+        """The next message, or None if there is none now."""
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return self._decoder.decode(data)
+
+
+class Outbox:
+    """Messages to the front end."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_WAITING_STEPS)
+        self._socket.connect(f"ipc://{folder / FROM_CORE}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
+
+    def send(self, message: FromCore) -> None:
+        """Sends a message; waits if the front end is far behind."""
+        with self._lock:  # any thread may log
+            self._socket.send(self._encoder.encode(message))
+
+
+class LogSender(logging.Handler):
+    """Sends log messages to the front end, which writes them as it writes its own."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__()
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Sends one message, with the traceback if it has one."""
+        self._outbox.send(LogMessage(record.levelno, self.format(record)))
+
+
+class CoreLoop:
+    """Drives a core by messages. It takes in all that have come before each step, and sends one message a step."""
+
+    def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._step_ended: float | None = None
+        #: Totals at the last step: tokens of prompts and decodes, seconds in the worker and in kernels.
+        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+
+    def run(self) -> None:
+        """Until it is told to shut down."""
+        while self._take_messages():
+            if self._core.has_work:
+                self._step()
+
+    def _take_messages(self) -> bool:
+        """Takes in what has come; sleeps before if there is nothing to do. False: it is time to end."""
+        busy = self._core.has_work
+        if not busy:
+            self._inbox.wait()
+        while (message := self._inbox.take()) is not None:
+            if isinstance(message, Shutdown):
+                return False
+            self._handle(message)
+        if busy and not self._core.has_work:  # emptied by aborts: no step will tell
+            self._step_ended = None
+            self._outbox.send(StepDone(StepOutputs(), self._state()))
+        return True
+
+    def _handle(self, message: ToCore) -> None:
+        match message:
+            case Add(request):
+                self._core.add(request)
+            case Abort(group_id):
+                self._core.abort(group_id)
+            case Stop(group_id, index):
+                self._core.stop(group_id, index)
+            case Call(call_id, method):
+                self._outbox.send(self._reply(call_id, method))
+
+    def _reply(self, call_id: int, method: str) -> Reply:
+        value, error = None, None
+        try:
+            if method == "stats":
+                value = self._core.scheduler.stats()
+            else:
+                self._core.reset_prefix_cache()
+        except Exception as e:  # the caller's to deal with
+            error = f"{type(e).__name__}: {e}"
+        return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._core.step()
+        end = time.perf_counter()
+        stats = self._state()
+        stats.seconds = end - start
+        if self._step_ended is not None:
+            stats.between_seconds = start - self._step_ended
+        self._step_ended = end if self._core.has_work else None
+        self._outbox.send(StepDone(outputs, stats))
+
+    def _state(self) -> StepStats:
+        """Queues, blocks and totals as they are now, and what was computed since the last time."""
+        counts, times = self._core.scheduler.counts(), self._core.times
+        stats = StepStats(**{name: getattr(counts, name) for name in _SHARED})
+        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
+        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
+        stats.prefill_tokens, stats.decode_tokens = int(prefill), int(decode)
+        stats.worker_seconds, stats.kernel_seconds = worker, kernels
+        self._computed = computed
+        return stats
+
+
+def serve(folder: Path) -> None:
+    """Loads what the first message names and serves until told to shut down.
+
+    Raises:
+        OctavoError: the model cannot be loaded.
+    """
+    context = zmq.Context()
+    try:
+        inbox, outbox = Inbox(context, folder), Outbox(context, folder)
+        core = _load(inbox, outbox)
+        gc.freeze()  # what lives now is never looked at again
+        gc.enable()
+        if core is not None:
+            CoreLoop(core, inbox, outbox).run()
+    finally:
+        context.destroy(linger=LINGER)
+
+
+def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
+    """The core that the first message asks for; None if that is to shut down."""
+    # While the front end looks for the model, this process imports what every model needs; torch takes longest.
+    importlib.import_module("octavo.runner.model_runner")
+    from octavo.core.config import make_config
+    from octavo.engine.core import EngineCore
+
+    inbox.wait()
+    start = inbox.take()
+    if not isinstance(start, Start):
+        return None
+    logger.handlers, logger.propagate = [LogSender(outbox)], False
+    logger.setLevel(start.log_level)
+    try:
+        core = EngineCore(make_config(**start.options), Path(start.folder))
+        outbox.send(Ready(core.model_config, core.max_model_len, core.blocks.num_blocks, core.options.block_size))
+    except OctavoError:
+        raise
+    except Exception:
+        logger.exception("the model could not be loaded")
+        raise
+    return core
+
+
+def main(arguments: list[str]) -> int:
+    """The process: ``arguments`` are its private folder and the descriptor of the socket shared with its parent."""
+    # Ctrl-C and a supervisor's signals reach every process of a group; the front end decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.disable()  # while hundreds of thousands of objects are made that stay: it would cost a fifth of the start
+    folder, life = Path(arguments[0]), socket.socket(fileno=int(arguments[1]))
+    life.set_inheritable(False)
+    threading.Thread(target=_end_with_parent, args=(life, folder), daemon=True).start()
+    try:
+        serve(folder)
+    except Exception as e:
+        kind = type(e).__name__
+        message = str(e) if isinstance(e, OctavoError) else f"{kind}: {e}"
+        life.sendall(msgspec.msgpack.encode(LastWords(kind, message[:MAX_LAST_WORDS])))
+        return 1
+    return 0
+
+
+def _end_with_parent(life: socket.socket, folder: Path) -> None:
+    """Waits for the parent's end, however it comes, and ends this process at once: nobody is left to serve."""
+    life.recv(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # all has been sent; taking torch and the weights apart would only take time

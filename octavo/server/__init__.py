@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI routes, streaming, authentication, limits, metrics, logs."""

@@ -1,0 +1,153 @@
+"""The application: routes, middleware, and a page that describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from octavo import __version__
+from octavo.server import chat, completions, operation, tokenization
+from octavo.server.answers import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Error,
+    Health,
+    Model,
+    ModelList,
+    Tokenized,
+    Version,
+)
+from octavo.server.auth import KeyCheck
+from octavo.server.errors import handle_errors
+from octavo.server.middleware import BodyLimit, Envelope
+from octavo.server.service import Service
+
+#: Status -> when it is sent, for the description.
+_ALWAYS = {401: "No API key, or one that is not known.", 500: "The server failed; its log says more."}
+_WITH_BODY = {
+    400: "A field is missing, out of range, unknown to this model or not supported.",
+    404: "The model does not exist here.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    503: "The engine has died, the server shuts down, or the answer took too long.",
+}
+_BUSY = {429: "Too much waits; Retry-After says for how long to stay away."}
+
+
+def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application for one engine; it is open to everybody if there are no keys."""
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        description="Serves a large language model under the routes of the OpenAI API.",
+        openapi_tags=[{"name": "OpenAI"}, {"name": "Tokens"}, {"name": "Server"}],
+        redirect_slashes=False,
+        redoc_url=None,
+        license_info={"name": "Apache-2.0"},
+    )
+    app.state.service = service
+    _add_openai_routes(app)
+    _add_own_routes(app)
+    handle_errors(app)
+    options = service.options
+    # The last that is added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout=options.body_timeout)
+    if api_keys:
+        app.add_middleware(KeyCheck, keys=api_keys)
+    _describe(app, with_keys=bool(api_keys))
+    if options.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Envelope, metrics=service.metrics, log_requests=options.log_requests)
+    return app
+
+
+def _add_openai_routes(app: FastAPI) -> None:
+    _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
+    _add(app, "POST", "/v1/chat/completions", chat.create_chat_completion, ChatCompletion, "OpenAI", stream=True)
+    _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
+    # A hub id has a slash.
+    _add(
+        app, "GET", "/v1/models/{model:path}", operation.retrieve_model, Model, "OpenAI", errors={404: _WITH_BODY[404]}
+    )
+
+
+def _add_own_routes(app: FastAPI) -> None:
+    _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
+    _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
+    _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
+    _add(app, "GET", "/version", operation.version, Version, "Server")
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
+    }
+    app.add_api_route(
+        "/metrics", operation.metrics, tags=["Server"], response_model=None, responses={**text, **_errors(_ALWAYS)}
+    )
+    app.add_api_route(
+        "/reset_prefix_cache",
+        operation.reset_prefix_cache,
+        methods=["POST"],
+        tags=["Server"],
+        response_model=None,
+        responses=_errors({**_ALWAYS, 503: _WITH_BODY[503]}),
+    )
+
+
+def _add(
+    app: FastAPI,
+    method: str,
+    path: str,
+    endpoint: Callable[..., Any],
+    answer: type,
+    tag: str,
+    *,
+    stream: bool = False,
+    errors: dict[int, str] | None = None,
+) -> None:
+    """Adds a route and all that may come of it."""
+    known = {**_ALWAYS, **(errors or {}), **(_WITH_BODY if method == "POST" else {}), **(_BUSY if stream else {})}
+    responses: dict[int | str, dict[str, Any]] = _errors(known)
+    if stream:
+        responses[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        response_model=answer,
+        response_model_exclude_unset=True,
+        tags=[tag],
+        responses=responses,
+    )
+
+
+def _errors(known: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Error, "description": text} for status, text in sorted(known.items())}
+
+
+def _describe(app: FastAPI, *, with_keys: bool) -> None:
+    """Lets the description say what FastAPI cannot know: that bodies are refused with 400, and who needs a key."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = describe()
+        for path in page["paths"].values():
+            for route in path.values():
+                route["responses"].pop("422", None)
+        parts = page["components"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            parts["schemas"].pop(name, None)
+        if with_keys:
+            parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            page["security"] = [{"key": []}]
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,131 @@
+"""Errors as clients see them: OpenAI's shape, the right status, and nothing of the inside."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, TokenizerError
+
+logger = logging.getLogger("octavo.server")
+
+
+class ApiError(OctavoError):
+    """An answer that is an error. ``kind`` is what OpenAI calls its type."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """``{"error": {"message", "type", "param", "code"}}``"""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        # In ASCII: a client's text that is quoted here may hold what UTF-8 cannot.
+        return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """For what this server does not do (yet)."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of any error. What is not of its making stays here, in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (InvalidRequestError, TokenizerError)):
+        return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        return _http_error(error)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine has stopped; the server will end", kind="server_error", code="engine_dead")
+    if isinstance(error, TimeoutError):
+        return ApiError(
+            503,
+            "the request took longer than this server allows (request_timeout)",
+            kind="server_error",
+            code="request_timeout",
+        )
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has more under this request id", kind="server_error")
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Makes the application answer each of its errors in this shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for kind in (OctavoError, TimeoutError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
+
+
+def _param(message: str) -> str | None:
+    """Messages about a parameter begin with its name."""
+    found = re.match(r"([a-z_]+)(\[[^\]]*\])*(:? |$)", message)
+    name = found.group(1) if found else ""
+    return name if "_" in name or name in _PLAIN_NAMES else None
+
+
+_PLAIN_NAMES = ("n", "messages", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    message = messages.get(error.status_code) or str(error.detail)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return ApiError(error.status_code, message, kind=kind, headers=error.headers)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong, with the name of its field."""
+    first: dict[str, Any] = dict(error.errors()[0])
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not valid JSON: {reason} at character {where[0]}", code="invalid_json")
+    if not where:
+        return ApiError(
+            400, "the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json"
+        )
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{_place(where)}: {message}", param=where[0], code="invalid_value")
+
+
+def _place(where: list[str]) -> str:
+    """``messages[0].role``, without the names that pydantic gives to the members of a union."""
+    place = where[0]
+    for part in where[1:]:
+        if part.isdigit():
+            place += f"[{part}]"
+        elif re.fullmatch(r"[a-z_]+", part) and part not in ("str", "int", "float", "bool", "list", "dict"):
+            place += f".{part}"
+    return place

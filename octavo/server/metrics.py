@@ -1,0 +1,256 @@
+"""What Prometheus reads at ``/metrics``: families named ``octavo_...``, in seconds and tokens, labelled by model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from octavo import __version__
+
+if TYPE_CHECKING:
+    from octavo.core.outputs import RequestOutput
+    from octavo.core.stats import StepStats
+
+#: Upper bounds of histogram buckets, in seconds.
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
+
+#: Ends that users asked for: only these requests enter the histogram of whole durations.
+COMPLETE = ("stop", "length")
+#: Shown as zero before the first; another reason is counted all the same.
+REASONS = (*COMPLETE, "abort", "error", "ignored")
+
+
+class Metrics:
+    """Owns every family and its registry; nothing is registered globally, so several can live in one process.
+
+    All methods are for one thread, the event loop's, and take microseconds; ``render`` takes milliseconds.
+    """
+
+    def __init__(self, model_name: str, dropped_logs: Callable[[], int] = lambda: 0) -> None:
+        """``dropped_logs`` tells how many log lines were lost so far; it is asked at every ``render``."""
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._dropped_logs = dropped_logs
+        ProcessCollector(registry=self.registry)
+        self._gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
+        self._make_requests()
+        self._make_latencies()
+        self._make_cache()
+        self._make_steps()
+        self._make_http()
+
+    def render(self) -> tuple[bytes, str]:
+        """The page that Prometheus scrapes, and its content type."""
+        self._log_lines_dropped.up_to(self._dropped_logs())
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    # Requests -------------------------------------------------------------------------------------------------------
+
+    def request_started(self, prompt_tokens: int | None = None) -> RequestObserver:
+        """Begins to watch a request; without the length of its prompt, the first output tells it."""
+        return RequestObserver(self, prompt_tokens)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Takes in what the engine core reported after a step; ``StepStats(blocks_free=n)`` tells of one at rest."""
+        if stats.seconds:
+            self.step_seconds.observe(stats.seconds)
+            self._worker_seconds.inc(stats.worker_seconds)
+            self._between_seconds.inc(stats.between_seconds)
+        if stats.kernel_seconds:
+            self._kernel_seconds().inc(stats.kernel_seconds)
+        self._prefill_tokens.inc(stats.prefill_tokens)
+        self._decode_tokens.inc(stats.decode_tokens)
+        for gauge, value in (
+            (self._running, stats.num_running),
+            (self._waiting, stats.num_waiting),
+            (self._swapped, stats.num_swapped),
+            (self._blocks_used, stats.blocks_used),
+            (self._blocks_cached, stats.blocks_cached),
+            (self._blocks_free, stats.blocks_free),
+            (self._capacity, stats.blocks_used + stats.blocks_cached + stats.blocks_free),
+            (self._host_blocks, stats.host_blocks_used),
+        ):
+            gauge.set(value)
+        self._recomputes.up_to(stats.preemptions_by_recompute)
+        self._swaps.up_to(stats.preemptions_by_swap)
+        self._queried.up_to(stats.prefix_queried_tokens)
+        self._hits.up_to(stats.prefix_hit_tokens)
+
+    # HTTP -----------------------------------------------------------------------------------------------------------
+
+    def http_started(self) -> None:
+        """An HTTP request came in."""
+        self._http_open.inc()
+
+    def http_finished(self, route: str, status: int) -> None:
+        """It is answered to the last byte, or its client is gone.
+
+        ``route`` is the pattern of the route, never the path that was asked for: every value is a series for ever.
+        """
+        self._http_open.dec()
+        self._http_responses(route, str(status)).inc()
+        if status == 429:
+            self._http_rejected.inc()
+
+    # Families -------------------------------------------------------------------------------------------------------
+
+    def _make_requests(self) -> None:
+        states = self._gauge("requests", "Requests in the engine now, by state.", ["state"])
+        self._running, self._waiting, self._swapped = (states(name) for name in ("running", "waiting", "swapped"))
+        self.finished = self._counter("requests_finished", "Requests that ended, by reason.", ["reason"])
+        for reason in REASONS:
+            self.finished(reason)
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of requests that started.")()
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")()
+
+    def _make_latencies(self) -> None:
+        self.first_token = self._histogram(
+            "time_to_first_token", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency", "Between two tokens of one completion, as they reach the front end.", TOKEN_BUCKETS
+        )
+        self.duration = self._histogram(
+            "request_duration", "From arrival to the end, of requests that ended by stop or length.", REQUEST_BUCKETS
+        )
+        self.queue = self._histogram(
+            "request_queue_time", "From arrival to the first step that computed something of it.", FIRST_TOKEN_BUCKETS
+        )
+
+    def _make_cache(self) -> None:
+        blocks = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["state"])
+        self._blocks_used, self._blocks_cached, self._blocks_free = (blocks(n) for n in ("used", "cached", "free"))
+        self._capacity = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.")()
+        self._host_blocks = self._gauge("kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.")()
+        self._queried = _Total(
+            self._counter("prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.")()
+        )
+        self._hits = _Total(self._counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")())
+        preemptions = self._counter("preemptions", "Requests set back to make room, by kind.", ["kind"])
+        self._recomputes, self._swaps = _Total(preemptions("recompute")), _Total(preemptions("swap"))
+
+    def _make_steps(self) -> None:
+        self.step_seconds = self._histogram("step_duration", "Steps: schedule, execute, update.", STEP_BUCKETS)
+        self._worker_seconds = self._counter("step_worker_seconds", "Time of steps inside the worker.")()
+        self._between_seconds = self._counter(
+            "step_between_seconds", "Time between steps while there was work: taking messages in, sending outputs."
+        )()
+        # Without time_kernels the series is absent: a zero would say that all time goes elsewhere.
+        self._kernel_seconds = self._counter(
+            "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
+        )
+        computed = self._counter("step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["phase"])
+        self._prefill_tokens, self._decode_tokens = computed("prefill"), computed("decode")
+
+    def _make_http(self) -> None:
+        self._http_open = self._gauge("http_open_requests", "HTTP requests that are being answered.")()
+        self._http_responses = self._counter("http_responses", "HTTP answers, by route and status.", ["route", "code"])
+        self._http_rejected = self._counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
+        self._log_lines_dropped = _Total(
+            self._counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
+        )
+
+    def _gauge(self, name: str, text: str, labels: list[str] | None = None, unit: str = "") -> Any:
+        return self._family(Gauge, name, text, labels, unit=unit)
+
+    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Any:
+        return self._family(Counter, name, text, labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._family(Histogram, name, text, None, unit="seconds", buckets=buckets)()
+
+    def _family(self, kind: Any, name: str, text: str, labels: list[str] | None, **options: Any) -> Any:
+        """A family, as a function from the values of its own labels to the metric."""
+        family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
+        return lambda *values: family.labels(self._model, *values)
+
+
+class RequestObserver:
+    """Watches one request: either told of its tokens (``token``, ``finished``), or shown its outputs (``update``)."""
+
+    __slots__ = ("_finished", "_last", "_metrics", "_prompt_known", "_queue_known", "_seen", "_start")
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int | None) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        #: By index of the completion: time of its last token, and number of tokens seen.
+        self._last: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+        self._finished = self._queue_known = False
+        self._prompt_known = prompt_tokens is not None
+        metrics.prompt_tokens.inc(prompt_tokens or 0)
+
+    def queued(self, seconds: float) -> None:
+        """It waited this long until something of it was computed; what counts is the first call."""
+        if not self._queue_known:
+            self._queue_known = True
+            self._metrics.queue.observe(seconds)
+
+    def token(self, count: int = 1, index: int = 0) -> None:
+        """``count`` more tokens of completion ``index`` came, now."""
+        now = time.monotonic()
+        self._metrics.generation_tokens.inc(count)
+        if not self._last:
+            self._metrics.first_token.observe(now - self._start)
+        last = self._last.get(index)
+        self._last[index] = now
+        if last is not None:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now - last) / count)
+
+    def finished(self, reason: str | None) -> None:
+        """It ended, for this reason (None counts as "abort"); only the first call counts."""
+        if self._finished:
+            return
+        self._finished = True
+        self._metrics.finished(reason or "abort").inc()
+        if reason in COMPLETE:
+            self._metrics.duration.observe(time.monotonic() - self._start)
+
+    def update(self, output: RequestOutput) -> None:
+        """Takes what is new from an output of the engine, cumulative as it is; none has to be shown but the last."""
+        times = output.metrics
+        if not self._prompt_known:
+            self._prompt_known = True
+            self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+        if times.time_in_queue is not None:
+            self.queued(times.time_in_queue)
+        if times.first_token_time is not None and not self._last:
+            self._metrics.first_token.observe(times.first_token_time - times.arrival_time)
+        for completion in output.outputs:
+            self._advance(completion.index, len(completion.token_ids), times.first_token_time)
+        if output.finished:
+            self.finished(output.outputs[0].finish_reason if output.outputs else "abort")
+
+    def _advance(self, index: int, total: int, first_token_time: float | None) -> None:
+        """Completion ``index`` has ``total`` tokens now; those since the last look are taken as evenly spaced."""
+        new = total - self._seen.get(index, 0)
+        if new <= 0:
+            return
+        self._seen[index] = total
+        if index not in self._last and first_token_time is not None:
+            # Every completion of a request begins with the step that ended its prompt.
+            self._last[index] = first_token_time
+            self._metrics.generation_tokens.inc()
+            new -= 1
+        if new:
+            self.token(new, index)
+
+
+class _Total:
+    """A counter that follows a total counted elsewhere."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0
+
+    def up_to(self, total: int) -> None:
+        self._counter.inc(max(total - self._last, 0))
+        self._last = total

@@ -1,0 +1,133 @@
+"""What happens around every request: its id, its line in the log, its place in the metrics, its last safety net."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server import logging as server_logging
+from octavo.server.errors import ApiError, as_api_error
+from octavo.server.metrics import Metrics
+
+#: Ids that clients may choose: such as cannot disturb a log or a header.
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Envelope:
+    """The outermost middleware.
+
+    An id from ``X-Request-Id`` (or a new one) goes into every log line of the request and into the answer's headers.
+    Whatever was not caught further in becomes an answer of status 500 that says nothing of the inside.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool) -> None:
+        self.app = app
+        self._metrics = metrics
+        self._log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, whatever comes of it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get("x-request-id", "")
+        request_id = wanted if _SAFE_ID.fullmatch(wanted) else server_logging.new_request_id()
+        token = server_logging.request_id.set(request_id)
+        scope.setdefault("state", {})["request_id"] = request_id
+        start = time.monotonic()
+        status = 0  # of a client that went away before it was answered
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        self._metrics.http_started()
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as e:
+            error = as_api_error(e)
+            if not status:
+                await error.response()(scope, receive, send_with_id)
+        finally:
+            self._metrics.http_finished(_route(scope), status or 499)
+            if self._log_requests:
+                client = scope["client"][0] if scope.get("client") else None
+                seconds = time.monotonic() - start
+                fields: dict[str, Any] = scope["state"].get("log_fields", {})
+                server_logging.log_access(scope["method"], scope["path"], status or 499, seconds, client, **fields)
+            server_logging.request_id.reset(token)
+
+
+class BodyLimit:
+    """Middleware that reads bodies, bounded in size and in the time that sending them may take."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+        """``timeout`` in seconds, for the whole body."""
+        self.app = app
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 413 or 408, or passes the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        try:
+            if length.isdecimal() and int(length[:20]) > self._max_bytes:
+                raise self._too_large()
+            body = await self._read(receive)
+        except ApiError as e:
+            await e.response()(scope, receive, send)
+            return
+        if body is None:  # the client is gone
+            return
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def read_already() -> Message:
+            nonlocal message
+            if message is None:
+                return await receive()
+            first, message = message, None
+            return first
+
+        await self.app(scope, read_already, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self._max_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"the body was not complete within {self._timeout:g} seconds", headers=_CLOSE) from None
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than the {self._max_bytes} bytes that this server takes (max_body_bytes)"
+        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+
+
+#: For answers to requests that were not read to their end.
+_CLOSE = {"Connection": "close"}
+
+
+def _route(scope: Scope) -> str:
+    """The pattern that matched: paths that clients make up must not become labels."""
+    return getattr(scope.get("route"), "path", "unmatched")

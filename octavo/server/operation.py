@@ -1,0 +1,62 @@
+"""Routes about the server itself: its models, health, version, metrics and cache."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.server.answers import Model, ModelList
+from octavo.server.answers import Version as VersionAnswer
+from octavo.server.errors import ApiError
+from octavo.server.service import Service, service_of
+
+
+async def list_models(request: Request) -> ModelList:
+    """The names that the model is served under."""
+    service = service_of(request)
+    return ModelList(object="list", data=[_model(service, name) for name in service.model_names])
+
+
+async def retrieve_model(request: Request, model: str) -> Model:
+    """One of these names."""
+    service = service_of(request)
+    return _model(service, service.model_name(model))
+
+
+async def health(request: Request) -> Response:
+    """Status 200 while requests are taken; 503 once the engine has died or the server shuts down."""
+    service = service_of(request)
+    if service.closing:
+        raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+    service.llm.check_alive()
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def version(request: Request) -> VersionAnswer:
+    """Version of this server."""
+    return VersionAnswer(version=__version__)
+
+
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus' text format."""
+    page, content_type = service_of(request).metrics.render()
+    return Response(page, headers={"content-type": content_type})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forgets the contents of all cached blocks that requests to come could share."""
+    service = service_of(request)
+    service.llm.check_alive()
+    await service.llm.reset_prefix_cache()
+    return Response(b"{}", media_type="application/json")
+
+
+def _model(service: Service, name: str) -> Model:
+    return Model(
+        id=name,
+        created=service.created,
+        object="model",
+        owned_by="octavo",
+        max_model_len=service.llm.max_model_len,
+    )

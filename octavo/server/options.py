@@ -1,0 +1,141 @@
+"""All server options in one validated model; the flags of ``octavo serve`` and its documentation follow from it."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from octavo.core.errors import ConfigError
+
+#: Where keys may stand instead of in a file; separated by commas.
+API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
+
+#: Characters of text that a token of the context may stand for before a prompt is refused unread.
+CHARS_PER_TOKEN = 32
+
+
+class ServerOptions(BaseModel):
+    """Options of the HTTP server. Every description states its unit; the defaults suit one machine and one user."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 or :: for every network.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    served_model_name: str | None = Field(
+        None, description="Names that clients use for the model, with commas between; default: as it was given."
+    )
+    api_key_file: Path | None = Field(
+        None, description=f"File of API keys, one a line; the variable {API_KEYS_VARIABLE} holds keys too."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate chain (PEM); makes the server speak HTTPS.")
+    tls_key: Path | None = Field(None, description="Private key of the certificate (PEM).")
+    allowed_origins: str | None = Field(
+        None, description="Web origins whose pages may call the server (CORS), with commas between; * for all."
+    )
+    max_queued_requests: int = Field(
+        1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."
+    )
+    max_queued_tokens: int = Field(
+        4 << 20, ge=1, description="Most tokens that the prompts that wait may have; further ones are answered 429."
+    )
+    max_sequences_per_request: int = Field(
+        256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
+    )
+    max_logprobs: int = Field(20, ge=0, le=100, description="Most likeliest tokens whose logprobs may be asked for.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
+    max_prompt_chars: int | None = Field(
+        None,
+        ge=1,
+        description=f"Longest prompt, in characters; default: {CHARS_PER_TOKEN} for each token of the context.",
+    )
+    request_timeout: float = Field(
+        600.0, gt=0, description="Seconds from the arrival of a request to the end of its answer."
+    )
+    body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may take to send a request's body.")
+    stall_timeout: float = Field(
+        60.0, ge=1, description="Seconds after which the connection of a client that reads nothing is closed."
+    )
+    keep_alive_timeout: int = Field(75, ge=1, description="Seconds that an idle connection is kept open.")
+    shutdown_timeout: float = Field(
+        30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM or Ctrl-C."
+    )
+    log_format: Literal["plain", "json"] = Field("plain", description="Form of the log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_file: Path | None = Field(None, description="File that log lines are appended to; default: standard error.")
+    log_requests: bool = Field(True, description="Log a line for each HTTP request.")
+    log_prompts: bool = Field(False, description="Log prompts too (their first characters).")
+    status_interval: float = Field(5.0, ge=0, description="Seconds between two status lines while busy; 0: none.")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL of an OpenTelemetry collector (OTLP over HTTP) that takes a span for each prompt."
+    )
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> ServerOptions:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} needs {missing} too")
+        return self
+
+    @property
+    def origins(self) -> list[str]:
+        """``allowed_origins`` as a list."""
+        return _names(self.allowed_origins)
+
+    def model_names(self, model: str) -> list[str]:
+        """The names that clients may use; the first is the one in answers."""
+        if names := _names(self.served_model_name):
+            return names
+        # A path says where files of this machine lie, which is no one's business.
+        return [Path(model).name or model] if Path(model).exists() else [model]
+
+
+def make_options(**values: Any) -> ServerOptions:
+    """Builds ``ServerOptions``.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or contradicts another.
+    """
+    try:
+        return ServerOptions(**values)
+    except ValidationError as e:
+        raise ConfigError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+
+
+def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
+    """The keys that open the server, from its file and the environment; none: it is open.
+
+    Raises:
+        ConfigError: the file is unreadable, holds no key, or others than its owner may read it.
+    """
+    keys = _names(environ.get(API_KEYS_VARIABLE))
+    path = options.api_key_file
+    if path is not None:
+        try:
+            mode = path.stat().st_mode
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
+        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+            raise ConfigError(f"api_key_file {path} can be read by every user of this machine; chmod 600 it")
+        from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not from_file:
+            raise ConfigError(f"api_key_file {path} holds no key; write one a line")
+        keys += from_file
+    for key in keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("an API key must be made of visible ASCII characters")
+    return keys
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _readable(error: dict[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    where = ".".join(str(part) for part in error["loc"])
+    return f"{where}: {message}, not {error['input']!r}" if where else message

@@ -1,0 +1,98 @@
+"""Prompts of requests in any of their forms, as token ids. Long ones are tokenized off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.server.errors import ApiError
+from octavo.server.protocol import ChatMessage, CompletionRequest
+from octavo.server.service import Service
+
+#: Characters that are tokenized in well under a millisecond, so that a thread would cost more than it saves.
+_SHORT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt that was read; ``text`` is None if it came as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+async def read_prompts(service: Service, body: CompletionRequest) -> list[ReadPrompt]:
+    """The prompts of a completion request.
+
+    Raises:
+        ApiError: there is none, or too many, or one is too long.
+    """
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ApiError(400, "prompt must not be an empty list", param="prompt", code="invalid_value")
+    limit = service.options.max_sequences_per_request
+    if len(given) > limit:
+        raise ApiError(400, f"prompt holds {len(given)} prompts; at most {limit} can be served at once", param="prompt")
+    special = body.add_special_tokens is not False
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if not texts:
+        return [ReadPrompt(None, prompt) for prompt in given]
+    ids = await encode(service, texts, special)
+    return [ReadPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+
+async def encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of texts.
+
+    Raises:
+        ApiError: one is longer than any that could be served.
+    """
+    for text in texts:
+        if len(text) > service.max_prompt_chars:
+            raise ApiError(
+                400,
+                f"the prompt has {len(text)} characters; at most {service.max_prompt_chars} can be served",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+    tokenizer = service.llm.tokenizer
+    if sum(map(len, texts)) < _SHORT:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+async def render_chat(service: Service, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+    """The text of a conversation, as the model's template writes it.
+
+    Raises:
+        InvalidRequestError: the template refuses it, or there is none.
+    """
+    plain = [_plain(message) for message in messages]
+    if not plain:
+        raise InvalidRequestError("messages must not be empty")
+    length = sum(len(str(message.get("content"))) for message in plain)
+    apply = service.llm.tokenizer.apply_chat_template
+    if length + 100 * len(plain) < _SHORT:
+        return apply(plain, add_generation_prompt=add_generation_prompt)
+    if length > service.max_prompt_chars:
+        raise ApiError(
+            400,
+            f"the messages have {length} characters; at most {service.max_prompt_chars} can be served",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    return await asyncio.to_thread(apply, plain, add_generation_prompt=add_generation_prompt)
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    # Not model_dump, which gives up on what is nested deeply.
+    given = {**message.__dict__, **(message.model_extra or {})}
+    plain = {name: value for name, value in given.items() if value is not None}
+    if message.role == "developer":  # OpenAI's newer name for what templates know as system
+        plain["role"] = "system"
+    return plain

@@ -1,0 +1,225 @@
+"""The life of a server: its engine, its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_keys
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from octavo.server.service import Service
+
+logger = logging.getLogger("octavo.server")
+
+#: Exit codes: after the engine has died (EX_SOFTWARE of sysexits.h; a supervisor should start the server again), and
+#: after Ctrl-C while it was ending.
+EXIT_ENGINE_DIED = 70
+EXIT_INTERRUPTED = 130
+
+#: Seconds for which a server without engine still says so.
+DEATH_GRACE = 2.0
+#: Seconds that the last bytes have to leave when all requests have ended.
+FLUSH = 5.0
+#: Connections that wait to be accepted.
+BACKLOG = 2048
+
+
+def serve(config: EngineConfig, options: ServerOptions) -> int:
+    """Serves until it is told to stop; returns the exit code.
+
+    Raises:
+        OctavoError: an option is wrong, the address is taken, or the model cannot be loaded.
+    """
+    from octavo.engine.core_client import CoreProcess
+
+    keys = read_api_keys(options, os.environ)
+    # The engine's process has no use for them.
+    os.environ.pop(API_KEYS_VARIABLE, None)
+    with listening_socket(options) as sock:
+        # The process starts to load its libraries while this one does.
+        process = CoreProcess()
+        try:
+            from octavo.server.logging import start_logging
+
+            writer = start_logging(options.log_format, options.log_level, options.log_file)
+        except BaseException:
+            process.kill()
+            raise
+        try:
+            return asyncio.run(_serve(config, options, keys, sock, process, writer))
+        except KeyboardInterrupt:  # before signals were handled
+            return EXIT_INTERRUPTED
+        finally:
+            writer.stop()
+
+
+@contextlib.contextmanager
+def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
+    """A socket bound to the address, not yet listening: what is wrong with it should be known before a model is loaded.
+
+    Raises:
+        ConfigError: the address cannot be bound, or a TLS file cannot be read.
+    """
+    for path in (options.tls_cert, options.tls_key):
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(f"cannot read the TLS file {path}")
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Passed on to accepted connections: ends those whose client takes no byte for so long (RFC 5482).
+            milliseconds = int(options.stall_timeout * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        try:
+            sock.bind((options.host, options.port))
+        except (OSError, OverflowError) as e:
+            reason = getattr(e, "strerror", None) or e
+            raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}") from None
+        yield sock
+
+
+async def _serve(
+    config: EngineConfig, options: ServerOptions, keys: list[str], sock: socket.socket, process: Any, writer: Any
+) -> int:
+    from octavo.engine.async_llm import AsyncLLM
+
+    started = asyncio.ensure_future(AsyncLLM.start(config, process))
+    try:
+        await asyncio.to_thread(_import_libraries)
+        llm = await started
+    except BaseException:
+        started.cancel()
+        raise
+    from octavo.server.app import make_app
+    from octavo.server.limits import QueueLimit
+    from octavo.server.metrics import Metrics
+    from octavo.server.service import Service
+    from octavo.server.status import StatusLine
+    from octavo.server.tracing import Tracer
+
+    names = options.model_names(config.model)
+    metrics = Metrics(names[0], lambda: writer.dropped)
+    tracer = Tracer(names[0], options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
+    limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
+    service = Service(llm, options, metrics, names, limit, tracer)
+    status = StatusLine(options.status_interval)
+
+    def on_step(stats: Any) -> None:
+        metrics.on_step(stats)
+        status.on_step(stats)
+
+    llm.on_step = on_step
+    # What lives as long as the server need not be looked at by every collection.
+    gc.freeze()
+    server = _make_server(make_app(service, keys), options, names)
+    life = _Life(service, server)
+    try:
+        return await life.run(sock)
+    finally:
+        await llm.shutdown(0)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+def _import_libraries() -> None:
+    import octavo.server.app  # noqa: F401  (some 0.5 s, while the engine loads)
+
+
+def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """uvicorn's server, with the signals left to us: its own way is to end by the signal, not with a code."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for sock in sockets or ():
+                logger.info("serving %s on %s", ", ".join(names), _url(sock, options))
+
+    return Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=options.keep_alive_timeout,
+            timeout_graceful_shutdown=int(options.shutdown_timeout + FLUSH) + 1,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+        )
+    )
+
+
+def _url(sock: socket.socket, options: ServerOptions) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{'https' if options.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Life:
+    """From listening to the exit code. A signal ends it in order, Ctrl-C during that at once, or the engine's death."""
+
+    def __init__(self, service: Service, server: uvicorn.Server) -> None:
+        self._service = service
+        self._server = server
+        self._stop = asyncio.Event()
+        self._code = 0
+
+    async def run(self, sock: socket.socket) -> int:
+        """Serves on the socket until the end; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        watchers = [asyncio.ensure_future(self._end_in_order()), asyncio.ensure_future(self._end_after_death())]
+        where = _url(sock, self._service.options)
+        try:
+            await self._server.serve(sockets=[sock])
+        except OSError as e:  # who bound the address at the same moment listens first
+            raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from None
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+        logger.info("stopped")
+        return self._code
+
+    def _on_signal(self, number: int) -> None:
+        # Supervisors may send SIGTERM to a group and to its members; only a person is impatient.
+        if self._stop.is_set() and number == signal.SIGINT:
+            self._code = EXIT_INTERRUPTED
+            self._server.force_exit = True
+        self._stop.set()
+
+    async def _end_in_order(self) -> None:
+        """Stops accepting, lets what is open finish or run out of time, and ends the engine."""
+        await self._stop.wait()
+        service = self._service
+        service.closing = True
+        logger.info("shutting down; %d open requests have %g s", service.llm.num_open, service.options.shutdown_timeout)
+        self._server.should_exit = True
+        await service.llm.shutdown(service.options.shutdown_timeout)
+
+    async def _end_after_death(self) -> None:
+        """Open requests have failed by now; says for a moment what is wrong to those who ask."""
+        await self._service.llm.died.wait()
+        self._code = EXIT_ENGINE_DIED
+        await asyncio.sleep(DEATH_GRACE)
+        self._server.should_exit = True

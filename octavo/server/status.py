@@ -1,0 +1,60 @@
+"""A line every few seconds while the engine is busy, for whoever watches the terminal; nothing while it is idle."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.core.stats import StepStats
+
+logger = logging.getLogger("octavo.server")
+
+
+class StatusLine:
+    """Adds up steps and logs what they amount to, at the first step after each interval.
+
+    Rates are those of the time since the last line, or since work began after a pause.
+    """
+
+    def __init__(self, interval: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """``interval`` in seconds; 0 logs nothing."""
+        self._interval = interval
+        self._clock = clock
+        self._idle = True
+        self._since = 0.0
+        self._prefill = self._decode = 0
+        #: Totals at the start of the window: prompt tokens looked up in the prefix cache, and found.
+        self._queried = self._hits = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        """Takes in a step; microseconds unless a line is due."""
+        if not self._interval:
+            return
+        now = self._clock()
+        if self._idle:
+            # The step itself began before now.
+            self._since = now - stats.seconds
+            self._prefill = self._decode = 0
+        self._prefill += stats.prefill_tokens
+        self._decode += stats.decode_tokens
+        self._idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
+        if now - self._since >= self._interval:
+            logger.info("%s", self._line(stats, now - self._since))
+            self._since = now
+            self._prefill = self._decode = 0
+            self._queried, self._hits = stats.prefix_queried_tokens, stats.prefix_hit_tokens
+
+    def _line(self, stats: StepStats, seconds: float) -> str:
+        blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+        queried = stats.prefix_queried_tokens - self._queried
+        hits = stats.prefix_hit_tokens - self._hits
+        swapped = f", {stats.num_swapped} swapped" if stats.num_swapped else ""
+        return (
+            f"{stats.num_running} running, {stats.num_waiting} waiting{swapped}; "
+            f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
+            f"KV cache {stats.blocks_used / blocks if blocks else 0:.1%} used; "
+            f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
+        )

@@ -1,0 +1,50 @@
+"""``/tokenize`` and ``/detokenize``"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.answers import Detokenized, Tokenized
+from octavo.server.errors import ApiError
+from octavo.server.prompts import encode, render_chat
+from octavo.server.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.server.service import service_of
+
+#: Tokens that become text in well under a millisecond.
+_SHORT = 1000
+
+
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Token ids of a text, or of a conversation as the model's template writes it."""
+    service = service_of(request)
+    service.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
+    limit = service.llm.max_model_len
+    if body.messages is not None:
+        text = await render_chat(service, body.messages, body.add_generation_prompt is not False)
+        [ids] = await encode(service, [text], body.add_special_tokens is True)
+        answer = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
+    else:
+        [ids] = await encode(service, [body.prompt or ""], body.add_special_tokens is not False)
+        answer = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
+    return Response(answer.encode(), media_type="application/json")
+
+
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """The text of token ids, special tokens written out."""
+    service = service_of(request)
+    service.model_name(body.model)
+    vocab_size = service.llm.model_config.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < vocab_size:
+            raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
+    decode = service.llm.tokenizer.decode
+    if len(body.tokens) < _SHORT:
+        text = decode(body.tokens, skip_special_tokens=False)
+    else:
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+    return Response(Detokenized(prompt=text).encode(), media_type="application/json")

@@ -1,0 +1,455 @@
+"""``octavo bench serve`` against a server whose timings are known: it reports what the server did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.bench.serve_client import Outcome
+from octavo.bench.serve_http import ProtocolError, Response
+from octavo.bench.serve_report import Goodput, Run, Spread, make_report
+from octavo.bench.serve_workload import WORDS, Lengths, Prompts, arrival_times, read_trace
+from octavo.cli.main import main
+from octavo.core.errors import ConfigError
+
+
+@dataclass
+class Behaviour:
+    """What the server does with a request: its number in order of arrival, and its body, are given."""
+
+    first: float = 0.02
+    gap: float = 0.005
+    status: Callable[[int], int] = lambda number: 200
+    #: After this many chunks the connection is cut.
+    cut_after: int | None = None
+    #: Sent in place of the second chunk.
+    second: bytes | None = None
+    usage: bool = True
+    #: The connection is closed after each answer, without a word of it before.
+    close_after_answer: bool = False
+
+
+@dataclass
+class FakeServer:
+    """Speaks just enough HTTP to be an OpenAI-compatible server, with a thread and an event loop of its own."""
+
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    arrivals: list[float] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    #: By request, when its chunks were sent.
+    sent: dict[int, list[float]] = field(default_factory=dict)
+    connections: int = 0
+    open_now: int = 0
+    most_open: int = 0
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                self.arrivals.append(time.perf_counter())
+                number = len(self.arrivals) - 1
+                self.headers.append(head.decode())
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                body = json.loads(await reader.readexactly(length))
+                self.bodies.append(body)
+                self.open_now += 1
+                self.most_open = max(self.most_open, self.open_now)
+                await self.complete(number, body, b"/chat/" in head, writer)
+                self.open_now -= 1
+                if self.behaviour.close_after_answer:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def complete(self, number: int, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
+        how = self.behaviour
+        status = how.status(number)
+        if status != 200:
+            text = json.dumps({"error": {"message": f"no {status}", "type": "x"}}).encode()
+            writer.write(f"HTTP/1.1 {status} No\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        start = time.perf_counter()
+        count = body["max_tokens"]
+        for i in range(count):
+            await asyncio.sleep(max(start + how.first + i * how.gap - time.perf_counter(), 0))
+            if i == how.cut_after:
+                writer.close()
+                raise ConnectionError
+            choice: dict[str, Any] = {"delta": {"content": " é"}} if chat else {"text": " é"}
+            choice["finish_reason"] = "length" if i == count - 1 else None
+            event = json.dumps({"choices": [choice]}, ensure_ascii=False).encode()
+            self.sent.setdefault(number, []).append(time.perf_counter())
+            self.send(writer, how.second if how.second is not None and i == 1 else event, split=i % 2 == 1)
+        if how.usage:
+            usage = {"prompt_tokens": len(body.get("prompt", "xy")), "completion_tokens": count}
+            self.send(writer, json.dumps({"choices": [], "usage": usage}).encode())
+        self.send(writer, b"[DONE]")
+        writer.write(b"0\r\n\r\n")
+
+    @staticmethod
+    def send(writer: asyncio.StreamWriter, event: bytes, split: bool = False) -> None:
+        """An event, as one chunk of the body or as two that cut it, perhaps within a character."""
+        data = b"data: " + event + b"\n\n"
+        for part in (data[:21], data[21:]) if split else (data,):
+            if part:
+                writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    loop = asyncio.new_event_loop()
+    listening = threading.Event()
+    listener: asyncio.Server
+
+    async def listen() -> None:
+        nonlocal listener
+        listener = await asyncio.start_server(fake.answer, "127.0.0.1", 0, backlog=512)
+        fake.port = listener.sockets[0].getsockname()[1]
+        listening.set()
+
+    async def stop() -> None:
+        listener.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(listen(), loop).result(10)
+    yield fake
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def bench(server: FakeServer, tmp_path: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    """Runs the command and returns its JSON report."""
+    target = tmp_path / "report.json"
+    call = ["bench", "serve", "--base-url", server.url, "--model", "m", *words, "--json", str(target)]
+    assert main(call) == code
+    report: dict[str, Any] = json.loads(target.read_text())
+    return report
+
+
+def test_latencies_are_those_of_the_server(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviour = Behaviour(first=0.1, gap=0.02)
+    report = bench(
+        server, tmp_path, "--concurrency", "4", "--num-requests", "12", "--input-len", "7", "--output-len", "11"
+    )
+    assert (report["completed"], report["rejected"], report["errors"]) == (12, 0, {})
+    assert (report["prompt_tokens"], report["output_tokens"]) == (84, 132)
+    # What the server noted itself: a machine that is busy delays both sides alike.
+    sent = 1000 * np.array([server.sent[number] for number in range(12)])
+    arrived = 1000 * np.array(server.arrivals)
+    for name, values in (
+        ("ttft", sent[:, 0] - arrived),
+        ("tpot", (sent[:, -1] - sent[:, 0]) / 10),
+        ("itl", np.diff(sent).ravel()),
+        ("e2e", sent[:, -1] - arrived),
+    ):
+        for share in (50, 90):
+            expected = np.percentile(values, share)
+            assert report[f"{name}_ms"][f"p{share}"] == pytest.approx(expected, rel=0.05, abs=10), (name, share)
+    assert report["ttft_ms"]["p50"] >= 100 and report["e2e_ms"]["p50"] >= 300
+    assert report["tpot_ms"]["mean"] == pytest.approx(20, rel=0.1)
+    assert report["itl_ms"]["mean"] == pytest.approx(20, rel=0.1)
+    # Three rounds of four clients.
+    assert report["seconds"] == pytest.approx((sent.max() - arrived.min()) / 1000, rel=0.1)
+    assert report["requests_per_s"] == pytest.approx(12 / report["seconds"], rel=0.01)
+    assert report["output_tokens_per_s"] == pytest.approx(132 / report["seconds"], rel=0.01)
+    assert server.most_open == 4
+
+
+def test_what_is_sent(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_KEY", "secret")
+    words = ["--num-requests", "3", "--input-len", "uniform:3,9", "--output-len", "2", "--token-range", "5,9"]
+    extra = '{"ignore_eos": null, "top_k": 3}'
+    bench(server, tmp_path, *words, "--api-key-env", "BENCH_KEY", "--extra-body", extra)
+    for body in server.bodies:
+        assert 3 <= len(body["prompt"]) <= 9 and set(body["prompt"]) <= set(range(5, 10))
+        assert body["stream"] and body["stream_options"] == {"include_usage": True}
+        assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("m", 2, 0, 3)
+        assert "ignore_eos" not in body
+    assert all("authorization: bearer secret" in head.lower() for head in server.headers)
+
+
+def test_same_seed_same_requests(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--num-requests", "4", "--concurrency", "1", "--input-len", "lognormal:20,0.7,50", "--output-len", "1"]
+    for seed in ("1", "1", "2"):
+        bench(server, tmp_path, *words, "--seed", seed)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert prompts[:4] == prompts[4:8] != prompts[8:]
+    # The warm-up neither counts nor changes what follows.
+    report = bench(server, tmp_path, *words, "--seed", "1", "--warmup", "3")
+    assert report["num_requests"] == 4
+    assert [body["prompt"] for body in server.bodies[15:]] == prompts[:4]
+
+
+def test_chat_speaks_text(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--endpoint", "chat", "--num-requests", "2", "--input-len", "6", "--output-len", "3"]
+    report = bench(server, tmp_path, *words)
+    assert report["completed"] == 2 and report["output_tokens"] == 6
+    for body in server.bodies:
+        assert len(body["messages"][0]["content"].split()) == 6
+
+
+def test_open_loop_does_not_wait_for_answers(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviour = Behaviour(first=0.5)
+    report = bench(
+        server,
+        tmp_path,
+        *("--request-rate", "50", "--arrivals", "fixed", "--num-requests", "20", "--output-len", "2"),
+    )
+    assert report["arrivals"] == "fixed, 50/s"
+    assert server.most_open == 20
+    assert np.diff(server.arrivals).mean() == pytest.approx(0.02, rel=0.1)
+    assert report["send_delay_max_ms"] < 200
+
+
+def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path) -> None:
+    times = [100.0, 100.3, 100.35, 100.8]
+    lines = [{"timestamp": t, "prompt": f"number {t}", "output_len": 2} for t in times]
+    lines[2] = {"timestamp": times[2], "input_len": 5, "output_len": 3}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps(line) for line in reversed(lines)) + "\n\n")
+    report = bench(server, tmp_path, "--trace", str(trace))
+    assert report["completed"] == 4 and report["output_tokens"] == 9
+    assert np.subtract(server.arrivals, server.arrivals[0]) == pytest.approx(np.subtract(times, 100), abs=0.05)
+    assert server.bodies[0]["prompt"] == "number 100.0" and len(server.bodies[2]["prompt"]) == 5
+
+
+def test_errors_are_counted_by_kind_and_429_apart(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviour = Behaviour(status=lambda number: {0: 429, 1: 429, 2: 500}.get(number, 200))
+    words = ["--concurrency", "1", "--num-requests", "6", "--output-len", "2"]
+    report = bench(server, tmp_path, *words)
+    assert (report["completed"], report["rejected"], report["errors"]) == (3, 2, {"http 500": 1})
+    assert "no 500" in report["error_texts"]["http 500"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [
+        (Behaviour(cut_after=2), "cut off"),
+        (Behaviour(second=b'{"error": {"message": "it broke"}}'), "error in stream"),
+        (Behaviour(second=b'{"choices": 3}'), "bad event"),
+        (Behaviour(second=b"\xff\xfe"), "bad event"),
+        (Behaviour(first=5.0), "timeout"),
+    ],
+    ids=["cut", "error", "not a chunk", "not text", "silent"],
+)
+def test_a_broken_answer_is_an_error(server: FakeServer, tmp_path: Path, behaviour: Behaviour, kind: str) -> None:
+    server.behaviour = behaviour
+    report = bench(server, tmp_path, "--num-requests", "2", "--output-len", "4", "--timeout", "0.3", code=1)
+    assert (report["completed"], report["errors"]) == (0, {kind: 2})
+    assert report["ttft_ms"] is None
+
+
+def test_connections_are_used_again_and_replaced_when_the_server_closed_them(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    words = ["--concurrency", "1", "--num-requests", "6", "--output-len", "2"]
+    assert bench(server, tmp_path, *words)["completed"] == 6
+    assert server.connections == 1
+    server.behaviour = Behaviour(close_after_answer=True)
+    assert bench(server, tmp_path, *words)["completed"] == 6
+    assert server.connections == 7
+
+
+def test_no_server_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m", "--num-requests", "2"]
+    assert main(words) == 1
+    assert "connect: 2" in capsys.readouterr().out
+
+
+def test_chunks_are_counted_where_usage_is_missing(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviour = Behaviour(usage=False)
+    report = bench(server, tmp_path, "--num-requests", "2", "--output-len", "5")
+    assert (report["completed"], report["without_usage"], report["output_tokens"]) == (2, 2, 10)
+
+
+def test_a_table_and_a_plot(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    words = ["--num-requests", "4", "--output-len", "3", "--goodput", "ttft:5000", "--plot", str(picture)]
+    assert main(["bench", "serve", "--base-url", server.url, "--model", "m", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "completed 4" in shown and "TTFT" in shown and "100.0%" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def outcome(sent: float, first: float, gap: float, count: int, **others: Any) -> Outcome:
+    found = Outcome(due=sent, sent=sent, prompt_tokens=10, output_tokens=count, has_usage=True, **others)
+    found.chunks.extend(sent + first + gap * i for i in range(count))
+    found.ended = found.chunks[-1] if count else sent
+    return found
+
+
+def test_figures_of_known_outcomes() -> None:
+    outcomes = [outcome(i, first=0.1 * (i + 1), gap=0.01 * (i + 1), count=5) for i in range(10)]
+    outcomes.append(outcome(3.0, 0, 0, 0, error="http 429"))
+    report = make_report(Run("u", "m", "chat", "x", 0), outcomes, 1.0, Goodput.parse("ttft:450,tpot:35"))
+    first = np.arange(1, 11) * 100.0
+    assert report.ttft_ms is not None and report.e2e_ms is not None and report.itl_ms is not None
+    assert report.ttft_ms.p90 == pytest.approx(np.percentile(first, 90))
+    assert report.ttft_ms.p99 == pytest.approx(np.percentile(first, 99))
+    assert report.e2e_ms.mean == pytest.approx((first + 4 * first / 10).mean())
+    assert report.itl_ms.max == pytest.approx(100)
+    # The last was sent at 9 s and took 1.4 s.
+    assert report.seconds == pytest.approx(10.4)
+    assert report.output_tokens_per_s == pytest.approx(50 / 10.4, rel=1e-3)
+    # ttft keeps 4 of them within the limit, tpot 3.
+    assert report.goodput_requests_per_s == pytest.approx(3 / 10.4, rel=1e-3)
+    assert report.goodput_share == pytest.approx(3 / 11, rel=1e-3)
+    assert report.client_cpu_share == pytest.approx(1 / 10.4, rel=1e-3)
+    assert (report.completed, report.rejected, report.errors) == (10, 1, {})
+
+
+def test_one_value_is_every_percentile() -> None:
+    assert Spread.of([0.25]) == Spread(250, 250, 250, 250, 250)
+    assert Spread.of([]) is None
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (4.0, 0.5), (0.25, 2.0), (math.inf, 0.0)])
+def test_arrivals_keep_rate_and_burstiness(burstiness: float, variation: float) -> None:
+    times = arrival_times(8.0, burstiness, random.Random(5))
+    gaps = np.diff([next(times) for _ in range(40_000)])
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05, abs=1e-6)
+
+
+def test_an_infinite_rate_is_all_at_once() -> None:
+    times = arrival_times(math.inf, 1.0, random.Random(0))
+    assert [next(times) for _ in range(3)] == [0, 0, 0]
+
+
+def test_lengths_follow_their_distribution() -> None:
+    rng = random.Random(1)
+    assert {Lengths.parse("128").draw(rng) for _ in range(5)} == {128}
+    uniform = [Lengths.parse("uniform:3,6").draw(rng) for _ in range(4000)]
+    assert set(uniform) == {3, 4, 5, 6} and np.mean(uniform) == pytest.approx(4.5, abs=0.1)
+    skewed = [Lengths.parse("lognormal:200,0.8,1000").draw(rng) for _ in range(20_000)]
+    assert np.median(skewed) == pytest.approx(200, rel=0.05)
+    assert np.std(np.log(np.array(skewed)[np.array(skewed) < 1000])) == pytest.approx(0.76, rel=0.06)
+    assert max(skewed) == 1000 and min(skewed) >= 1
+
+
+def test_prompts_share_what_was_asked_for_and_nothing_else() -> None:
+    rng = random.Random(2)
+    ids = Prompts(as_ids=True, id_range=(10, 90), shared=4)
+    one, two = ids.make(30, rng, 1), ids.make(30, rng, 2)
+    assert one[:4] == two[:4] and one[4:] != two[4:] and len(one) == len(two) == 30
+    text = Prompts(as_ids=False, shared=2).make(5, rng, 77)
+    assert isinstance(text, str)
+    words = text.split()
+    assert len(words) == 5 and words[2] == "77" and words[0] in WORDS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs --model"),
+        (["--model", "m", "--request-rate", "1", "--concurrency", "2"], "not both"),
+        (["--model", "m", "--request-rate", "0"], "--request-rate must be above 0"),
+        (["--model", "m", "--request-rate", "nan"], "--request-rate must be above 0"),
+        (["--model", "m", "--concurrency", "0"], "--concurrency must be at least 1"),
+        (["--model", "m", "--input-len", "0"], "a length is"),
+        (["--model", "m", "--input-len", "uniform:9,3"], "a length is"),
+        (["--model", "m", "--output-len", "normal:9,3"], "a length is"),
+        (["--model", "m", "--output-len", "1.5"], "a length is"),
+        (["--model", "m", "--goodput", "itl:3"], "--goodput is"),
+        (["--model", "m", "--goodput", "ttft:-3"], "--goodput is"),
+        (["--model", "m", "--extra-body", "[1]"], "must be a JSON object"),
+        (["--model", "m", "--base-url", "localhost:8000"], "must begin with http"),
+        (["--model", "m", "--endpoint", "chat", "--prompt-form", "ids"], "takes text"),
+        (["--model", "m", "--api-key-env", "NO_SUCH_NAME"], "no environment variable"),
+        (["--model", "m", "--token-range", "9,3"], "a range is"),
+        (["--model", "m", "--trace", "/no/such/file"], "cannot read the trace"),
+        (["--model", "m", "--plot", "/no/such/folder/x.png"], "--plot"),
+        (["--model", "m", "word"], "unexpected argument"),
+    ],
+)
+def test_wrong_calls_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ['{"timestamp": 1, "output_len": 3}', '{"prompt": "x", "output_len": 0}', '{"prompt": 3}', "no json", "[]"]
+)
+def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [1, 2], "output_len": 1}\n' + line)
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(trace, Prompts(as_ids=True), random.Random(0))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.data(), st.sampled_from(["chunked", "length", "close"]))
+def test_an_answer_is_read_however_it_is_cut(parts: list[bytes], data: st.DataObject, kind: str) -> None:
+    body = b"".join(parts)
+    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nX: y\r\n"
+    if kind == "chunked":
+        chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in parts if part)
+        sent = head + b"Transfer-Encoding: Chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    elif kind == "length":
+        sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    else:
+        sent = head + b"Connection: close\r\n\r\n" + body
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
+    response = Response()
+    read = b""
+    for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+        if not response.complete:
+            read += response.feed(sent[start:end])
+    assert (response.status, read) == (200, body)
+    assert response.end()
+    assert kind != "close" or not response.keep_alive
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nxx",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"x" * 100_000,
+    ],
+)
+def test_what_is_not_http_is_refused(sent: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Response().feed(sent)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nxx", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"],
+)
+def test_an_answer_that_was_cut_is_not_whole(sent: bytes) -> None:
+    response = Response()
+    response.feed(sent)
+    assert not response.end()

@@ -1,0 +1,48 @@
+"""Servers that several tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Helpers are imported as ``tests.server.running_server``, however pytest was started.
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)  # after the installed package, if it is not this one
+
+from tests.server.running_server import TINY, Running, running  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the tiny model, for all tests that leave it as it was."""
+    log = tmp_path_factory.mktemp("tiny-server") / "log"
+    with running(tiny_model, log, *TINY, "--served-model-name", "tiny,alias") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the demo model."""
+    log = tmp_path_factory.mktemp("demo-server") / "log"
+    flags = ("--num-gpu-blocks-override", "600", "--max-model-len", "2048", "--served-model-name", "demo")
+    with running(demo_model, log, *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts servers of the tiny model with flags of a test's own: ``serve("--max-queued-requests", "1")``."""
+    with contextlib.ExitStack() as stack:
+        count = 0
+
+        def make(*flags: str, env: dict[str, str] | None = None) -> Running:
+            nonlocal count
+            count += 1
+            return stack.enter_context(running(tiny_model, tmp_path / f"log{count}", *TINY, *flags, env=env))
+
+        yield make

@@ -1,0 +1,103 @@
+"""Real servers in processes of their own, on free ports of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+#: Small, so that runs of several servers at once do not fight for the machine.
+TINY = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seqs", "64", "--status-interval", "0")
+
+
+@dataclass
+class Running:
+    """A server and what tests want of it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(**{"base_url": self.url, "timeout": 60, **options})
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        return host, int(port)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric now."""
+        with self.http() as http:
+            page = http.get("/metrics").text
+        for line in page.splitlines():
+            if re.match(rf"{name}[{{ ]", line) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                return float(line.rsplit(" ", 1)[1])
+        raise AssertionError(f"no metric {name} {labels} in\n{page}")
+
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Waits until no request runs and no block is in use."""
+        end = time.monotonic() + seconds
+        while True:
+            held = self.metric("octavo_kv_cache_blocks", state="used")
+            running = self.metric("octavo_requests", state="running")
+            if not held and not running:
+                return
+            assert time.monotonic() < end, f"{held} blocks and {running} requests are left\n{self.log.read_text()}"
+            time.sleep(0.1)
+
+    def core_pid(self) -> int:
+        """The process of the engine."""
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "core_process"], capture_output=True, text=True, check=True
+        )
+        return int(found.stdout.split()[0])
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        """Sends a signal; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Running:
+    """Starts a server and waits until it answers."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_") or key == "OCTAVO_CACHE"}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", "serve", str(model), "--port", "0", *flags],
+            stdout=stream,
+            stderr=stream,
+            env={**clean, **(env or {})},
+        )
+    end = time.monotonic() + 120
+    while not (found := re.search(r"serving .* on (https?://\S+)", log.read_text(errors="replace"))):
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"the server did not start: {log.read_text(errors='replace')}")
+        time.sleep(0.05)
+    return Running(process, found.group(1), log)
+
+
+@contextlib.contextmanager
+def running(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+    """A server for the time of a block."""
+    server = start(model, log, *flags, env=env)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()

@@ -1,0 +1,187 @@
+"""Keys, limits, origins and TLS: who may ask, and how much."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from octavo.core.errors import ConfigError
+from octavo.server.options import make_options, read_api_keys
+from tests.server.running_server import Running
+
+Serve = Callable[..., Running]
+BODY = {"prompt": "hello", "max_tokens": 2}
+#: Takes long enough to be caught at it: the tiny model's whole context.
+LONG = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+
+
+def test_only_those_with_a_key_are_served(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# for the team\nfirst-key\n\n  second-key\n")
+    keys.chmod(0o600)
+    server = serve(
+        "--api-key-file", str(keys), "--allowed-origins", "https://a.example", "--max-body-bytes", "5000",
+        "--body-timeout", "1", "--log-prompts", env={"OCTAVO_API_KEYS": "third-key"},
+    )  # fmt: skip
+    with server.http() as http:
+        for path in ("/health", "/version"):
+            assert http.get(path).status_code == 200
+        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/nothing", "//health", "/health/../metrics"):
+            answer = http.get(path)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for given in ("", "Bearer", "Bearer first", "Bearer first-key2", "Basic first-key", "first-key"):
+            assert http.post("/v1/completions", json=BODY, headers={"Authorization": given}).status_code == 401
+        # Who has no key may not even send a body.
+        assert http.post("/v1/completions", content=b"x" * 100_000).status_code == 401
+        preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        answer = http.options("/v1/completions", headers=preflight)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        answer = http.options("/v1/completions", headers={**preflight, "Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in answer.headers
+    for key in ("first-key", "second-key", "third-key"):
+        with server.client(api_key=key) as client:
+            assert client.models.list().data
+    with server.client(api_key="fourth-key") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    with server.http(headers={"Authorization": "Bearer first-key"}) as http:
+        _too_large_a_body(http, server)
+        http.post("/v1/completions", json={"prompt": "a prompt to be logged"})
+    environment = Path(f"/proc/{server.core_pid()}/environ").read_bytes()
+    assert b"third-key" not in environment
+    time.sleep(0.3)
+    log = server.log.read_text()
+    assert "a prompt to be logged" in log
+    assert "first-key" not in log
+
+
+def _too_large_a_body(http: httpx.Client, server: Running) -> None:
+    """Whether its length is announced, or comes to light while it is read."""
+    answer = http.post("/v1/completions", json={"prompt": "x" * 6000})
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+
+    def pieces() -> object:
+        for _ in range(100):
+            yield b"x" * 100
+
+    answer = http.post("/v1/completions", content=pieces(), headers={"Content-Type": "application/json"})  # type: ignore[arg-type]
+    assert answer.status_code == 413
+    # Whose body does not come is not waited for.
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first-key\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_without_keys_and_origins_no_page_of_another_origin_may_read(tiny_server: Running) -> None:
+    with tiny_server.http() as http:
+        answer = http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_server_listens_on_this_machine_only_unless_told_otherwise(tiny_server: Running) -> None:
+    assert tiny_server.address[0] == "127.0.0.1"
+
+
+def test_a_request_that_outgrows_all_memory_is_the_clients_mistake(serve: Serve) -> None:
+    server = serve("--num-gpu-blocks-override", "40", "--max-num-seqs", "256")
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "hello", "n": 60, "max_tokens": 100, "ignore_eos": True})
+        assert answer.status_code == 400 and "KV cache" in answer.json()["error"]["message"]
+    server.wait_until_idle()
+
+
+def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> None:
+    server = serve("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "50")
+    statuses: list[int] = []
+    answers: list[httpx.Response] = []
+    lock = threading.Lock()
+
+    def ask() -> None:
+        with server.http() as http:
+            answer = http.post("/v1/completions", json=LONG)
+        with lock:
+            statuses.append(answer.status_code)
+            answers.append(answer)
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 429}
+    for answer in answers:
+        if answer.status_code == 429:
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        else:
+            assert answer.json()["usage"]["completion_tokens"] == 250
+    assert server.metric("octavo_http_rejected_total") == statuses.count(429)
+    server.wait_until_idle()
+    # A single large request comes through an empty queue; a second one finds it full.
+    with server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "x" * 60, "max_tokens": 1}).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 1}).status_code == 200
+    server.wait_until_idle()
+
+
+def test_a_request_that_takes_too_long_is_ended(serve: Serve) -> None:
+    server = serve("--request-timeout", "0.05")
+    body = {**LONG, "n": 32}
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "request_timeout"
+        streamed = http.post("/v1/completions", json={**body, "stream": True})
+        if streamed.status_code == 200:
+            last = streamed.text.rstrip().split("\n\n")[-1]
+            assert '"request_timeout"' in last and "[DONE]" not in streamed.text
+        else:
+            assert streamed.json()["error"]["code"] == "request_timeout"
+    server.wait_until_idle()
+
+
+def test_tls_files_make_the_server_speak_https(serve: Serve, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = serve("--tls-cert", str(cert), "--tls-key", str(key))
+    assert server.url.startswith("https://")
+    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert))) as http:
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        make_options(port="x")
+    with pytest.raises(ConfigError, match="tls_key"):
+        make_options(tls_cert=tmp_path / "cert")
+    with pytest.raises(ConfigError, match="cannot read api_key_file"):
+        read_api_keys(make_options(api_key_file=tmp_path / "none"), {})
+    keys = tmp_path / "keys"
+    keys.write_text("# nothing\n")
+    keys.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds no key"):
+        read_api_keys(make_options(api_key_file=keys), {})
+    keys.write_text("a\n")
+    keys.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_api_keys(make_options(api_key_file=keys), {})
+    keys.chmod(0o600)
+    assert read_api_keys(make_options(api_key_file=keys), {"OCTAVO_API_KEYS": "b, c"}) == ["b", "c", "a"]
+    with pytest.raises(ConfigError, match="visible ASCII"):
+        read_api_keys(make_options(), {"OCTAVO_API_KEYS": "ä"})

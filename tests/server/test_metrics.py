@@ -1,0 +1,438 @@
+"""What the operator sees: metrics, dashboard, log lines, status line, spans."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.core.errors import ConfigError
+from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.stats import StepStats
+from octavo.server import logging as server_logging
+from octavo.server.metrics import Metrics
+from octavo.server.status import StatusLine
+from octavo.server.tracing import Tracer
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "dashboards" / "grafana.json"
+
+STEP = StepStats(
+    steps=1,
+    seconds=0.04,
+    worker_seconds=0.035,
+    kernel_seconds=0.03,
+    between_seconds=0.001,
+    prefill_tokens=100,
+    decode_tokens=7,
+    num_waiting=3,
+    num_running=8,
+    num_swapped=1,
+    blocks_used=40,
+    blocks_cached=10,
+    blocks_free=50,
+    host_blocks_used=4,
+    preemptions_by_recompute=2,
+    preemptions_by_swap=1,
+    prefix_queried_tokens=200,
+    prefix_hit_tokens=64,
+)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample of the page, by its name and its labels but for the model."""
+    page, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            if sample.name.startswith("octavo_"):
+                assert sample.labels["model_name"] == "m"
+            words = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            found[f"{sample.name}{{{words}}}" if words else sample.name] = sample.value
+    return found
+
+
+def output(counts: list[int], reason: str | None = None, prompt: int = 5, **times: Any) -> RequestOutput:
+    now = time.monotonic()
+    return RequestOutput(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=[1] * prompt,
+        outputs=[
+            CompletionOutput(index, token_ids=[2] * count, finish_reason=reason) for index, count in enumerate(counts)
+        ],
+        finished=reason is not None,
+        metrics=RequestMetrics(**{"arrival_time": now, **times}),
+    )
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_told_token_by_token() -> None:
+    metrics = Metrics("m")
+    request = metrics.request_started(11)
+    request.queued(0.25)
+    request.queued(99.0)
+    time.sleep(0.02)
+    request.token()
+    time.sleep(0.03)
+    request.token(3)
+    request.finished("length")
+    request.finished("abort")
+    found = samples(metrics)
+    assert found["octavo_prompt_tokens_total"] == 11
+    assert found["octavo_generation_tokens_total"] == 4
+    assert found["octavo_request_queue_time_seconds_sum"] == 0.25
+    assert found["octavo_time_to_first_token_seconds_count"] == 1
+    assert found["octavo_time_to_first_token_seconds_sum"] >= 0.02
+    # Three tokens that came at once share the time since the one before.
+    assert found["octavo_inter_token_latency_seconds_count"] == 3
+    assert 0.03 <= found["octavo_inter_token_latency_seconds_sum"] < 0.5
+    assert found["octavo_inter_token_latency_seconds_bucket{le=0.0025}"] == 0
+    assert found["octavo_request_duration_seconds_count"] == 1
+    assert found["octavo_requests_finished_total{reason=length}"] == 1
+    assert found["octavo_requests_finished_total{reason=abort}"] == 0
+
+
+def test_an_aborted_request_has_no_duration() -> None:
+    metrics = Metrics("m")
+    metrics.request_started(1).finished(None)
+    found = samples(metrics)
+    assert found["octavo_requests_finished_total{reason=abort}"] == 1
+    assert found["octavo_request_duration_seconds_count"] == 0
+
+
+def test_a_request_shown_by_its_outputs() -> None:
+    metrics = Metrics("m")
+    request = metrics.request_started()
+    now = time.monotonic()
+    times: dict[str, Any] = {
+        "arrival_time": now - 1.0,
+        "first_scheduled_time": now - 0.9,
+        "first_token_time": now - 0.6,
+    }
+    request.update(output([1, 1], **times))
+    request.update(output([4, 2], **times))
+    request.update(output([4, 2], **times))
+    request.update(output([4, 5], "stop", **times))
+    found = samples(metrics)
+    assert found["octavo_prompt_tokens_total"] == 5
+    assert found["octavo_generation_tokens_total"] == 9
+    assert found["octavo_time_to_first_token_seconds_count"] == 1
+    assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.4)
+    assert found["octavo_request_queue_time_seconds_sum"] == pytest.approx(0.1)
+    assert found["octavo_inter_token_latency_seconds_count"] == 7
+    # 0.6 s since the first token, of each of two completions.
+    assert found["octavo_inter_token_latency_seconds_sum"] == pytest.approx(1.2, abs=0.1)
+    assert found["octavo_requests_finished_total{reason=stop}"] == 1
+
+
+def test_a_request_of_which_only_the_end_is_seen() -> None:
+    metrics = Metrics("m")
+    now = time.monotonic()
+    request = metrics.request_started()
+    request.update(output([51], "length", arrival_time=now - 2, first_scheduled_time=now - 2, first_token_time=now - 1))
+    found = samples(metrics)
+    assert found["octavo_generation_tokens_total"] == 51
+    assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
+    assert found["octavo_inter_token_latency_seconds_count"] == 50
+    assert found["octavo_inter_token_latency_seconds_bucket{le=0.025}"] == 50
+    assert found["octavo_inter_token_latency_seconds_bucket{le=0.015}"] == 0
+
+
+def test_steps() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(StepStats(blocks_free=100))
+    found = samples(metrics)
+    assert found["octavo_kv_cache_capacity_blocks"] == 100
+    assert found["octavo_step_duration_seconds_count"] == 0
+    assert "octavo_step_kernel_seconds_total" not in found
+    metrics.on_step(STEP)
+    metrics.on_step(STEP)
+    found = samples(metrics)
+    assert [found[f"octavo_requests{{state={s}}}"] for s in ("running", "waiting", "swapped")] == [8, 3, 1]
+    assert [found[f"octavo_kv_cache_blocks{{state={s}}}"] for s in ("used", "cached", "free")] == [40, 10, 50]
+    assert found["octavo_kv_cache_capacity_blocks"] == 100
+    assert found["octavo_kv_cache_host_used_blocks"] == 4
+    assert found["octavo_step_duration_seconds_count"] == 2
+    assert found["octavo_step_duration_seconds_sum"] == pytest.approx(0.08)
+    assert found["octavo_step_kernel_seconds_total"] == pytest.approx(0.06)
+    assert found["octavo_step_worker_seconds_total"] == pytest.approx(0.07)
+    assert found["octavo_step_tokens_total{phase=prefill}"] == 200
+    # Totals are followed, not added up.
+    assert found["octavo_preemptions_total{kind=recompute}"] == 2
+    assert found["octavo_preemptions_total{kind=swap}"] == 1
+    assert found["octavo_prefix_cache_queried_tokens_total"] == 200
+    assert found["octavo_prefix_cache_hit_tokens_total"] == 64
+
+
+def test_http_requests() -> None:
+    dropped = [0]
+    metrics = Metrics("m", dropped_logs=lambda: dropped[0])
+    for _ in range(3):
+        metrics.http_started()
+    metrics.http_finished("/v1/completions", 200)
+    metrics.http_finished("/v1/completions", 429)
+    dropped[0] = 7
+    found = samples(metrics)
+    assert found["octavo_http_open_requests"] == 1
+    assert found["octavo_http_rejected_total"] == 1
+    assert found["octavo_http_responses_total{code=429,route=/v1/completions}"] == 1
+    assert found["octavo_log_lines_dropped_total"] == 7
+    assert samples(metrics)["octavo_log_lines_dropped_total"] == 7
+
+
+def test_two_servers_in_one_process_keep_apart() -> None:
+    one, two = Metrics("m"), Metrics("m")
+    one.request_started(3)
+    assert samples(two)["octavo_prompt_tokens_total"] == 0
+
+
+def test_a_token_costs_microseconds() -> None:
+    request = Metrics("m").request_started(1)
+    start = time.process_time()
+    for _ in range(5000):
+        request.token()
+    assert (time.process_time() - start) / 5000 < 50e-6
+
+
+def test_the_dashboard_reads_metrics_that_exist() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(STEP)
+    metrics.http_started()
+    metrics.http_finished("/health", 200)
+    exported = {name.split("{")[0] for name in samples(metrics)}
+    # Made by the client library as the time of creation; no one draws these.
+    exported = {name for name in exported if not name.endswith("_created")}
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    read = set(re.findall(r"\b(?:octavo|process)_\w+", " ".join(queries)))
+    assert read <= exported
+    # And nothing that is exported is forgotten: a histogram counts as read by any of its series.
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("octavo_")}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in read} >= families
+
+
+def test_every_panel_of_the_dashboard_has_a_place_and_a_source() -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids) > 10
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}" and target["expr"].count("(") == target["expr"].count(
+                ")"
+            )
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored_loggers() -> Iterator[None]:
+    names = ("octavo", "octavo.server", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
+    before = {}
+    for name in names:
+        logger = logging.getLogger(name)
+        before[name] = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
+    yield
+    for name, (handlers, level, propagate, disabled) in before.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate, logger.disabled = handlers, propagate, disabled
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def log_file(tmp_path: Path, restored_loggers: None) -> Path:
+    return tmp_path / "server.log"
+
+
+def test_json_lines(log_file: Path) -> None:
+    writer = server_logging.start_logging("json", path=log_file)
+    token = server_logging.request_id.set("req-1")
+    server_logging.log_access("POST", "/v1/x\n2026 INFO forged", 200, 0.0123, client="127.0.0.1", tokens=5)
+    server_logging.request_id.reset(token)
+    logging.getLogger("octavo").warning("odd %s \ud800", "thing")
+    logging.getLogger("octavo").debug("not shown")
+    try:
+        raise ValueError("inner\nlines")
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("failed")
+    writer.stop()
+    access, odd, failed = (json.loads(line) for line in log_file.read_text().splitlines())
+    assert access["message"] == "POST /v1/x\\n2026 INFO forged"
+    assert (access["status"], access["ms"], access["client"], access["tokens"]) == (200, 12.3, "127.0.0.1", 5)
+    assert (access["request_id"], access["level"], access["logger"]) == ("req-1", "info", "octavo.server")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", access["time"])
+    assert odd["message"] == "odd thing \\ud800" and "request_id" not in odd
+    assert "ValueError: inner" in failed["exception"]
+
+
+def test_plain_lines(log_file: Path) -> None:
+    writer = server_logging.start_logging("plain", path=log_file)
+    server_logging.log_access("GET", "/health", 200, 0.001, request_id="req-2", note="two words\n")
+    logging.getLogger("uvicorn.access").info("twice")
+    writer.stop()
+    (line,) = log_file.read_text().splitlines()
+    assert re.fullmatch(r"\S+ \S+ INFO GET /health status=200 ms=1.0 note='two words\\n' request_id=req-2", line)
+
+
+def test_prompts_are_cut(log_file: Path) -> None:
+    writer = server_logging.start_logging("json", path=log_file)
+    server_logging.log_prompt("x" * 100_000)
+    server_logging.log_prompt([1, 2, 3])
+    writer.stop()
+    text, ids = (json.loads(line) for line in log_file.read_text().splitlines())
+    assert (len(text["prompt"]), text["length"]) == (2000, 100_000)
+    assert ids["prompt"] == [1, 2, 3]
+
+
+def test_ids_are_all_different() -> None:
+    assert len({server_logging.new_request_id() for _ in range(1000)}) == 1000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_lines_and_nothing_else(restored_loggers: None, capfd: pytest.CaptureFixture[str]) -> None:
+    writer = server_logging.start_logging("plain", path=Path("/dev/full"))
+    metrics = Metrics("m", dropped_logs=lambda: writer.dropped)
+    for number in range(50):
+        logging.getLogger("octavo").info("line %d", number)
+    writer.stop()
+    assert samples(metrics)["octavo_log_lines_dropped_total"] == 50
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_reader_that_is_stuck_holds_nobody_up(restored_loggers: None) -> None:
+    reading, writing = os.pipe()
+    try:
+        writer = server_logging.LineWriter(writing)
+        logger = logging.Logger("alone")
+        logger.addHandler(writer)
+        start = time.monotonic()
+        for _ in range(server_logging.QUEUE_LINES + 5000):
+            logger.info("x" * 100)
+        writer.stop(timeout=0.1)
+        assert time.monotonic() - start < 10
+        assert 0 < writer.dropped < 5000
+    finally:
+        os.close(reading)  # the thread's write fails, and it goes on to the end
+        writer.stop(timeout=5)
+        os.close(writing)
+
+
+def test_a_record_that_cannot_be_formatted_is_dropped(log_file: Path) -> None:
+    writer = server_logging.start_logging("plain", path=log_file)
+    logging.getLogger("octavo").info("%d", "no number")
+    logging.getLogger("octavo").info("fine")
+    writer.stop()
+    assert writer.dropped == 1 and log_file.read_text().endswith("INFO fine\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"log_format": "xml"}, "log_format must be one of plain, json"),
+        ({"path": Path("/no/x")}, "cannot write the log"),
+    ],
+)
+def test_wrong_log_options_are_refused(restored_loggers: None, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server_logging.start_logging(**options)
+
+
+# Status line ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_status_line_every_interval_while_busy(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    status = StatusLine(interval=5.0, clock=clock)
+    idle = StepStats(seconds=1.0, decode_tokens=10, prefix_queried_tokens=200, prefix_hit_tokens=64)
+    with caplog.at_level(logging.INFO, "octavo.server"):
+        for _ in range(11):  # a second each: the first began at 99 s
+            status.on_step(STEP if clock.now < 110 else idle)
+            clock.now += 1.0
+        assert len(caplog.messages) == 2
+        clock.now += 1000
+        status.on_step(STEP)
+    assert len(caplog.messages) == 2
+    first = caplog.messages[0]
+    # Six steps in 5.04 s.
+    assert first == (
+        f"8 running, 3 waiting, 1 swapped; prompts {600 / 5.04:.1f} tokens/s, output {42 / 5.04:.1f} tokens/s; "
+        "KV cache 40.0% used; prefix hits 32.0%"
+    )
+    assert caplog.messages[1].endswith("prefix hits -")
+
+
+def test_no_status_line_when_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    status = StatusLine(interval=0, clock=clock)
+    with caplog.at_level(logging.INFO, "octavo.server"):
+        for _ in range(3):
+            status.on_step(STEP)
+            clock.now += 100
+    assert caplog.messages == []
+
+
+# Spans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_spans_of_a_request() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracer = Tracer("m", exporter=exporter)
+    now = time.monotonic()
+    done = output(
+        [3], "stop", arrival_time=now - 1, first_scheduled_time=now - 0.9, first_token_time=now - 0.5, finished_time=now
+    )
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    tracer.record(done, {"traceparent": f"00-{trace}-{parent}-01"}, {"gen_ai.request.max_tokens": 3})
+    tracer.shutdown()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"octavo.request", "octavo.queue", "octavo.prefill", "octavo.decode"}
+    request = spans["octavo.request"]
+    assert f"{request.context.trace_id:032x}" == trace and f"{request.parent.span_id:016x}" == parent
+    assert request.attributes["gen_ai.usage.output_tokens"] == 3
+    assert request.attributes["gen_ai.request.max_tokens"] == 3
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert (request.end_time - request.start_time) / 1e9 == pytest.approx(1.0, abs=1e-3)
+    assert (spans["octavo.prefill"].end_time - spans["octavo.prefill"].start_time) / 1e9 == pytest.approx(0.4, abs=1e-3)
+    assert abs(request.end_time - time.time_ns()) < 10e9
+    assert all(span.parent.span_id == request.context.span_id for name, span in spans.items() if span is not request)
+
+
+def test_tracing_without_opentelemetry_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(ConfigError, match=r"octavo\[tracing\]"):
+        Tracer("m", "http://127.0.0.1:4318/v1/traces")
+    with pytest.raises(ConfigError, match="endpoint"):
+        Tracer("m")

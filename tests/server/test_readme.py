@@ -1,0 +1,52 @@
+"""What the README shows with curl works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.running_server import Running, running
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def examples() -> list[list[str]]:
+    """The curl commands, as words."""
+    blocks = re.findall(r"```console\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    return [shlex.split(command) for block in blocks for command in re.split(r"\n(?=curl )", block.strip())]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("readme") / "log"
+    with running("smollm2-135m", log, "--num-gpu-blocks-override", "200") as server:
+        yield server
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("words", examples(), ids=lambda words: next(w for w in words if w.startswith("http")))
+def test_an_example_with_curl(server: Running, words: list[str]) -> None:
+    ours = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
+    answer = subprocess.run([*ours, "--fail"], capture_output=True, text=True, timeout=60, check=True).stdout
+    if "/metrics" in ours[-1]:
+        assert "octavo_requests" in answer
+    elif '"stream": true' in ours[-1]:
+        lines = [line for line in answer.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+        assert len(text) > 10
+    elif "chat" in " ".join(ours):
+        assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
+    else:
+        assert json.loads(answer)["data"][0]["id"] == "smollm2-135m"
+
+
+def test_the_readme_has_examples() -> None:
+    assert len(examples()) == 4

@@ -1,0 +1,152 @@
+"""What a stream shows while it grows, and that served answers are those of the engine, bit for bit."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from tests.server.openai_judge import events
+from tests.server.running_server import Running
+
+PROMPTS = [
+    f"{beginning} {topic}"
+    for topic in ("the sea", "Paris", "a cat", "code")
+    for beginning in ("A story about", "The truth about", "List facts on", "Écris sur")
+]
+
+
+def stream(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"stream": True, **fields})
+    assert answer.status_code == 200, answer.text
+    return events(answer.text)
+
+
+def texts(chunks: list[dict[str, Any]]) -> list[str]:
+    return [choice["text"] for chunk in chunks for choice in chunk["choices"]]
+
+
+def test_no_part_of_a_stop_text_is_ever_shown(demo_server: Running) -> None:
+    fields: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 20, "temperature": 0}
+    whole = "".join(texts(stream(demo_server, **fields)))
+    for start, length in ((3, 2), (17, 9), (25, 14)):
+        stop = whole[start : start + length]
+        shown = whole[: whole.index(stop)]
+        for extra in ({}, {"logprobs": 1}):
+            chunks = stream(demo_server, **fields, **extra, stop=[stop, "never comes"])
+            assert "".join(texts(chunks)) == shown
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+            assert chunks[-1]["choices"][0]["stop_reason"] == stop
+            # Tokens that are told of before the end lie within the text that is shown.
+            told = [
+                t
+                for chunk in chunks[:-2]
+                for c in chunk["choices"]
+                for t in (c["logprobs"] or {"tokens": []})["tokens"]
+            ]
+            assert whole.startswith("".join(told))
+        kept = stream(demo_server, **fields, stop=stop, include_stop_str_in_output=True)
+        assert "".join(texts(kept)) == shown + stop
+
+
+def test_no_part_of_a_character_is_ever_shown(tiny_server: Running) -> None:
+    # Only the bytes of these characters may be drawn; some draws are characters, most are not.
+    with tiny_server.http() as http:
+        ids = http.post("/tokenize", json={"prompt": "é€🥊"}).json()["tokens"]
+    for seed in range(6):
+        fields = {"prompt": "é", "max_tokens": 60, "seed": seed, "allowed_token_ids": ids, "stop": ["🥊🥊🥊"]}
+        chunks = stream(tiny_server, **fields)
+        with tiny_server.http() as http:
+            whole = http.post("/v1/completions", json=fields).json()["choices"][0]["text"]
+        assert "".join(texts(chunks)) == whole
+        for part in texts(chunks):
+            part.encode()  # no half of a surrogate pair
+    # The four tokens of one character leave together.
+    forced = stream(tiny_server, prompt=ids[5:8], max_tokens=1, allowed_token_ids=ids[8:9], echo=True)
+    assert texts(forced)[0].endswith("\ufffd") and texts(forced)[-1] == ""
+
+
+def ask(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
+    with server.http(timeout=120) as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def ask_streamed(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
+    joined: dict[str, Any] = {"text": "", "logprobs": {"token_logprobs": [], "top_logprobs": []}}
+    for chunk in stream(server, prompt=prompt, **fields):
+        for choice in chunk["choices"]:
+            joined["text"] += choice["text"]
+            for key, values in joined["logprobs"].items():
+                values += (choice["logprobs"] or {}).get(key, [])
+    return joined
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_served_answers_are_the_offline_ones_bit_for_bit_alone_and_in_company(
+    demo_server: Running, demo_model: Path, temperature: float
+) -> None:
+    compare_with_offline(demo_server, demo_model, PROMPTS, temperature)
+
+
+@pytest.mark.slow
+def test_served_answers_are_the_offline_ones_bit_for_bit_among_64_clients(
+    demo_server: Running, demo_model: Path
+) -> None:
+    compare_with_offline(demo_server, demo_model, [f"{i}. {p}" for i in range(4) for p in PROMPTS], 0.0)
+
+
+def compare_with_offline(server: Running, model: Path, prompts: list[str], temperature: float) -> None:
+    """One client alone, then one for each prompt at once, half of them streaming."""
+    llm = LLM(model=str(model), num_gpu_blocks_override=600, max_model_len=2048)
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=12, logprobs=3, seed=i if temperature else None)
+        for i in range(len(prompts))
+    ]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    fields: list[dict[str, Any]] = [
+        {"temperature": temperature, "max_tokens": 12, "logprobs": 3, **({"seed": i} if temperature else {})}
+        for i in range(len(prompts))
+    ]
+    alone = ask(server, prompts[0], **fields[0])
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [
+            pool.submit(ask_streamed if i % 2 else ask, server, prompt, **fields[i]) for i, prompt in enumerate(prompts)
+        ]
+        served = [future.result() for future in asked]
+    for choice, output in zip([alone, *served], [expected[0], *expected], strict=True):
+        own = output.outputs[0]
+        assert choice["text"] == own.text
+        assert own.logprobs is not None
+        assert choice["logprobs"]["token_logprobs"] == [
+            at[token].logprob for at, token in zip(own.logprobs, own.token_ids, strict=True)
+        ]
+        assert [sorted(top.values()) for top in choice["logprobs"]["top_logprobs"]] == [
+            sorted(p.logprob for p in at.values()) for at in own.logprobs
+        ]
+
+
+def test_the_description_of_the_routes_holds_against_what_others_make_up(tiny_server: Running, tmp_path: Path) -> None:
+    page = tiny_server.http().get("/openapi.json").json()
+    assert set(page["paths"]) == {
+        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
+        "/health", "/version", "/metrics", "/reset_prefix_cache",
+    }  # fmt: skip
+    (tmp_path / "openapi.json").write_text(json.dumps(page))
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name("schemathesis")), "run", "openapi.json", "--url", tiny_server.url,
+         "--checks", "not_a_server_error", "--max-examples", "8", "--phases", "examples,fuzzing",
+         "--request-timeout", "30", "--seed", "1", "--max-failures", "5"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    tiny_server.wait_until_idle()
