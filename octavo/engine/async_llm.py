@@ -298,7 +298,7 @@ class AsyncLLM:
         logger.critical("%s", self._error)
         for request_id, opened in list(self._open.items()):
             self._outputs.abort(request_id)
-            pass
+            opened.stream._fail(self._error)
             self._forget(request_id)
         self.died.set()
 

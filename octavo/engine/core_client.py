@@ -79,6 +79,10 @@ class CoreProcess:
         self._process.kill()
         self._process.wait()
         self.life.close()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Removes the sockets, when the core has no more use for them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def fate(self) -> str:
@@ -119,9 +123,12 @@ class CoreClient:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
         self._checker = msgspec.msgpack.Decoder(ToCore)
         self._context: Any = zmq.asyncio.Context(io_threads=1)
+        # What a core that has died did not take must not hold up this process's end.
+        self._context.setsockopt(zmq.LINGER, 0)
         # Sending never waits, so that it can be done where nothing may be awaited: while a task is being cancelled.
         # What is not sent yet is bounded by the open requests.
         self._out = zmq.Socket(self._context, zmq.PUSH)
+        self._out.setsockopt(zmq.LINGER, 0)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.RECONNECT_IVL, 10)
         self._out.connect(f"ipc://{process.folder / TO_CORE}")
@@ -220,6 +227,7 @@ class CoreClient:
                 return
         self._loop.remove_reader(self._process.life)
         self._ended.set()
+        self._process.remove_folder()
         if not self._closing:
             self._die(_reason(self._words, self._process, loading=not self.ready.done()))
 
@@ -257,8 +265,8 @@ class CoreClient:
         self._receiver.cancel()
         if self._process.life.fileno() >= 0:
             self._loop.remove_reader(self._process.life)
-        self._out.close(linger=0)
-        self._context.destroy(linger=0)
+        self._out.close()
+        self._context.destroy()
         self._process.kill()
 
 

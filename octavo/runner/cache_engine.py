@@ -14,7 +14,7 @@ MakeCache = Callable[[int], list[LayerCache]]
 
 #: What ``measure_swap`` moves at once: about these bytes, so that it does not measure the processor's own caches, and
 #: no more than these blocks.
-_SAMPLE_BYTES = 16 << 20
+_SAMPLE_BYTES = 4 << 20
 _SAMPLE_BLOCKS = 64
 _SAMPLE_ROUNDS = 3
 

@@ -489,7 +489,11 @@ async def main():
     llm = await AsyncLLM.start(make_config(**json.loads(sys.argv[1])), process)
     await llm.submit("a", "Hello", SamplingParams(max_tokens=200, ignore_eos=True))
     print(process.pid, process.folder, flush=True)
-    await asyncio.sleep(60)
+    if sys.argv[2] == "waits":
+        await asyncio.sleep(60)
+    process._process.kill()
+    await llm.died.wait()
+    await llm.abort("a")
 
 asyncio.run(main())
 """
@@ -499,7 +503,7 @@ def test_no_core_outlives_its_front_end(tiny_model: Path) -> None:
     async def test() -> None:
         options = json.dumps({"model": str(tiny_model), **OPTIONS})
         parent = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PARENT, options, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", PARENT, options, "waits", stdout=asyncio.subprocess.PIPE
         )
         assert parent.stdout is not None
         pid, folder = (await parent.stdout.readline()).decode().split()
@@ -514,5 +518,19 @@ def test_no_core_outlives_its_front_end(tiny_model: Path) -> None:
         await parent.wait()
         await until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, 5)
         await until(lambda: not Path(folder).exists(), 5)
+
+    run(test)
+
+
+def test_a_program_that_forgets_to_shut_down_ends_too(tiny_model: Path) -> None:
+    async def test() -> None:
+        options = json.dumps({"model": str(tiny_model), **OPTIONS})
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PARENT, options, "ends", stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            output, _ = await program.communicate()
+        assert program.returncode == 0
+        assert not Path(output.decode().split()[1]).exists()
 
     run(test)
