@@ -121,7 +121,7 @@ class Generation:
 async def _side_by_side(
     runs: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several runs as they come. Each run is asked again only after its last output was taken."""
+    """Outputs of several runs as they come; of each run one at most waits to be taken."""
     waiting = {asyncio.ensure_future(_next(run)): i for i, run in enumerate(runs)}
     try:
         while waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 
 #: Characters of text that a token of the context may stand for before a prompt is refused unread.
 CHARS_PER_TOKEN = 32
+
+logger = logging.getLogger("octavo")
 
 
 class ServerOptions(BaseModel):
@@ -109,7 +112,7 @@ def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[st
     """The keys that open the server, from its file and the environment; none: it is open.
 
     Raises:
-        ConfigError: the file is unreadable, holds no key, or others than its owner may read it.
+        ConfigError: the file is unreadable or holds no key, or a key is none that a header can carry.
     """
     keys = _names(environ.get(API_KEYS_VARIABLE))
     path = options.api_key_file
@@ -120,7 +123,8 @@ def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[st
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
         if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-            raise ConfigError(f"api_key_file {path} can be read by every user of this machine; chmod 600 it")
+            # Not an error: secrets that are mounted into containers are made so.
+            logger.warning("api_key_file %s can be read by every user of this machine", path)
         from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not from_file:
             raise ConfigError(f"api_key_file {path} holds no key; write one a line")

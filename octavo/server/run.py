@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,12 @@ from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_key
 if TYPE_CHECKING:
     import uvicorn
 
+    from octavo.core.stats import StepStats
+    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.core_client import CoreProcess
+    from octavo.server.logging import LineWriter
     from octavo.server.service import Service
+    from octavo.server.tracing import Tracer
 
 logger = logging.getLogger("octavo.server")
 
@@ -43,10 +51,14 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         OctavoError: an option is wrong, the address is taken, or the model cannot be loaded.
     """
     from octavo.engine.core_client import CoreProcess
+    from octavo.server.tracing import Tracer
 
     keys = read_api_keys(options, os.environ)
     # The engine's process has no use for them.
     os.environ.pop(API_KEYS_VARIABLE, None)
+    endpoint = options.otlp_traces_endpoint
+    tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
+    _allow_many_connections()
     with listening_socket(options) as sock:
         # The process starts to load its libraries while this one does.
         process = CoreProcess()
@@ -58,11 +70,18 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
             process.kill()
             raise
         try:
-            return asyncio.run(_serve(config, options, keys, sock, process, writer))
+            return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
         except KeyboardInterrupt:  # before signals were handled
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit on open files, which is often 1024: each connection is one."""
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager
@@ -70,11 +89,13 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
     """A socket bound to the address, not yet listening: what is wrong with it should be known before a model is loaded.
 
     Raises:
-        ConfigError: the address cannot be bound, or a TLS file cannot be read.
+        ConfigError: the address cannot be bound, or the TLS files are of no use.
     """
-    for path in (options.tls_cert, options.tls_key):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ConfigError(f"cannot read the TLS file {path}")
+    if options.tls_cert is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
+        except OSError as e:  # as is an SSLError
+            raise ConfigError(f"cannot use tls_cert {options.tls_cert} with tls_key {options.tls_key}: {e}") from None
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,7 +112,13 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 async def _serve(
-    config: EngineConfig, options: ServerOptions, keys: list[str], sock: socket.socket, process: Any, writer: Any
+    config: EngineConfig,
+    options: ServerOptions,
+    keys: list[str],
+    sock: socket.socket,
+    process: CoreProcess,
+    writer: LineWriter,
+    tracer: Tracer | None,
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
 
@@ -102,21 +129,36 @@ async def _serve(
     except BaseException:
         started.cancel()
         raise
+    try:
+        names = options.model_names(config.model)
+        return await _serve_engine(llm, options, keys, sock, names, writer, tracer)
+    finally:
+        await llm.shutdown(0)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+async def _serve_engine(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    keys: list[str],
+    sock: socket.socket,
+    names: list[str],
+    writer: LineWriter,
+    tracer: Tracer | None,
+) -> int:
     from octavo.server.app import make_app
     from octavo.server.limits import QueueLimit
     from octavo.server.metrics import Metrics
     from octavo.server.service import Service
     from octavo.server.status import StatusLine
-    from octavo.server.tracing import Tracer
 
-    names = options.model_names(config.model)
     metrics = Metrics(names[0], lambda: writer.dropped)
-    tracer = Tracer(names[0], options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
     status = StatusLine(options.status_interval)
 
-    def on_step(stats: Any) -> None:
+    def on_step(stats: StepStats) -> None:
         metrics.on_step(stats)
         status.on_step(stats)
 
@@ -124,17 +166,13 @@ async def _serve(
     # What lives as long as the server need not be looked at by every collection.
     gc.freeze()
     server = _make_server(make_app(service, keys), options, names)
-    life = _Life(service, server)
-    try:
-        return await life.run(sock)
-    finally:
-        await llm.shutdown(0)
-        if tracer is not None:
-            await asyncio.to_thread(tracer.shutdown)
+    return await _Life(service, server).run(sock)
 
 
 def _import_libraries() -> None:
-    import octavo.server.app  # noqa: F401  (some 0.5 s, while the engine loads)
+    """What takes some 0.5 s, while the engine loads."""
+    for name in ("octavo.server.app", "uvicorn.lifespan.off", "uvicorn.protocols.http.auto"):
+        importlib.import_module(name)
 
 
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
