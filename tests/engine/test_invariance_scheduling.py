@@ -67,9 +67,16 @@ def alone() -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+#: Half of all combinations by default, so that each two of the three are met; the others are slow.
+COMBINATIONS = [
+    pytest.param(batching, mode, caching, marks=[] if (i + j + k) % 2 == 0 else pytest.mark.slow)
+    for i, batching in enumerate(("mixed", "prefill_first"))
+    for j, mode in enumerate(("recompute", "swap", "auto"))
+    for k, caching in enumerate((True, False))
+]
+
+
+@pytest.mark.parametrize(("batching", "mode", "caching"), COMBINATIONS)
 def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: bool) -> None:
     llm = load(
         batching=batching,
