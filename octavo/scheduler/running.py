@@ -31,16 +31,17 @@ class Running:
             group = running[position]
             position += 1
             seqs = group.seqs
+            seq = seqs[0]
             if group.prefilling:
                 work = chunks.get(group.group_id)
                 if work is None:
                     continue
-            elif len(seqs) == 1 and seqs[0].room:  # by far the most frequent: one more token inside its last block
-                seqs[0].room -= 1
-                decodes.append(seqs[0])
+            elif seq.room and len(seqs) == 1:  # by far the most frequent: one more token inside its last block
+                seq.room -= 1
+                decodes.append(seq)
                 continue
             else:
-                work = [(seq, 1) for seq in seqs]
+                work = [(s, 1) for s in seqs]
             if self._make_way(group, work, position, step):
                 if group.prefilling:
                     take_prefill(queues, group, work, step)
