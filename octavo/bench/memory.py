@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.bench.scheduler import sampled
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
@@ -90,7 +90,7 @@ def measure_use(
     steps = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
-        scheduler.update(plan, _sampled(plan, scheduler))
+        scheduler.update(plan, sampled(plan, scheduler))
         stats = scheduler.stats()
         # From the first time that the memory is full to the last request that waits for it.
         pressed = pressed or blocks.num_available <= 2 * blocks.watermark_blocks
@@ -102,15 +102,6 @@ def measure_use(
             steps += 1
     share, count = _contiguous(lengths, slots, max_model_len)
     return UseFigures(block_size, requests, steps, running / steps, used / steps, cache / steps, share, count)
-
-
-def _sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
-    result = StepResult(plan.step)
-    for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
-        if scheduler.queues.sequences[seq_id].num_uncomputed == count:
-            result.seq_ids.append(seq_id)
-            result.token_ids.append(_TOKEN)
-    return result
 
 
 def _contiguous(lengths: list[tuple[int, int]], slots: int, max_model_len: int) -> tuple[float, float]:

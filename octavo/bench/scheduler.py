@@ -49,7 +49,7 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
         scheduler.add(GroupRequest(group_id=i, prompt_token_ids=prompt, params=_params(steps), seed=i))
     while scheduler.stats().num_running < running or scheduler.queues.prefilling:
         plan = scheduler.schedule()
-        scheduler.update(plan, _result(plan, scheduler))
+        scheduler.update(plan, sampled(plan, scheduler))
     times = []
     for _ in range(steps):
         start = time.thread_time()
@@ -76,8 +76,8 @@ def _params(steps: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=4 * steps + 1000, ignore_eos=True)
 
 
-def _result(plan: StepPlan, scheduler: Scheduler) -> StepResult:
-    """A token for each sequence whose last known one is computed."""
+def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
+    """What a worker without a model answers: a token for each sequence whose last known one is computed."""
     result = StepResult(plan.step)
     for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
         if scheduler.queues.sequences[seq_id].num_uncomputed == count:

@@ -76,9 +76,10 @@ class EngineCore:
         )
         self.scheduler = Scheduler(self.blocks, SchedulerOptions.from_config(options, self.max_model_len))
         self.executor.collective_rpc("make_cache", blocks, host_blocks, self.max_model_len)
-        seconds = self.executor.collective_rpc("measure_swap")[0]
-        if seconds:
-            self.scheduler.move_cost.observe_move(1, seconds)
+        if options.preemption_mode == "auto":  # who else would ask what moving a block costs
+            seconds = self.executor.collective_rpc("measure_swap")[0]
+            if seconds:
+                self.scheduler.move_cost.observe_move(1, seconds)
         self.times = StepTimes()
 
     def add(self, request: GroupRequest) -> None:

@@ -165,12 +165,6 @@ class BlockManager:
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
-    def has_room(self, seq_id: int, num_computed: int, num_tokens: int) -> bool:
-        """Whether ``grow`` of this one write would change nothing; much cheaper, and true of most decodes."""
-        table = self._tables.get(seq_id, _NO_BLOCKS)
-        index = num_computed // self.block_size
-        return num_tokens <= len(table) * self.block_size and self.device.is_private(table[index])
-
     def needed(self, writes: list[tuple[int, int, int]]) -> int:
         """Blocks that ``grow`` would take if they are available."""
         return self._demand(writes)[0]

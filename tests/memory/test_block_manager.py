@@ -46,20 +46,6 @@ def test_growth_without_room_changes_nothing_for_the_whole_group() -> None:
     assert figures(manager) == (1, 2, 0)
 
 
-def test_has_room_is_true_where_growth_would_change_nothing() -> None:
-    manager = BlockManager(4, 4)
-    assert not manager.has_room(0, 0, 1)
-    grown(manager, (0, 0, 2))
-    assert manager.has_room(0, 2, 4)
-    assert not manager.has_room(0, 2, 5)
-    manager.fork(0, 1)
-    assert not manager.has_room(0, 2, 3)
-    grown(manager, (0, 2, 3), (1, 2, 3))
-    manager.take_moves()
-    assert manager.has_room(0, 3, 4)
-    assert manager.has_room(1, 3, 4)
-
-
 def test_the_watermark_holds_blocks_back_from_admission_only() -> None:
     manager = BlockManager(10, 4, watermark=0.15)
     assert manager.watermark_blocks == 2
