@@ -81,7 +81,7 @@ class ContentIndex:
         children = self._children.get(parent)
         if children is not None:
             for child in islice(reversed(children.values()), _CHILDREN_LOOKED_AT):
-                count = _agreeing(child.token_ids, token_ids)
+                count = common_prefix(child.token_ids, token_ids)
                 if count > most:
                     best, most = child, count
         return best, most
@@ -92,7 +92,7 @@ class ContentIndex:
             self.forget(block)
 
 
-def _agreeing(left: list[int], right: list[int]) -> int:
+def common_prefix(left: list[int], right: list[int]) -> int:
     """Length of the common beginning."""
     count = 0
     for one, other in zip(left, right, strict=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from octavo.core.request import SequenceStatus
+from octavo.memory.content_index import common_prefix
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import VICTIMS
@@ -108,16 +109,7 @@ class Preemption:
             full = seq.num_computed // size
             best: tuple[Sequence, int] | None = None
             for earlier in group.seqs[:i]:
-                shared = _common_prefix(table[:full], self._blocks.table(earlier.seq_id))
+                shared = common_prefix(table[:full], self._blocks.table(earlier.seq_id))
                 if shared > (best[1] if best else 0):
                     best = (earlier, shared)
             seq.resume = best
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
