@@ -2,12 +2,16 @@
 # pyproject.toml (or the script of the step) changes.
 
 PYTHON ?= python3
+# Version of the Python of a GPU machine.
+GPU_PYTHON ?= 3.12
+# More options for the GPU targets.
+ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint format docs gpu-site gpu-test gpu-bench gpu-smoke clean
 
 help:
 	@echo "make demo     set up, fetch the demo model and let it answer a few questions"
@@ -15,6 +19,9 @@ help:
 	@echo "make lint     check style and types"
 	@echo "make format   format the code and sort the imports"
 	@echo "make docs     write docs/options.md anew"
+	@echo "make gpu-test   run the tests that need a GPU, with $(PYTHON) as it is: nothing is installed"
+	@echo "make gpu-bench  measure on a GPU, likewise; figures in build/gpu-bench (make gpu-smoke: try it on the CPU)"
+	@echo "make gpu-site   fetch what a GPU machine without a network may lack into .site (GPU_PYTHON=3.12)"
 	@echo "make clean    remove the virtual environment and what tools left behind"
 	@echo
 	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
@@ -41,9 +48,21 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	@$(BIN)/python scripts/gen_options.py
 
+gpu-test:
+	@PYTHON=$(PYTHON) scripts/gpu_test.sh $(ARGS)
+
+gpu-bench:
+	@$(PYTHON) scripts/gpu_bench.py $(ARGS)
+
+gpu-smoke: $(VENV)/.installed-test
+	@$(BIN)/python scripts/gpu_bench.py --smoke $(ARGS)
+
+gpu-site:
+	@$(PYTHON) scripts/gpu_site.py --python $(GPU_PYTHON)
+
 clean:
 	@echo "== removing $(VENV), caches and build folders"
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

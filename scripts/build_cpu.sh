@@ -8,4 +8,5 @@ bin=$(dirname "$python")
 PATH="$(cd "$bin" && pwd):$PATH"
 cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$(command -v python)" "$@" >/dev/null
 cmake --build "$dir"
-cp "$dir"/_cpu*.so octavo/
+# Not copied over the old one: a process that runs it would crash.
+install "$dir"/_cpu*.so octavo/

@@ -65,6 +65,8 @@ class Tile {
   }
 
  private:
+  static constexpr bool kScaled = std::is_same_v<T, int8_t>;  // keys and values of a token have a scale
+
   // ---- what a row sees ----------------------------------------------------------------------------------------
 
   Range seen(int64_t query) const {
@@ -142,7 +144,7 @@ class Tile {
     const Range panels = {positions.begin / kPanel, (positions.end + kPanel - 1) / kPanel};
     panels_.find(panels);
     score(panels, begin);
-    if constexpr (std::is_same_v<T, int8_t>) {
+    if constexpr (kScaled) {
       panels_.gather_key_scales(positions, begin, key_scales_);
       panels_.gather_value_scales(positions, begin, value_scales_);
     }
@@ -182,35 +184,41 @@ class Tile {
     if (!range.empty()) {
       const int32_t begin = static_cast<int32_t>(range.begin - piece_begin);
       const int32_t end = static_cast<int32_t>(range.end - piece_begin);
+      const int32_t first = begin / kLanes * kLanes, last = (end - 1) / kLanes * kLanes;
       float* scores = scores_ + row * kPiece;
-      const int32_t distance = static_cast<int32_t>(piece_begin - (first_position_ + row / group_));
-      const float slope = a_.alibi ? a_.alibi[head_of(row)] * kLog2e : 0.0f;
-      const int32_t first = begin / kLanes * kLanes;
-      for (int32_t i = first; i < end; i += kLanes) {
-        F32 s = load(scores + i);
-        if constexpr (std::is_same_v<T, int8_t>) s *= load(key_scales_ + i);
-        if (a_.soft_cap > 0.0f) s = soft_capped(s, a_.soft_cap) * kLog2e;
-        if (a_.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
+      if (kScaled || a_.soft_cap > 0.0f || a_.alibi) finish_scores(row, piece_begin, first, end);
+      for (const int32_t i : {first, last}) {
         const I32 index = counting() + i;
-        s = (index >= begin) & (index < end) ? s : splat(-kInfinity);
-        tops = max(s, tops);
-        store(scores + i, s);
+        store(scores + i, (index >= begin) & (index < end) ? load(scores + i) : splat(-kInfinity));
       }
+      for (int32_t i = first; i < end; i += kLanes) tops = max(load(scores + i), tops);
       const float highest = max(tops);
       top(states, row) = highest;
       for (int32_t i = first; i < end; i += kLanes) {
         const F32 w = exp2_not_above_zero(load(scores + i) - highest);
         sums += w;
-        store(scores + i, w);
+        store(scores + i, kScaled ? w * load(value_scales_ + i) : w);
       }
-      if constexpr (std::is_same_v<T, int8_t>)
-        for (int32_t i = first; i < end; i += kLanes) store(scores + i, load(scores + i) * load(value_scales_ + i));
     } else {
       top(states, row) = -kInfinity;
     }
     sum_of(states, row) = sum(sums);
     float* result = states + row * state_floats(a_);
     for (int64_t i = 0; i < padded_; i += kLanes) store(result + i, F32{});
+  }
+
+  // What a score is besides the product of query and key.
+  void finish_scores(int64_t row, int64_t piece_begin, int32_t begin, int32_t end) {
+    float* scores = scores_ + row * kPiece;
+    const int32_t distance = static_cast<int32_t>(piece_begin - (first_position_ + row / group_));
+    const float slope = a_.alibi ? a_.alibi[head_of(row)] * kLog2e : 0.0f;
+    for (int32_t i = begin; i < end; i += kLanes) {
+      F32 s = load(scores + i);
+      if (kScaled) s *= load(key_scales_ + i);
+      if (a_.soft_cap > 0.0f) s = soft_capped(s, a_.soft_cap) * kLog2e;
+      if (a_.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
+      store(scores + i, s);
+    }
   }
 
   static I32 counting() {

@@ -34,8 +34,8 @@ struct CacheShape {
   int64_t tile_bytes() const { return data_bytes() + (dtype == Dtype::i8 ? 4 * block_size : 0); }
 };
 
-// Writes k and v [T, kv_heads, head_dim] to Step.slots; strides count elements. int8: each token and head has a scale,
-// its largest magnitude / 127.
+// Writes k and v [T, kv_heads, head_dim] to Step.slots, but for negative ones; strides count elements. int8: each token
+// and head has a scale, its largest magnitude / 127.
 struct CacheWrite {
   const void* k;
   int64_t k_stride;

@@ -14,22 +14,21 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// 2^x for x <= 0: 1 for 0, 0 below -126, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, is a least-squares fit at
-// Chebyshev nodes, within 1e-8.
+// 2^x for x <= 0: 1 for 0, 0 below -126.5, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, has the least greatest error of
+// its degree, 1e-7.
 OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
-  const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  const F32 bounded = max(splat(-126.0f), x);
+  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits; and the bias of exponents, which it then has too.
+  const F32 magic = splat(12582912.0f + 127.0f);
+  const F32 bounded = max(splat(-127.0f), x);
   const F32 shifted = bounded + magic;
   const F32 r = bounded - (shifted - magic);
-  F32 p = splat(1.54614475e-04f);
-  p = fma(p, r, splat(1.33908674e-03f));
-  p = fma(p, r, splat(9.61805667e-03f));
-  p = fma(p, r, splat(5.55035710e-02f));
-  p = fma(p, r, splat(2.40226509e-01f));
-  p = fma(p, r, splat(6.93147188e-01f));
+  F32 p = splat(1.32647269e-03f);
+  p = fma(p, r, splat(9.67151266e-03f));
+  p = fma(p, r, splat(5.55073374e-02f));
+  p = fma(p, r, splat(2.40222421e-01f));
+  p = fma(p, r, splat(6.93146978e-01f));
   p = fma(p, r, splat(1.0f));
-  const F32 scale = (F32)(((U32)shifted - (0x4b400000u - 127u)) << 23);
-  return x < -126.0f ? F32{} : p * scale;
+  return p * (F32)((U32)shifted << 23);  // for -127 the scale is 0
 }
 
 OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }

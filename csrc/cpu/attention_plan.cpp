@@ -18,6 +18,9 @@ constexpr int64_t kRowsOfItem = 30;
 // Products of a query and a key that are worth waking a thread for; of one head, about a nanosecond each.
 constexpr int64_t kWorthAThread = 4096;
 
+// Tiles, of all KV heads, that there should be for each thread, lest one waits long for another.
+constexpr int64_t kTilesOfThread = 4;
+
 // Memory that grows and is used again; its content does not survive growth.
 class Scratch {
  public:
@@ -40,16 +43,18 @@ struct Work {
   int64_t cost;
 };
 
-// Hands items out to threads as they become free.
+// Hands items out to threads as they become free, `at_once` neighbours at a time.
 template <typename F>
-void for_items(int64_t count, int64_t threads, const F& f) {
+void for_items(int64_t count, int64_t threads, int64_t at_once, const F& f) {
   std::atomic<int64_t> next{0};
   parallel_for(std::min(count, threads), [&](int64_t) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) f(i);
+    for (int64_t i = next.fetch_add(at_once); i < count; i = next.fetch_add(at_once))
+      for (int64_t j = i; j < std::min(count, i + at_once); ++j) f(j);
   });
 }
 
-// Every tile of rows with its whole context.
+// Every tile of rows with its whole context; the KV heads of the same rows are neighbours, here and wherever items are
+// put in another order.
 std::vector<Work> tiles_of(const Attention& a, const Step& step) {
   std::vector<Work> tiles;
   const int64_t tile_queries = std::max<int64_t>(1, kRowsOfItem / a.group());
@@ -70,6 +75,14 @@ std::vector<Work> tiles_of(const Attention& a, const Step& step) {
 
 int64_t piece_floats(const Attention& a, const AttentionItem& item) {
   return item.queries * a.group() * state_floats(a);
+}
+
+// One piece of a tile that is cut.
+Work piece_of(const Attention& a, AttentionItem item, int64_t piece) {
+  item.states += (piece - item.first_piece) * piece_floats(a, item);
+  item.first_piece = piece;
+  item.end_piece = piece + 1;
+  return {item, kPiece * (item.queries * a.group() + 1)};
 }
 
 }  // namespace
@@ -103,21 +116,22 @@ void run_attention(const Attention& a, const Step& step) {
   float* next_state = states.of(state_memory);
   for (AttentionItem& item : cut) {
     item.states = next_state;
-    for (int64_t piece = item.first_piece; piece < item.end_piece; ++piece) {
-      AttentionItem part = item;
-      part.first_piece = piece;
-      part.end_piece = piece + 1;
-      part.states = next_state;
-      next_state += piece_floats(a, item);
-      items.push_back({part, kPiece * (item.queries * a.group() + 1)});
-    }
+    next_state += (item.end_piece - item.first_piece) * piece_floats(a, item);
   }
+  const int64_t heads = a.shape.kv_heads;
+  for (size_t first = 0; first < cut.size(); first += heads)
+    for (int64_t piece = cut[first].first_piece; piece < cut[first].end_piece; ++piece)
+      for (int64_t head = 0; head < heads; ++head) items.push_back(piece_of(a, cut[first + head], piece));
   if (threads > 1)
     std::stable_sort(items.begin(), items.end(), [](const Work& x, const Work& y) { return x.cost > y.cost; });
 
   const AttentionTable& kernels = *isa().attention;
-  for_items(static_cast<int64_t>(items.size()), threads, [&](int64_t i) { kernels.attend(a, step, items[i].item); });
-  for_items(static_cast<int64_t>(cut.size()), threads, [&](int64_t i) { kernels.combine(a, step, cut[i]); });
+  const auto count = static_cast<int64_t>(items.size());
+  // The heads of a block lie side by side, and what a processor fetches ahead of one head belongs to the next: it is lost
+  // if another thread reads that. So a thread takes all heads of a tile, if there are tiles enough.
+  const int64_t at_once = count >= kTilesOfThread * threads * heads ? heads : 1;
+  for_items(count, threads, at_once, [&](int64_t i) { kernels.attend(a, step, items[i].item); });
+  for_items(static_cast<int64_t>(cut.size()), threads, 1, [&](int64_t i) { kernels.combine(a, step, cut[i]); });
 }
 
 }  // namespace octavo

@@ -24,15 +24,16 @@ struct Pairs {
     __builtin_prefetch(columns + half * (pair_stride / 2), 0, 2);
   }
   static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
-  static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {
-    typedef int8_t I8 __attribute__((vector_size(kLanes), may_alias));
-    const I8 narrow = load_as<I8>(p);
-#if defined(OCTAVO_ISA_avx2)  // GCC 12 widens in many small steps
-    __m128i low = {};
-    std::memcpy(&low, &narrow, sizeof narrow);
-    return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
+  static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {  // GCC 12 makes many small steps of a conversion
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+    const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return __builtin_convertvector((I32)_mm512_maskz_cvtepi8_epi32(0xffff, narrow), F32);
+#elif defined(OCTAVO_ISA_avx2)
+    const __m128i narrow = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow));
 #else
-    return __builtin_convertvector(__builtin_convertvector(narrow, I32), F32);
+    typedef int8_t I8 __attribute__((vector_size(kLanes), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(load_as<I8>(p), I32), F32);
 #endif
   }
 };

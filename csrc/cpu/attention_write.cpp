@@ -84,6 +84,7 @@ void write_cache(const CacheWrite& a, const Step& step, int64_t begin, int64_t e
   with_type(a.dtype, [&](auto type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for (int64_t row = begin; row < end; ++row) {
+      if (step.slots[row] < 0) continue;
       const int64_t block = step.slots[row] / shape.block_size, offset = step.slots[row] % shape.block_size;
       const Place key = key_place(shape, offset), value = value_place(shape, offset);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {

@@ -20,13 +20,11 @@ namespace octavo {
 
 namespace {
 
-class WriteOp : public Op {
+class WriteOp : public TokenOp {
  public:
-  explicit WriteOp(const CacheWrite& write) : write_(write) {}
-  void run(const Step& step) override {
-    const auto write = isa().attention->write;
-    for_row_ranges(step.tokens, write_.shape.kv_heads * write_.shape.head_dim * 8,
-                   [&](int64_t begin, int64_t end) { write(write_, step, begin, end); });
+  explicit WriteOp(const CacheWrite& write) : TokenOp(write.shape.kv_heads * write.shape.head_dim * 8), write_(write) {}
+  void run_tokens(const Step& step, int64_t begin, int64_t end) const override {
+    isa().attention->write(write_, step, begin, end);
   }
 
  private:

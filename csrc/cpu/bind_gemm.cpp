@@ -18,7 +18,7 @@ namespace {
 
 using Weights = std::shared_ptr<const PackedLinear>;
 
-// The rows of x in float32, of all products: they run one after the other.
+// The rows of x as the kernels take them, of all products: they run one after the other.
 float* scratch(size_t floats) {
   static std::vector<float> memory;
   if (memory.size() < floats + 16) memory.resize(floats + 16);
@@ -53,32 +53,41 @@ class Linear : public Op {
       block.x = static_cast<const float*>(x_) + row * x_stride_;
       block.x_stride = x_stride_;
     } else {
-      widen(row, rows, block);
+      prepare(row, rows, block);
     }
     const int64_t groups = block.weights.groups, parts = (rows + kRowsOfTask - 1) / kRowsOfTask;
-    // Even, as few rows go by two groups at once, and small, so that no thread waits long for the last one.
-    const int64_t chunk = groups >= 32 * ThreadPool::instance().size() ? 4 : 2;
+    const int64_t chunks = chunks_of(block.weights, (rows + parts - 1) / parts);
     const auto multiply = isa().gemm->multiply;
-    parallel_for((groups + chunk - 1) / chunk * parts, [&](int64_t task) {
-      const int64_t group = task / parts * chunk, part = task % parts;
-      multiply(block, group, std::min(group + chunk, groups), rows * part / parts, rows * (part + 1) / parts);
+    parallel_for(chunks * parts, [&](int64_t task) {
+      const int64_t chunk = task / parts, part = task % parts;
+      multiply(block, groups * chunk / chunks, groups * (chunk + 1) / chunks, rows * part / parts,
+               rows * (part + 1) / parts);
     });
   }
 
-  void widen(int64_t row, int64_t rows, Product& block) {
+  // Into how many tasks the groups are divided: as many for each thread, of as many groups as go by at once, or twice
+  // that; small, so that no thread waits long for the last one.
+  static int64_t chunks_of(const WeightView& weights, int64_t rows) {
+    const int64_t threads = ThreadPool::instance().size(), groups = weights.groups;
+    const int64_t at_once = std::max(int64_t{2}, isa().gemm->groups_at_once(weights, rows));
+    const int64_t chunk = groups >= 16 * at_once * threads ? 2 * at_once : at_once;
+    const int64_t chunks = (groups + chunk - 1) / chunk;
+    return std::min(groups, (chunks + threads - 1) / threads * threads);
+  }
+
+  void prepare(int64_t row, int64_t rows, Product& block) {
     const int64_t padded_k = block.weights.k;
     block.x_stride = (padded_k + 15) / 16 * 16 + 16;  // rows of one tile must not fall on the same lines of the cache
     float* out = scratch(static_cast<size_t>(rows * block.x_stride));
     block.x = out;
     const char* x = static_cast<const char*>(x_) + row * x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
     const int64_t row_bytes = x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
-    const bool round = block.weights.dtype == Dtype::bf16;
-    const auto widen_rows = isa().gemm->widen;
+    const auto prepare_rows = isa().gemm->prepare;
     const int64_t rows_at_once = std::max(int64_t{1}, 16384 / padded_k);
     parallel_for((rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
       const int64_t r = task * rows_at_once;
-      widen_rows(x + r * row_bytes, x_dtype_, x_stride_, weights_->k(), round, out + r * block.x_stride, padded_k,
-                 block.x_stride, std::min(rows_at_once, rows - r));
+      prepare_rows(x + r * row_bytes, x_dtype_, x_stride_, weights_->k(), block.weights.dtype, out + r * block.x_stride,
+                   padded_k, block.x_stride, std::min(rows_at_once, rows - r));
     });
   }
 

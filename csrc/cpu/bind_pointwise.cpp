@@ -19,24 +19,22 @@ namespace octavo {
 namespace {
 
 template <typename Arguments>
-class RowOp : public Op {
+class RowOp : public TokenOp {
  public:
   using Kernel = void (*)(const Arguments&, const Step&, int64_t, int64_t);
 
   // A step has `rows_of_token` rows for each token, each `work` units of work (see ranges.hpp).
   RowOp(Kernel PointwiseTable::*kernel, const Arguments& arguments, int64_t rows_of_token, int64_t work)
-      : kernel_(kernel), arguments_(arguments), rows_of_token_(rows_of_token), work_(work) {}
+      : TokenOp(rows_of_token * work), kernel_(kernel), arguments_(arguments), rows_of_token_(rows_of_token) {}
 
-  void run(const Step& step) override {
-    const Kernel kernel = isa().pointwise->*kernel_;
-    for_row_ranges(step.tokens * rows_of_token_, work_,
-                   [&](int64_t begin, int64_t end) { kernel(arguments_, step, begin, end); });
+  void run_tokens(const Step& step, int64_t begin, int64_t end) const override {
+    (isa().pointwise->*kernel_)(arguments_, step, begin * rows_of_token_, end * rows_of_token_);
   }
 
  private:
   Kernel PointwiseTable::*kernel_;
   Arguments arguments_;
-  int64_t rows_of_token_, work_;
+  int64_t rows_of_token_;
 };
 
 template <typename Arguments>
@@ -105,37 +103,11 @@ OpPtr layer_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight,
   return row_op(&PointwiseTable::layer_norm, norm, 2 * width, rows_per_token);
 }
 
-AddNorm add_norm_of(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
-                    uintptr_t bias, Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width,
-                    double eps) {
-  require_float(x_dtype);
-  require_float(residual_dtype);
-  const Norm norm =
-      norm_of(total, Dtype::f32, width, weight, bias, w_dtype, out, out_dtype, width, eps, 1, 0, 0, 0);
-  return AddNorm{pointer<void>(x), x_dtype, pointer<void>(residual), residual_dtype, pointer<float>(total), norm};
-}
-
-OpPtr add_rms_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
-                   Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width, double eps) {
-  return row_op(
-      &PointwiseTable::add_rms_norm,
-      add_norm_of(x, x_dtype, residual, residual_dtype, weight, 0, w_dtype, out, out_dtype, total, width, eps),
-      2 * width);
-}
-
-OpPtr add_layer_norm(uintptr_t x, Dtype x_dtype, uintptr_t residual, Dtype residual_dtype, uintptr_t weight,
-                     uintptr_t bias, Dtype w_dtype, uintptr_t out, Dtype out_dtype, uintptr_t total, int64_t width,
-                     double eps) {
-  return row_op(
-      &PointwiseTable::add_layer_norm,
-      add_norm_of(x, x_dtype, residual, residual_dtype, weight, bias, w_dtype, out, out_dtype, total, width, eps),
-      3 * width);
-}
-
 template <Activation activation, bool gated>
 OpPtr activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t width, Dtype dtype) {
   require_float(dtype);
-  const Activate arguments{pointer<void>(x), x_stride, pointer<void>(out), width, width, dtype, activation, gated};
+  const Activate arguments{pointer<void>(x), x_stride, dtype, pointer<void>(out), width, dtype,
+                           width,            activation, gated};
   return row_op(&PointwiseTable::activate, arguments, 4 * width);
 }
 
@@ -179,10 +151,6 @@ void bind_pointwise(nb::module_& m) {
   m.def("layer_norm", &layer_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "bias"_a, "w_dtype"_a, "out"_a,
         "out_dtype"_a, "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0,
         "out_head_stride"_a = 0);
-  m.def("add_rms_norm", &add_rms_norm, "x"_a, "x_dtype"_a, "residual"_a, "residual_dtype"_a, "weight"_a, "w_dtype"_a,
-        "out"_a, "out_dtype"_a, "total"_a, "width"_a, "eps"_a);
-  m.def("add_layer_norm", &add_layer_norm, "x"_a, "x_dtype"_a, "residual"_a, "residual_dtype"_a, "weight"_a, "bias"_a,
-        "w_dtype"_a, "out"_a, "out_dtype"_a, "total"_a, "width"_a, "eps"_a);
 
   const auto def_activation = [&](const char* name, auto function) {
     m.def(name, function, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a);

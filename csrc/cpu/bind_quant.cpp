@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bind.hpp"
+#include "pointwise.hpp"
 #include "quant.hpp"
 #include "ranges.hpp"
 #include "threads.hpp"
@@ -54,22 +55,24 @@ class RowBuffer {
 class LinearQuant : public Op {
  public:
   LinearQuant(std::vector<std::shared_ptr<PackedQuant>> parts, const void* x, int64_t x_stride, Dtype x_dtype,
-              void* out, int64_t out_stride, Dtype out_dtype, const float* bias)
+              void* out, int64_t out_stride, Dtype out_dtype, const float* bias, bool add)
       : parts_(std::move(parts)), x_(static_cast<const char*>(x)), x_dtype_(x_dtype) {
     if (parts_.empty()) throw std::invalid_argument("a quantised product needs a matrix");
     check_dtype(x_dtype);
     check_dtype(out_dtype);
+    if (add && out_dtype != Dtype::f32) throw std::invalid_argument("products are added to float32 only");
     x_stride_ = x_stride * size_of(x_dtype);
     out_stride_ = out_stride * size_of(out_dtype);
     int64_t column = 0;
     for (const auto& part : parts_) {
       if (part->k != parts_[0]->k) throw std::invalid_argument("the parts of a quantised product differ in inputs");
       outputs_.push_back({static_cast<char*>(out) + column * size_of(out_dtype), out_stride, out_dtype,
-                          bias == nullptr ? nullptr : bias + column});
+                          bias == nullptr ? nullptr : bias + column, add});
       first_panel_.push_back(panels_);
       panels_ += part->panels;
       column += part->n;
     }
+    tasks_ = panels_;
   }
 
   void run(const Step& step) override {
@@ -80,10 +83,29 @@ class LinearQuant : public Op {
     }
   }
 
- private:
+ protected:
   static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
   static void check_dtype(Dtype dtype) {
     if (dtype == Dtype::i8) throw std::invalid_argument("rows of a quantised product are float32 or bfloat16");
+  }
+
+  // Panel `panel` of all parts' for `rows` rows, into memory of its own [rows][stride].
+  void multiply(int64_t panel, int64_t rows, const QuantRows& quantized, float* sums, int64_t stride) const {
+    const size_t part = part_of(panel);
+    const int64_t own = panel - first_panel_[part];
+    const auto first_column = reinterpret_cast<uintptr_t>(sums) - own * kPanel * sizeof(float);
+    const QuantOutput out{reinterpret_cast<void*>(first_column), stride, Dtype::f32, outputs_[part].bias, false};
+    isa().quant->panel(*parts_[part], own, quantized, rows, out);
+  }
+
+  int64_t panels_ = 0;  // of all parts
+  int64_t tasks_ = 0;   // what run_task is called for
+
+ private:
+  size_t part_of(int64_t panel) const {
+    size_t part = parts_.size() - 1;
+    while (panel < first_panel_[part]) --part;
+    return part;
   }
 
   void run_rows(int64_t first, int64_t rows, const QuantRows& quantized) const {
@@ -94,17 +116,16 @@ class LinearQuant : public Op {
         table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
       }
     });
-    const int64_t chunk = std::clamp(panels_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
-    parallel_for((panels_ + chunk - 1) / chunk, [&](int64_t task) {
-      for (int64_t i = task * chunk; i < std::min(panels_, (task + 1) * chunk); ++i) {
-        run_panel(i, first, rows, quantized);
+    const int64_t chunk = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    parallel_for((tasks_ + chunk - 1) / chunk, [&](int64_t chunk_index) {
+      for (int64_t i = chunk_index * chunk; i < std::min(tasks_, (chunk_index + 1) * chunk); ++i) {
+        run_task(i, first, rows, quantized);
       }
     });
   }
 
-  void run_panel(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const {
-    size_t part = parts_.size() - 1;
-    while (panel < first_panel_[part]) --part;
+  virtual void run_task(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const {
+    const size_t part = part_of(panel);
     QuantOutput out = outputs_[part];
     out.data = static_cast<char*>(out.data) + first * out_stride_;
     isa().quant->panel(*parts_[part], panel - first_panel_[part], quantized, rows, out);
@@ -113,11 +134,48 @@ class LinearQuant : public Op {
   std::vector<std::shared_ptr<PackedQuant>> parts_;
   std::vector<QuantOutput> outputs_;
   std::vector<int64_t> first_panel_;
-  int64_t panels_ = 0;
   const char* x_;
   int64_t x_stride_, out_stride_;  // bytes
   Dtype x_dtype_;
 };
+
+// silu(gate) * up, of which the gate is the first half of the outputs and up the second. A task is a panel of either.
+class GatedQuant : public LinearQuant {
+ public:
+  GatedQuant(std::vector<std::shared_ptr<PackedQuant>> parts, const void* x, int64_t x_stride, Dtype x_dtype, void* out,
+             int64_t out_stride, Dtype out_dtype, const float* bias)
+      : LinearQuant(std::move(parts), x, x_stride, x_dtype, out, 0, Dtype::f32, bias, false),
+        out_(static_cast<char*>(out)), out_stride_(out_stride), out_dtype_(out_dtype) {
+    check_dtype(out_dtype);
+    tasks_ = panels_ / 2;
+  }
+
+ private:
+  void run_task(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const override {
+    alignas(64) float sums[kRowsAtOnce][2 * kPanel];
+    multiply(panel, rows, quantized, sums[0], 2 * kPanel);
+    multiply(panel + tasks_, rows, quantized, sums[0] + kPanel, 2 * kPanel);
+    char* out = out_ + (first * out_stride_ + panel * kPanel) * size_of(out_dtype_);
+    const Activate activation{sums,   2 * kPanel,  Dtype::f32,       out, out_stride_, out_dtype_,
+                              kPanel, Activation::silu, true};
+    isa().pointwise->activate(activation, Step{}, 0, rows);
+  }
+
+  char* out_;
+  int64_t out_stride_;
+  Dtype out_dtype_;
+};
+
+// Throws unless both halves of the outputs are whole panels.
+OpPtr linear_quant_silu_mul(std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride,
+                            Dtype x_dtype, uintptr_t out, int64_t out_stride, Dtype out_dtype, uintptr_t bias) {
+  const bool halves = parts.size() == 1 ? parts[0]->n % (2 * kPanel) == 0
+                                        : parts.size() == 2 && parts[0]->n == parts[1]->n && parts[0]->n % kPanel == 0;
+  if (!halves) throw std::invalid_argument("gate and up must be whole panels, of one matrix or of two equal ones");
+  return std::make_shared<GatedQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype,
+                                      reinterpret_cast<void*>(out), out_stride, out_dtype,
+                                      reinterpret_cast<const float*>(bias));
+}
 
 void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, int bits, int64_t group,
                    uintptr_t codes, uintptr_t scales) {
@@ -161,13 +219,15 @@ void bind_quant(nb::module_& m) {
         "Codes and scales of weight [n, k], in groups of `group` values of a row.");
   m.def("linear_quant",
         [](std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out,
-           int64_t out_stride, Dtype out_dtype, uintptr_t bias) -> OpPtr {
+           int64_t out_stride, Dtype out_dtype, uintptr_t bias, bool add) -> OpPtr {
           return std::make_shared<LinearQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype,
                                                reinterpret_cast<void*>(out), out_stride, out_dtype,
-                                               reinterpret_cast<const float*>(bias));
+                                               reinterpret_cast<const float*>(bias), add);
         },
         nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
-        nb::arg("out_dtype"), nb::arg("bias") = 0);
+        nb::arg("out_dtype"), nb::arg("bias") = 0, nb::arg("add") = false);
+  m.def("linear_quant_silu_mul", &linear_quant_silu_mul, nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"),
+        nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("bias") = 0);
 }
 
 }  // namespace octavo

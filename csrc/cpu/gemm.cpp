@@ -2,8 +2,9 @@
 //
 // A register tile of R rows times G groups of 16 columns accumulates over all of k in order; x is broadcast element by
 // element, the weights are read as they lie, a cache line for two k of a group. For bfloat16 a vector holds 32-bit
-// words of two neighbouring k: shifted left it is the even one in float32, masked the odd one. All rows of a call pass
-// over a group while it lies in the cache, and meanwhile the next group is fetched.
+// words of two neighbouring k: shifted left it is the even one in float32, masked the odd one; or one instruction
+// multiplies and adds both, and x is broadcast as such words too. All rows of a call pass over a group while it lies in
+// the cache, and meanwhile the next group is fetched.
 #include "gemm.hpp"
 
 #include "gemm_limits.hpp"
@@ -14,22 +15,34 @@ namespace {
 
 constexpr int kVectors = kGroup / kLanes;  // of a group
 
-// The most rows of a tile, and the groups side by side for a number of rows. Of 16 registers, 12 hold sums of 6 rows x
-// 2 vectors or 3 x 4. A multiply-add takes 4 cycles and 2 start in each, so that a tile wants 8 sums or more; and one
-// or two rows, which wait for memory, want two streams of weights.
+// Whether bfloat16 is multiplied as it is: x is then rows of bfloat16 for such weights, otherwise of float32.
+#if defined(OCTAVO_ISA_avx512_bf16)
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+
+// The most rows of a tile, and the most groups side by side for a number of rows; never more for more rows. Sums fill
+// most of the registers: of 16, 12 hold those of 6 rows x 2 vectors or 3 x 4; of 32, 24 hold those of 8 x 3. A
+// multiply-add takes 4 cycles, that of pairs 6, and one or two start in each, so that a tile wants 8 sums or more; and
+// few rows, which wait for memory, want several streams of weights.
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 constexpr int kMaxRows = 8;
-constexpr int wide_groups(int) { return 2; }
+constexpr int most_groups(int rows) { return rows == 1 ? 8 : rows == 2 ? 6 : rows <= 4 ? 4 : 3; }
 #elif defined(OCTAVO_ISA_avx2)
 constexpr int kMaxRows = 6;
-constexpr int wide_groups(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int most_groups(int rows) { return rows <= 2 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
-constexpr int wide_groups(int) { return 1; }
+constexpr int most_groups(int) { return 1; }
 #endif
-constexpr int kMaxGroups = 2;
-// When there are several tiles they differ by a row at most and have half of kMaxRows at least: all are equally wide.
-static_assert(wide_groups((kMaxRows + 1) / 2) == wide_groups(kMaxRows));
+
+// Of all tiles.
+constexpr int most_sums() {
+  int most = 0;
+  for (int rows = 1; rows <= kMaxRows; ++rows) most = rows * most_groups(rows) > most ? rows * most_groups(rows) : most;
+  return most * kGroup;
+}
 
 struct Tile {
   const void* weights;  // of the first group
@@ -59,7 +72,7 @@ constexpr int kManyTiles = 5;
 
 template <int G, int Cache>
 OCTAVO_INLINE void fetch_ahead(const char* line, int64_t group_bytes) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
   for (int g = 0; g < G; ++g) __builtin_prefetch(line + g * group_bytes, 0, Cache);
 }
 
@@ -84,6 +97,30 @@ OCTAVO_INLINE void accumulate_bf16(const Tile& tile, F32 (&sums)[R][G * kVectors
     x += 2;
   }
 }
+
+#if defined(OCTAVO_ISA_avx512_bf16)
+template <int R, int G, int Cache>
+OCTAVO_INLINE void accumulate_pairs(const Tile& tile, F32 (&sums)[R][G]) {
+  const char* line = static_cast<const char*>(tile.weights);
+  const char* ahead = tile.ahead;
+  const float* x = tile.x;
+  for (int64_t pairs = tile.k / 2; pairs > 0; --pairs) {
+    U32 w[G];
+    fetch_ahead<G, Cache>(ahead, tile.group_bytes);
+#pragma GCC unroll 16
+    for (int g = 0; g < G; ++g) w[g] = load_as<U32>(line + g * tile.group_bytes);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const U32 pair = (U32)splat_anew(x + r * tile.x_stride);
+#pragma GCC unroll 16
+      for (int g = 0; g < G; ++g) add_pair_products(sums[r][g], w[g], pair);
+    }
+    line += 4 * kGroup;
+    ahead += tile.ahead_step;
+    ++x;
+  }
+}
+#endif
 
 template <int R, int G, int Cache>
 OCTAVO_INLINE void accumulate_f32(const Tile& tile, F32 (&sums)[R][G * kVectors]) {
@@ -111,10 +148,14 @@ void run_tile(const Tile& tile, float* out) {
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < G * kVectors; ++v) sums[r][v] = F32{};
-  if constexpr (dtype == Dtype::bf16)
-    accumulate_bf16<R, G, Cache>(tile, sums);
-  else
+  if constexpr (dtype == Dtype::f32)
     accumulate_f32<R, G, Cache>(tile, sums);
+  else
+#if defined(OCTAVO_ISA_avx512_bf16)
+    accumulate_pairs<R, G, Cache>(tile, sums);
+#else
+    accumulate_bf16<R, G, Cache>(tile, sums);
+#endif
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
@@ -123,21 +164,30 @@ void run_tile(const Tile& tile, float* out) {
 
 using RunTile = void (*)(const Tile&, float*);
 
-// The kernel for a tile of `rows` rows, one group wide or as wide as suits that number of rows.
-template <Dtype dtype, int Cache, int R = kMaxRows>
-RunTile tile_kernel(int rows, bool wide) {
-  if constexpr (R > 1) {
-    if (rows < R) return tile_kernel<dtype, Cache, R - 1>(rows, wide);
+template <Dtype dtype, int Cache, int R, int G = most_groups(R)>
+RunTile kernel_of_rows(int groups) {
+  if constexpr (G > 1) {
+    if (groups < G) return kernel_of_rows<dtype, Cache, R, G - 1>(groups);
   }
-  return wide ? run_tile<dtype, R, wide_groups(R), Cache> : run_tile<dtype, R, 1, Cache>;
+  return run_tile<dtype, R, G, Cache>;
 }
 
-RunTile tile_kernel(Dtype dtype, int rows, bool wide, bool many_tiles) {
+// The kernel for a tile of Least to R rows.
+template <Dtype dtype, int Cache, int Least, int R = kMaxRows>
+RunTile tile_kernel(int rows, int groups) {
+  if constexpr (R > Least) {
+    if (rows < R) return tile_kernel<dtype, Cache, Least, R - 1>(rows, groups);
+  }
+  return kernel_of_rows<dtype, Cache, R>(groups);
+}
+
+RunTile tile_kernel(Dtype dtype, int rows, int groups, bool many_tiles) {
+  constexpr int half = (kMaxRows + 1) / 2;  // that many rows has a tile at least where there are several
   if (dtype == Dtype::bf16)
-    return many_tiles ? tile_kernel<Dtype::bf16, kFirstCache>(rows, wide)
-                      : tile_kernel<Dtype::bf16, kSecondCache>(rows, wide);
-  return many_tiles ? tile_kernel<Dtype::f32, kFirstCache>(rows, wide)
-                    : tile_kernel<Dtype::f32, kSecondCache>(rows, wide);
+    return many_tiles ? tile_kernel<Dtype::bf16, kFirstCache, half>(rows, groups)
+                      : tile_kernel<Dtype::bf16, kSecondCache, 1>(rows, groups);
+  return many_tiles ? tile_kernel<Dtype::f32, kFirstCache, half>(rows, groups)
+                    : tile_kernel<Dtype::f32, kSecondCache, 1>(rows, groups);
 }
 
 // ---- what becomes of the sums -----------------------------------------------------------------------------------
@@ -219,32 +269,54 @@ void finish(const Product& p, int64_t row, int rows, int64_t group, int groups, 
 
 // ---- entry points -----------------------------------------------------------------------------------------------
 
+// Rows in tiles as equal as can be, the first ones a row larger.
+struct Tiling {
+  explicit Tiling(int64_t rows)
+      : tiles((rows + kMaxRows - 1) / kMaxRows), larger(rows % tiles), least(static_cast<int>(rows / tiles)) {}
+  int rows(int64_t tile) const { return least + (tile < larger); }
+  int64_t tiles, larger;
+  int least;
+};
+
+static int64_t bytes_of_group(const WeightView& weights) {
+  return weights.k * kGroup * (weights.dtype == Dtype::bf16 ? 2 : 4);
+}
+
+// All tiles of these rows are equally wide. The groups of a strip, and those fetched meanwhile, should find room in the
+// second cache; more than two only if they do.
+static int64_t groups_at_once(const WeightView& weights, int64_t rows) {
+  constexpr int64_t kStripBytes = 512 * 1024;
+  const int64_t fitting = kStripBytes / bytes_of_group(weights);
+  const int64_t most = most_groups(Tiling(rows).rows(0));
+  return most <= 2 || fitting >= most ? most : fitting > 2 ? fitting : 2;
+}
+
+// All rows over a strip of groups; each tile fetches an equal part of the groups that come next.
+static void multiply_strip(const Product& p, int64_t group, int groups, int64_t row, const Tiling& tiling) {
+  const int64_t group_bytes = bytes_of_group(p.weights);
+  const int64_t ahead_part = group_bytes / tiling.tiles, ahead_step = 64 / tiling.tiles;
+  const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
+  const char* ahead = weights + groups * group_bytes;
+  const bool many = tiling.tiles >= kManyTiles;
+  const RunTile larger = tile_kernel(p.weights.dtype, tiling.rows(0), groups, many);
+  const RunTile smaller = tile_kernel(p.weights.dtype, tiling.least, groups, many);
+  float sums[most_sums()];
+  for (int64_t t = 0; t < tiling.tiles; ++t, ahead += ahead_part) {
+    const Tile tile{weights, group_bytes, p.weights.k, p.x + row * p.x_stride, p.x_stride, ahead, ahead_step};
+    (t < tiling.larger ? larger : smaller)(tile, sums);
+    finish(p, row, tiling.rows(t), group, groups, sums);
+    row += tiling.rows(t);
+  }
+}
+
 static void multiply(const Product& p, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end) {
-  const int64_t rows = row_end - row_begin;
-  if (rows <= 0) return;
-  const int64_t group_bytes = p.weights.k * kGroup * (p.weights.dtype == Dtype::bf16 ? 2 : 4);
-  // Tiles as equal as can be, the first ones a row larger; each fetches an equal part of the groups that come next.
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows, larger_tiles = rows % tiles;
-  const int least = static_cast<int>(rows / tiles), most = least + (larger_tiles > 0);
-  const int64_t ahead_part = group_bytes / tiles, ahead_step = 64 / tiles;
-  const int widest = wide_groups(most);
-  float sums[kMaxRows * kMaxGroups * kGroup];
-  for (int64_t group = group_begin; group < group_end;) {
-    const bool wide = group + widest <= group_end;
-    const int width = wide ? widest : 1;
-    const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
-    const char* ahead = weights + width * group_bytes;
-    const RunTile run_most = tile_kernel(p.weights.dtype, most, wide, tiles >= kManyTiles);
-    const RunTile run_least = tile_kernel(p.weights.dtype, least, wide, tiles >= kManyTiles);
-    int64_t row = row_begin;
-    for (int64_t t = 0; t < tiles; ++t, ahead += ahead_part) {
-      const bool larger = t < larger_tiles;
-      const Tile tile{weights, group_bytes, p.weights.k, p.x + row * p.x_stride, p.x_stride, ahead, ahead_step};
-      (larger ? run_most : run_least)(tile, sums);
-      finish(p, row, larger ? most : least, group, width, sums);
-      row += larger ? most : least;
-    }
-    group += width;
+  if (row_end <= row_begin) return;
+  const Tiling tiling(row_end - row_begin);
+  const int64_t groups = group_end - group_begin, at_once = groups_at_once(p.weights, row_end - row_begin);
+  const int64_t strips = (groups + at_once - 1) / at_once;
+  for (int64_t s = 0; s < strips; ++s) {
+    const int64_t begin = groups * s / strips, end = groups * (s + 1) / strips;
+    multiply_strip(p, group_begin + begin, static_cast<int>(end - begin), row_begin, tiling);
   }
 }
 
@@ -264,16 +336,39 @@ static void widen_rows(const T* x, int64_t x_stride, int64_t k, bool round, floa
   }
 }
 
-static void widen(const void* x, Dtype dtype, int64_t x_stride, int64_t k, bool round_to_bf16, float* out,
-                  int64_t padded_k, int64_t out_stride, int64_t rows) {
-  if (dtype == Dtype::bf16)
-    widen_rows(static_cast<const uint16_t*>(x), x_stride, k, false, out, padded_k, out_stride, rows);
-  else
-    widen_rows(static_cast<const float*>(x), x_stride, k, round_to_bf16, out, padded_k, out_stride, rows);
+// Rows of bfloat16, two to a word of out.
+template <typename T>
+static void narrow_rows(const T* x, int64_t x_stride, int64_t k, float* out, int64_t padded_k, int64_t out_stride,
+                        int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x + r * x_stride;
+    uint16_t* to = reinterpret_cast<uint16_t*>(out + r * out_stride);
+    int64_t i = 0;
+    for (; i + kLanes <= k; i += kLanes) store(to + i, load(from + i));
+    for (; i < k; ++i) to[i] = to_bf16(load_one(from + i));
+    for (; i < padded_k; ++i) to[i] = 0;
+  }
+}
+
+static void prepare(const void* x, Dtype dtype, int64_t x_stride, int64_t k, Dtype weights, float* out,
+                    int64_t padded_k, int64_t out_stride, int64_t rows) {
+  const auto* halves = static_cast<const uint16_t*>(x);
+  const auto* floats = static_cast<const float*>(x);
+  if (kMultipliesPairs && weights == Dtype::bf16) {
+    if (dtype == Dtype::bf16)
+      narrow_rows(halves, x_stride, k, out, padded_k, out_stride, rows);
+    else
+      narrow_rows(floats, x_stride, k, out, padded_k, out_stride, rows);
+  } else {
+    if (dtype == Dtype::bf16)
+      widen_rows(halves, x_stride, k, false, out, padded_k, out_stride, rows);
+    else
+      widen_rows(floats, x_stride, k, weights == Dtype::bf16, out, padded_k, out_stride, rows);
+  }
 }
 
 const GemmTable* gemm_table() {
-  static const GemmTable table{widen, multiply, read_once, multiply_add_rounds};
+  static const GemmTable table{prepare, groups_at_once, multiply, read_once, multiply_add_rounds};
   return &table;
 }
 

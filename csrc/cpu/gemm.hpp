@@ -1,7 +1,8 @@
 // The matrix products' entry points: out[r, :] = finish(x[r, :] W^T + bias).
 //
 // Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of
-// the register tile or the thread: see gemm.cpp.
+// the register tile or the thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the chain is 1, 0, 3, 2, ..., and
+// numbers below the least normal one are zeros: so the instruction works.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
@@ -32,7 +33,7 @@ enum class Finish {
 
 struct Product {
   WeightView weights;
-  const float* x = nullptr;  // [rows, k]
+  const float* x = nullptr;  // [rows, k], as GemmTable::prepare makes them
   int64_t x_stride = 0;
   void* out = nullptr;
   int64_t out_stride = 0;
@@ -42,9 +43,12 @@ struct Product {
 };
 
 struct GemmTable {
-  // out[r, 0 .. k) = x[r, 0 .. k) in float32, rounded to bfloat16 first if round_to_bf16; zeros to padded_k.
-  void (*widen)(const void* x, Dtype dtype, int64_t x_stride, int64_t k, bool round_to_bf16, float* out,
-                int64_t padded_k, int64_t out_stride, int64_t rows);
+  // Rows x[r, 0 .. k) in the form in which `multiply` takes them for weights of that type, with zeros to padded_k: for
+  // bfloat16 rounded to it, and in float32 or two in a word.
+  void (*prepare)(const void* x, Dtype dtype, int64_t x_stride, int64_t k, Dtype weights, float* out, int64_t padded_k,
+                  int64_t out_stride, int64_t rows);
+  // Groups that `multiply` takes side by side for so many rows, at least 1, where there are as many.
+  int64_t (*groups_at_once)(const WeightView& weights, int64_t rows);
   // The part of a product in the given groups and rows.
   void (*multiply)(const Product& product, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end);
   // For the limits of this machine: reads so many bytes once; runs so many rounds of independent multiply-adds, and

@@ -35,11 +35,16 @@ const std::vector<Isa>& available_isas() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     [[maybe_unused]] const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#ifdef OCTAVO_EMULATED  // their kernels use AVX2 only
+    [[maybe_unused]] const bool avx512 = avx2, bf16 = avx2;
+#else
     [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                                          __builtin_cpu_supports("avx512dq");
+    [[maybe_unused]] const bool bf16 =
+        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#endif
 #ifdef OCTAVO_HAS_avx512_bf16
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (bf16) isas.push_back(OCTAVO_ROW(avx512_bf16));
 #endif
 #ifdef OCTAVO_HAS_avx512

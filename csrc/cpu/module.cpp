@@ -7,6 +7,7 @@
 #include "bind.hpp"
 #include "isa.hpp"
 #include "ops.hpp"
+#include "ranges.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -19,10 +20,18 @@ const T* pointer(uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
-// A sequence of operations recorded once and run for each step.
+// A sequence of operations recorded once and run for each step. Neighbours that work token by token become one: memory
+// is used again only by rows of as many bytes (see octavo/kernels/cpu/arena.py), so that each token's rows stay its own.
 class Tape {
  public:
-  void append(OpPtr op) { ops_.push_back(std::move(op)); }
+  void append(OpPtr op) {
+    const auto tokens = std::dynamic_pointer_cast<TokenOp>(op);
+    const auto before = ops_.empty() ? nullptr : std::dynamic_pointer_cast<TokenOp>(ops_.back());
+    if (tokens && before)
+      ops_.back() = std::make_shared<TokenOps>(before, tokens);
+    else
+      ops_.push_back(std::move(op));
+  }
   size_t size() const { return ops_.size(); }
   void run(const Step& step) const {
     nb::gil_scoped_release release;
@@ -50,6 +59,7 @@ NB_MODULE(_cpu, m) {
   m.def("set_threads", [](int size, bool pin) { ThreadPool::instance().resize(size, pin); }, nb::arg("size"),
         nb::arg("pin") = false);
   m.def("num_threads", [] { return ThreadPool::instance().size(); });
+  m.def("threads_pinned", [] { return ThreadPool::instance().pinned(); });
 
   nb::class_<Step>(m, "Step")
       .def("__init__",

@@ -53,8 +53,8 @@ OCTAVO_INLINE F32 gelu_tanh(F32 x) {
   return x / (1.0f + exp(-2.0f * u));
 }
 
-template <typename T, typename F>
-void activate_row(const T* x, T* out, int64_t width, bool gated, const F& f) {
+template <typename T, typename O, typename F>
+void activate_row(const T* x, O* out, int64_t width, bool gated, const F& f) {
   if (gated)
     for_vectors(width, [&](int64_t i, auto lanes) {
       store(out + i, f(load(x + i, lanes)) * load(x + width + i, lanes), lanes);
@@ -64,18 +64,19 @@ void activate_row(const T* x, T* out, int64_t width, bool gated, const F& f) {
 }
 
 void activate(const Activate& a, const Step&, int64_t begin, int64_t end) {
-  with_type(a.dtype, [&](auto type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    for (int64_t row = begin; row < end; ++row) {
-      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-      T* out = static_cast<T*>(a.out) + row * a.out_stride;
-      if (a.activation == Activation::silu)
-        activate_row(x, out, a.width, a.gated, [](F32 v) { return silu(v); });
-      else if (a.activation == Activation::gelu)
-        activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu(v); });
-      else
-        activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu_tanh(v); });
-    }
+  with_type(a.x_dtype, [&](auto x_type) {
+    with_type(a.out_dtype, [&](auto out_type) {
+      for (int64_t row = begin; row < end; ++row) {
+        const auto* x = static_cast<const std::remove_pointer_t<decltype(x_type)>*>(a.x) + row * a.x_stride;
+        auto* out = static_cast<decltype(out_type)>(a.out) + row * a.out_stride;
+        if (a.activation == Activation::silu)
+          activate_row(x, out, a.width, a.gated, [](F32 v) { return silu(v); });
+        else if (a.activation == Activation::gelu)
+          activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu(v); });
+        else
+          activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu_tanh(v); });
+      }
+    });
   });
 }
 
@@ -174,8 +175,7 @@ double logsumexp(const float* row, int64_t width) {
 }  // namespace
 
 const PointwiseTable* pointwise_table() {
-  static const PointwiseTable table{embedding, rms_norm, layer_norm, add_rms_norm, add_layer_norm,
-                                    activate,  rotary,   argmax,     logsumexp};
+  static const PointwiseTable table{embedding, rms_norm, layer_norm, activate, rotary, argmax, logsumexp};
   return &table;
 }
 

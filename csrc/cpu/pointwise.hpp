@@ -31,27 +31,18 @@ struct Norm {
   float eps;
 };
 
-// total = x + residual, then norm.out = norm of total; x, residual and total are [T, width]; norm.x is total.
-// total may be the memory of a float32 x or residual.
-struct AddNorm {
-  const void* x;
-  Dtype x_dtype;
-  const void* residual;
-  Dtype residual_dtype;
-  float* total;
-  Norm norm;
-};
-
 enum class Activation : int { silu, gelu, gelu_tanh };
 
-// out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed.
+// out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed
+// if the types are the same.
 struct Activate {
   const void* x;
   int64_t x_stride;
+  Dtype x_dtype;
   void* out;
   int64_t out_stride;
+  Dtype out_dtype;
   int64_t width;
-  Dtype dtype;
   Activation activation;
   bool gated;
 };
@@ -72,8 +63,6 @@ struct PointwiseTable {
   void (*embedding)(const Embedding&, const Step&, int64_t begin, int64_t end);
   void (*rms_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
   void (*layer_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
-  void (*add_rms_norm)(const AddNorm&, const Step&, int64_t begin, int64_t end);
-  void (*add_layer_norm)(const AddNorm&, const Step&, int64_t begin, int64_t end);
   void (*activate)(const Activate&, const Step&, int64_t begin, int64_t end);
   void (*rotary)(const Rotary&, const Step&, int64_t begin, int64_t end);
   // The index of a row's largest value, the lowest of several; -1 if there is a NaN.

@@ -1,4 +1,4 @@
-// Root mean square norm (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016), alone and after a residual sum.
+// Root mean square norm (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016).
 #include "pointwise_norm.hpp"
 
 #include <type_traits>
@@ -64,22 +64,6 @@ void norm_row(const Norm& a, int64_t row) {
   });
 }
 
-void add_row(const AddNorm& a, int64_t row) {
-  const int64_t width = a.norm.width;
-  with_type(a.x_dtype, [&](auto x_type) {
-    with_type(a.residual_dtype, [&](auto residual_type) {
-      using X = std::remove_pointer_t<decltype(x_type)>;
-      using R = std::remove_pointer_t<decltype(residual_type)>;
-      const X* x = static_cast<const X*>(a.x) + row * width;
-      const R* residual = static_cast<const R*>(a.residual) + row * width;
-      float* total = a.total + row * width;
-      for_vectors(width, [&](int64_t i, auto lanes) {
-        store(total + i, load(x + i, lanes) + load(residual + i, lanes), lanes);
-      });
-    });
-  });
-}
-
 }  // namespace
 
 void rms_norm(const Norm& a, const Step&, int64_t begin, int64_t end) {
@@ -88,20 +72,6 @@ void rms_norm(const Norm& a, const Step&, int64_t begin, int64_t end) {
 
 void layer_norm(const Norm& a, const Step&, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) norm_row<true>(a, row);
-}
-
-void add_rms_norm(const AddNorm& a, const Step&, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    add_row(a, row);
-    norm_row<false>(a.norm, row);
-  }
-}
-
-void add_layer_norm(const AddNorm& a, const Step&, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    add_row(a, row);
-    norm_row<true>(a.norm, row);
-  }
 }
 
 }  // namespace octavo::OCTAVO_ISA

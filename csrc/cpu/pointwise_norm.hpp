@@ -5,6 +5,4 @@
 namespace octavo::OCTAVO_ISA {
 void rms_norm(const Norm& a, const Step& step, int64_t begin, int64_t end);
 void layer_norm(const Norm& a, const Step& step, int64_t begin, int64_t end);
-void add_rms_norm(const AddNorm& a, const Step& step, int64_t begin, int64_t end);
-void add_layer_norm(const AddNorm& a, const Step& step, int64_t begin, int64_t end);
 }  // namespace octavo::OCTAVO_ISA

@@ -104,6 +104,11 @@ OCTAVO_INLINE void store_row(const float* sums, const float* bias, int columns, 
   }
 }
 
+// As store_row, added to what is there.
+OCTAVO_INLINE void add_row(const float* sums, const float* bias, int columns, float* out) {
+  for (int c = 0; c < columns; ++c) out[c] += bias == nullptr ? sums[c] : sums[c] + bias[c];
+}
+
 template <QuantFormat Format>
 void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t count, const QuantOutput& out) {
   const int64_t first = panel * kPanel;
@@ -115,7 +120,9 @@ void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, 
     multiply_rows<Format>(weight.panel(panel), rows, row, tile, sums);
     for (int r = 0; r < tile; ++r) {
       const int64_t at = (row + r) * out.stride + first;
-      if (out.dtype == Dtype::f32) {
+      if (out.add) {
+        add_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
+      } else if (out.dtype == Dtype::f32) {
         store_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
       } else {
         store_row(sums[r], bias, columns, static_cast<uint16_t*>(out.data) + at);

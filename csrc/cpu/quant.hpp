@@ -80,7 +80,7 @@ struct QuantGroup {
   float scale;       // greatest magnitude / 127; not a number if a value is infinite or not a number
   float scaled_sum;  // scale * sum of the codes
   int32_t pairs;     // two int16: -8 times the sum of codes 0 and 1 of each quad, and that of codes 2 and 3
-  int32_t unused;
+  int32_t offset;    // both: -8 times the sum of all codes
 };
 
 // Quantised rows. Rows are laid out four together, so that a tile of rows is read through one pointer.
@@ -102,6 +102,7 @@ struct QuantOutput {
   int64_t stride;  // elements
   Dtype dtype;
   const float* bias;  // of the matrix's own columns, or null
+  bool add;           // to what is there, which is float32, instead of storing
 };
 
 struct QuantTable {

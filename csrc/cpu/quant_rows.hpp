@@ -110,6 +110,7 @@ OCTAVO_INLINE void quantize_group(const Activations& x, int8_t* out, QuantGroup&
   }
   for (int i = 0; i < kQuantGroup; i += 4) std::memcpy(out + i * kQuantTile, codes + i, 4);
   group.scaled_sum = group.scale * static_cast<float>(sums[0] + sums[1]);
+  group.offset = -8 * (sums[0] + sums[1]);
   const uint16_t first = static_cast<uint16_t>(-8 * sums[0]), second = static_cast<uint16_t>(-8 * sums[1]);
   group.pairs = static_cast<int32_t>(uint32_t{second} << 16 | first);
 }

@@ -1,8 +1,11 @@
-// How loops over rows are shared out among the threads.
+// How loops over rows are shared out among the threads, and the operations that are such loops.
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
+#include "ops.hpp"
 #include "threads.hpp"
 
 namespace octavo {
@@ -22,5 +25,34 @@ void for_row_ranges(int64_t rows, int64_t work_of_row, const F& f) {
   }
   parallel_for(ranges, [&](int64_t i) { f(rows * i / ranges, rows * (i + 1) / ranges); });
 }
+
+// Computes each token's rows from the same token's rows alone.
+class TokenOp : public Op {
+ public:
+  // `work` is that of a token.
+  explicit TokenOp(int64_t work) : work_(work) {}
+  virtual void run_tokens(const Step& step, int64_t begin, int64_t end) const = 0;
+  int64_t work() const { return work_; }
+  void run(const Step& step) override {
+    for_row_ranges(step.tokens, work_, [&](int64_t begin, int64_t end) { run_tokens(step, begin, end); });
+  }
+
+ private:
+  int64_t work_;
+};
+
+// Two of them in one loop over the tokens, so that the threads meet once.
+class TokenOps : public TokenOp {
+ public:
+  TokenOps(std::shared_ptr<TokenOp> first, std::shared_ptr<TokenOp> second)
+      : TokenOp(first->work() + second->work()), first_(std::move(first)), second_(std::move(second)) {}
+  void run_tokens(const Step& step, int64_t begin, int64_t end) const override {
+    first_->run_tokens(step, begin, end);
+    second_->run_tokens(step, begin, end);
+  }
+
+ private:
+  std::shared_ptr<TokenOp> first_, second_;
+};
 
 }  // namespace octavo

@@ -36,23 +36,36 @@ int current_processor() {
 #endif
 }
 
-void pin_to(int index) {
+// Processors that a thread may use.
 #ifdef __linux__
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  int seen = 0;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &allowed) || seen++ != index) continue;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
-    pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
-    return;
-  }
-#else
-  (void)index;
-#endif
+using Processors = cpu_set_t;
+
+Processors allowed_processors() {
+  Processors allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) CPU_ZERO(&allowed);
+  return allowed;
 }
+
+// Those of this thread from now on; none: as they are.
+void allow(const Processors& processors) {
+  if (CPU_COUNT(&processors) > 0) sched_setaffinity(0, sizeof(processors), &processors);
+}
+
+// The index-th of them, or none if there are fewer.
+Processors only(const Processors& processors, int index) {
+  Processors one;
+  CPU_ZERO(&one);
+  int seen = 0;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &processors) && seen++ == index) CPU_SET(cpu, &one);
+  return one;
+}
+#else
+struct Processors {};
+Processors allowed_processors() { return {}; }
+void allow(const Processors&) {}
+Processors only(const Processors&, int) { return {}; }
+#endif
 
 // The tasks of one loop that one thread starts on. The loop's number and the next task to hand out are one word:
 // whoever exchanges it for its successor has taken a task of a loop that is therefore not over.
@@ -67,16 +80,15 @@ struct alignas(64) Share {
 // other.
 void move_apart(const std::vector<Share>& shares) {
 #ifdef __linux__
-  cpu_set_t allowed, free;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  free = allowed;
+  const Processors allowed = allowed_processors();
+  Processors free = allowed;
   for (const Share& share : shares) {
     const int processor = share.processor.load(std::memory_order_relaxed);
     if (processor >= 0 && processor < CPU_SETSIZE) CPU_CLR(processor, &free);
   }
   if (CPU_COUNT(&free) == 0) return;
-  sched_setaffinity(0, sizeof(free), &free);
-  sched_setaffinity(0, sizeof(allowed), &allowed);
+  allow(free);
+  allow(allowed);
 #else
   (void)shares;
 #endif
@@ -99,6 +111,8 @@ struct ThreadPool::State {
   alignas(64) std::atomic<uint32_t> loop{0};     // one more for each loop
   alignas(64) std::atomic<int64_t> finished{0};  // tasks of this loop
   int size = 1;
+  bool pinned = false;
+  Processors callers{};  // of the caller outside of a step
 
   int64_t first_task(int64_t tasks_now, int thread) const { return tasks_now * thread / size; }
 
@@ -138,8 +152,8 @@ struct ThreadPool::State {
     }
   }
 
-  void work(int thread, bool pin, uint32_t seen) {
-    if (pin) pin_to(thread);
+  void work(int thread, const Processors& processors, uint32_t seen) {
+    allow(processors);
     int spins = 0;
     while (true) {
       const uint32_t now = loop.load(std::memory_order_acquire);
@@ -190,14 +204,20 @@ ThreadPool& ThreadPool::instance() {
 }
 
 int ThreadPool::size() const { return state_->size; }
+bool ThreadPool::pinned() const { return state_->pinned; }
 
 void ThreadPool::resize(int size, bool pin) {
   State& s = *state_;
   s.join();
   s.size = size < 1 ? 1 : size;
+  s.pinned = pin;
   s.shares = std::vector<Share>(s.size);
   const uint32_t seen = s.loop;
-  for (int i = 1; i < s.size; ++i) s.threads.emplace_back([&s, i, pin, seen] { s.work(i, pin, seen); });
+  const Processors all = allowed_processors();
+  for (int i = 1; i < s.size; ++i) {
+    const Processors own = pin ? only(all, i) : all;
+    s.threads.emplace_back([&s, i, own, seen] { s.work(i, own, seen); });
+  }
 }
 
 void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>& f) {
@@ -229,9 +249,15 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
 
 ThreadPool::Busy::Busy() {
   State& s = *ThreadPool::instance().state_;
-  s.busy.fetch_add(1);
+  if (s.busy.fetch_add(1) == 0 && s.pinned) {
+    s.callers = allowed_processors();
+    allow(only(s.callers, 0));
+  }
   s.wake_all();
 }
-ThreadPool::Busy::~Busy() { ThreadPool::instance().state_->busy.fetch_sub(1); }
+ThreadPool::Busy::~Busy() {
+  State& s = *ThreadPool::instance().state_;
+  if (s.busy.fetch_sub(1) == 1 && s.pinned) allow(s.callers);
+}
 
 }  // namespace octavo

@@ -12,9 +12,12 @@ class ThreadPool {
  public:
   static ThreadPool& instance();
 
-  // Sets the number of threads, the caller included; pins thread i to the i-th processor of the process if asked.
+  // Sets the number of threads, the caller included. With `pin` thread i stays on the i-th processor that the caller
+  // may use; the caller itself, thread 0, only during a step, as what it starts between steps would be bound with it.
+  // Threads beyond the number of processors are not bound.
   void resize(int size, bool pin);
   int size() const;
+  bool pinned() const;
 
   // Calls f(task) for each task in 0 .. tasks - 1, tasks < 2^32. Each thread starts on an equal run of neighbouring
   // tasks, and then helps the others with theirs, one task at a time: the caller never waits for a thread that another
@@ -22,7 +25,7 @@ class ThreadPool {
   // result. Not reentrant: f must not call it, nor may two threads at once.
   void parallel_for(int64_t tasks, const std::function<void(int64_t)>& f);
 
-  // While one lives, the other threads spin instead of sleeping.
+  // A step: while one lives, the other threads spin instead of sleeping.
   struct Busy {
     Busy();
     ~Busy();

@@ -18,6 +18,9 @@
 #if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 #include <immintrin.h>
 #endif
+#if defined(OCTAVO_EMULATED)
+#include "avx512_emulated.hpp"
+#endif
 #define OCTAVO_INLINE inline __attribute__((always_inline))
 
 namespace octavo::OCTAVO_ISA {
@@ -79,7 +82,11 @@ OCTAVO_INLINE uint16_t to_bf16(float x) {
 }
 
 OCTAVO_INLINE F32 widen_bf16(U16 x) {
-#if defined(OCTAVO_ISA_avx2)  // GCC 12 makes three instructions of the conversion below
+  // GCC 12 makes several instructions of the conversion below, and of that in store. Here and elsewhere masked
+  // with all ones, as it warns of its own unmasked ones.
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+  return (F32)((U32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x) << 16);
+#elif defined(OCTAVO_ISA_avx2)
   return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16);
 #else
   return (F32)(__builtin_convertvector(x, U32) << 16);
@@ -97,7 +104,11 @@ OCTAVO_INLINE U32 round_bf16(F32 x) {
 
 OCTAVO_INLINE F32 load(const uint16_t* p) { return widen_bf16(load_as<U16>(p)); }
 OCTAVO_INLINE void store(uint16_t* p, F32 x) {
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+  const U16 narrow = (U16)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)round_bf16(x));
+#else
   const U16 narrow = __builtin_convertvector(round_bf16(x), U16);
+#endif
   std::memcpy(p, &narrow, sizeof narrow);
 }
 OCTAVO_INLINE F32 load(const uint16_t* p, int n) {
@@ -143,7 +154,6 @@ OCTAVO_INLINE void store_one(uint16_t* p, float x) { *p = to_bf16(x); }
 // max and min: if either is a NaN, the second.
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 OCTAVO_INLINE F32 fma(F32 a, F32 b, F32 c) { return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-// Masked with all ones, as GCC 12 warns of its own unmasked ones.
 OCTAVO_INLINE F32 max(F32 a, F32 b) { return (F32)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
 OCTAVO_INLINE F32 min(F32 a, F32 b) { return (F32)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b); }
 #elif defined(OCTAVO_ISA_avx2)
@@ -174,7 +184,7 @@ OCTAVO_INLINE float fma(float a, float b, float c) {
 // sum += x * y, in the register where the sum is. Left to itself GCC lets sums wander, runs out of registers and holds
 // some in memory, which makes their chains several times as long.
 OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
 #elif defined(OCTAVO_ISA_avx2)
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
@@ -183,9 +193,21 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 #endif
 }
 
+#if defined(OCTAVO_ISA_avx512_bf16)
+// sum += odd(x) * odd(y), then sum += even(x) * even(y), over lanes of two bfloat16, each step with one rounding to
+// nearest. What is not a normal number, given or computed, counts as zero.
+OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
+  sum = (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+#endif
+
 // An element in all lanes, read anew: keeping it for later would take registers that the sums of a tile need.
 OCTAVO_INLINE F32 splat_anew(const float* p) {
-#if defined(OCTAVO_ISA_avx2)
+#if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
+  F32 x;
+  asm volatile("vbroadcastss %1, %0" : "=v"(x) : "m"(*p));
+  return x;
+#elif defined(OCTAVO_ISA_avx2)
   F32 x;
   asm volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
   return x;

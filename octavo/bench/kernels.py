@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.bench.limits import Limits
+from octavo.bench.device import graphed, seconds_per_call
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionBatch, Kernels
 
@@ -18,8 +18,32 @@ _BLOCK = 16
 
 
 @dataclass(frozen=True)
+class Shapes:
+    """What is measured."""
+
+    #: Rows of the products.
+    rows: list[int]
+    #: (sequences, context) of decode attention.
+    decodes: list[tuple[int, int]]
+    #: Lengths of prompts for prefill attention.
+    prefills: list[int]
+
+
+def cpu_shapes(rows: list[int]) -> Shapes:
+    """What a few cores compute within milliseconds."""
+    decodes = [(1, 128), (1, 1024), (1, 4096), (16, 128), (16, 1024), (16, 4096), (64, 1024)]
+    return Shapes(rows, decodes, [128, 512, 2048])
+
+
+def gpu_shapes(rows: list[int]) -> Shapes:
+    """What fills a GPU."""
+    decodes = [(1, 1024), (1, 8192), (8, 8192), (32, 1024), (32, 8192), (64, 1024), (256, 1024)]
+    return Shapes(rows, decodes, [512, 2048, 8192])
+
+
+@dataclass(frozen=True)
 class KernelFigures:
-    """One kernel at one shape; the best of several runs."""
+    """One kernel at one shape."""
 
     kernel: str
     shape: str
@@ -33,7 +57,9 @@ class KernelFigures:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
+    """What is to be measured: the work of one kernel at one shape."""
+
     kernel: str
     shape: str
     rows: int
@@ -46,27 +72,46 @@ class _Case:
 
 
 def measure(
-    kernels: Kernels, config: ModelConfig, dtype: torch.dtype, limits: Limits, rows: list[int]
+    kernels: Kernels,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shapes: Shapes,
+    *,
+    read_gb_s: float,
+    gflops: float,
+    device: torch.device | str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers at these numbers of rows, then decode attention, then prefill attention."""
-    for case in (*_linear_cases(kernels, config, dtype, rows), *_attention_cases(kernels, config, dtype)):
-        seconds = _best(kernels, case) / case.calls
-        bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
-        yield KernelFigures(
-            kernel=case.kernel,
-            shape=case.shape,
-            rows=case.rows,
-            microseconds=seconds * 1e6,
-            gb_per_s=bandwidth,
-            gflop_per_s=rate,
-            share_of_limit=max(bandwidth / limits.read_gb_s, rate / limits.fma_gflops),
-        )
+    """Measures linear layers, then decode attention, then prefill attention, on a device of these limits."""
+    device = torch.device(device)
+    for cases in (linear_cases, attention_cases):
+        for case in cases(kernels, config, dtype, shapes, device):
+            yield measure_case(kernels, case, device, read_gb_s, gflops)
 
 
-def _best(kernels: Kernels, case: _Case) -> float:
-    """Seconds of the fastest of several runs: others on the machine can only slow one down."""
+def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: float, gflops: float) -> KernelFigures:
+    """One kernel at one shape."""
+    seconds = _seconds(kernels, case, device) / case.calls
+    bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
+    return KernelFigures(
+        kernel=case.kernel,
+        shape=case.shape,
+        rows=case.rows,
+        microseconds=seconds * 1e6,
+        gb_per_s=bandwidth,
+        gflop_per_s=rate,
+        share_of_limit=max(bandwidth / read_gb_s, rate / gflops),
+    )
+
+
+def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
+    """Time of one run of all calls: on a GPU the median of a captured graph's, on a CPU the best of several.
+
+    Others on the machine can only slow a CPU down.
+    """
+    ids = torch.zeros(case.rows, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        return seconds_per_call(graphed(lambda: case.forward(ids, case.batch), device), device)
     replay = kernels.capture(case.forward, case.rows)
-    ids = torch.zeros(case.rows, dtype=torch.int64)
     replay(ids, case.batch)
     best, deadline = float("inf"), time.perf_counter() + 0.4
     while time.perf_counter() < deadline:
@@ -76,20 +121,25 @@ def _best(kernels: Kernels, case: _Case) -> float:
     return best
 
 
-def _linear_cases(kernels: Kernels, c: ModelConfig, dtype: torch.dtype, rows: list[int]) -> Iterator[_Case]:
-    shapes = {
+def linear_cases(
+    kernels: Kernels, c: ModelConfig, dtype: torch.dtype, shapes: Shapes, device: torch.device
+) -> Iterator[Case]:
+    """The products of a layer and the head, one case at a time: their tensors are large."""
+    matrices = {
         "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, c.num_layers),
         "attention out": (c.hidden_size, c.num_heads * c.head_dim, c.num_layers),
         "gate and up": (2 * c.intermediate_size, c.hidden_size, c.num_layers),
         "down": (c.hidden_size, c.intermediate_size, c.num_layers),
         "head": (c.vocab_size, c.hidden_size, 1),
     }
-    for name, (outputs, inputs, layers) in shapes.items():
-        packed = [kernels.pack_linear(torch.randn(outputs, inputs).to(dtype), None) for _ in range(layers)]
-        for count in rows:
-            x = torch.randn(count, inputs).to(dtype)
+    for name, (outputs, inputs, layers) in matrices.items():
+        packed = [
+            kernels.pack_linear(_random(outputs, inputs, dtype=dtype, device=device), None) for _ in range(layers)
+        ]
+        for count in shapes.rows:
+            x = _random(count, inputs, dtype=dtype, device=device)
             product = kernels.linear_float32 if name == "head" else kernels.linear
-            yield _Case(
+            yield Case(
                 f"linear {name}",
                 f"{outputs} x {inputs}",
                 count,
@@ -97,8 +147,12 @@ def _linear_cases(kernels: Kernels, c: ModelConfig, dtype: torch.dtype, rows: li
                 2.0 * outputs * inputs * count,
                 layers,
                 _repeated(product, x, packed),
-                _decodes(count, 1),
+                _decodes(count, 1, device),
             )
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
 
 
 def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[Any]) -> Callable[..., Tensor]:
@@ -110,16 +164,19 @@ def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[
     return forward
 
 
-def _attention_cases(kernels: Kernels, c: ModelConfig, dtype: torch.dtype) -> Iterator[_Case]:
+def attention_cases(
+    kernels: Kernels, c: ModelConfig, dtype: torch.dtype, shapes: Shapes, device: torch.device
+) -> Iterator[Case]:
+    """Attention of decodes, then of prompts, one case at a time."""
     token_bytes = 2 * c.num_kv_heads * c.head_dim * dtype.itemsize
     pair_flops = 4.0 * c.num_heads * c.head_dim
-    for sequences, context in ((1, 128), (1, 1024), (1, 4096), (16, 128), (16, 1024), (16, 4096), (64, 1024)):
-        batch = _decodes(sequences, context)
+    for sequences, context in shapes.decodes:
+        batch = _decodes(sequences, context, device)
         yield _attention_case(
             kernels, c, dtype, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
         )
-    for length in (128, 512, 2048):
-        batch = _one_prefill(length)
+    for length in shapes.prefills:
+        batch = _one_prefill(length, device)
         pairs = length * (length + 1) // 2
         yield _attention_case(
             kernels, c, dtype, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
@@ -135,33 +192,35 @@ def _attention_case(
     tokens: int,
     token_bytes: int,
     token_flops: float,
-) -> _Case:
+) -> Case:
     blocks = int(batch.block_tables.max()) + 1
-    caches = kernels.make_cache(c.num_layers, blocks, _BLOCK, c.num_kv_heads, c.head_dim, dtype)
+    device, rows = batch.positions.device, len(batch.positions)
+    # A GPU's caches are small beside one layer; what all of them would take may be more than it has.
+    layers = c.num_layers if device.type == "cpu" else 1
+    caches = kernels.make_cache(layers, blocks, _BLOCK, c.num_kv_heads, c.head_dim, dtype)
     for cache in caches:  # pages that were never written all are the same one
         for part in (cache.key, cache.value):
-            part.copy_(torch.ones((), dtype=part.dtype).expand_as(part))
-    rows = len(batch.positions)
-    q = torch.randn(rows, c.num_heads, c.head_dim).to(dtype)
+            part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
+    q = _random(rows, c.num_heads, c.head_dim, dtype=dtype, device=device)
 
     def forward(ids: Tensor, step: AttentionBatch) -> Tensor:
         for cache in caches:
             out = kernels.paged_attention(q, cache, step, c.head_dim**-0.5, None)
         return out.view(rows, -1)
 
-    return _Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)
+    return Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)
 
 
-def _decodes(sequences: int, context: int) -> AttentionBatch:
+def _decodes(sequences: int, context: int, device: torch.device) -> AttentionBatch:
     """Sequences with ``context`` tokens each, the last of which is computed; their blocks interleaved."""
     blocks = -(-context // _BLOCK)
     tables = torch.arange(blocks * sequences, dtype=torch.int32).view(blocks, sequences).t().contiguous()
     return AttentionBatch(
-        query_start=torch.arange(sequences + 1, dtype=torch.int32),
-        seq_lens=torch.full((sequences,), context, dtype=torch.int32),
-        block_tables=tables,
-        slots=tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK,
-        positions=torch.full((sequences,), context - 1),
+        query_start=torch.arange(sequences + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.full((sequences,), context, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slots=(tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK).to(device),
+        positions=torch.full((sequences,), context - 1, device=device),
         num_decodes=sequences,
         max_query_len=1,
         max_seq_len=context,
@@ -169,13 +228,13 @@ def _decodes(sequences: int, context: int) -> AttentionBatch:
     )
 
 
-def _one_prefill(length: int) -> AttentionBatch:
+def _one_prefill(length: int, device: torch.device) -> AttentionBatch:
     return AttentionBatch(
-        query_start=torch.tensor([0, length], dtype=torch.int32),
-        seq_lens=torch.tensor([length], dtype=torch.int32),
-        block_tables=torch.arange(-(-length // _BLOCK), dtype=torch.int32).view(1, -1),
-        slots=torch.arange(length),
-        positions=torch.arange(length),
+        query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_tables=torch.arange(-(-length // _BLOCK), dtype=torch.int32, device=device).view(1, -1),
+        slots=torch.arange(length, device=device),
+        positions=torch.arange(length, device=device),
         num_decodes=0,
         max_query_len=length,
         max_seq_len=length,

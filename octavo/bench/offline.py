@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.bench.steady import BatchRun, run_batch
+from octavo.bench.work import kv_bytes_per_token, weight_bytes_read
 from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.core.outputs import RequestOutput
+    from octavo.engine.core import EngineCore
     from octavo.engine.llm import LLM
+
+#: Tokens that each request of a warm-up generates on a GPU: kernels are compiled and graphs captured meanwhile.
+_WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -31,37 +35,65 @@ class BatchFigures:
     decode_tokens_per_s: float
     #: All output tokens by all seconds, prefill included.
     output_tokens_per_s: float
-    #: Share of step time that no kernel used: scheduling, batch building, sampling, bookkeeping.
-    share_outside_kernels: float
+    #: Share of step time that no kernel used: scheduling, batch building, sampling, bookkeeping. None where kernels are
+    #: not timed: on a GPU nobody waits for them.
+    share_outside_kernels: float | None
+    #: Of the steps in which the whole batch decodes: their mean time in ms; on a GPU the share of it in which the
+    #: device had nothing to do; and the share of the given bandwidth that reading weights and KV cache once a step is.
+    decode_step_ms: float
+    device_idle_share: float | None
+    share_of_bandwidth: float | None
 
 
-def measure(llm: LLM, batches: list[int], input_len: int, output_len: int, seed: int = 0) -> Iterator[BatchFigures]:
-    """Runs each batch once after a warm-up, no prompt twice; the engine should have ``time_kernels`` on."""
-    rng = random.Random(seed)
-    vocab_size = llm.llm_engine.core.model_config.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+def measure(
+    llm: LLM, batches: list[int], input_len: int, output_len: int, seed: int = 0, bandwidth_gb_s: float | None = None
+) -> Iterator[BatchFigures]:
+    """Runs each batch once after a warm-up, no prompt twice; on a CPU the engine should have ``time_kernels`` on.
 
-    def run(count: int) -> list[RequestOutput]:
-        prompts = [[rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(count)]
-        return llm.generate(prompts, params, use_tqdm=False)
+    ``bandwidth_gb_s`` is what the device reads at best, if that is known.
+    """
+    engine, rng = llm.llm_engine, random.Random(seed)
+    core, times = engine.core, engine.times
 
-    run(1)
+    def run(count: int, tokens: int) -> BatchRun:
+        prompts = [[rng.randrange(core.model_config.vocab_size) for _ in range(input_len)] for _ in range(count)]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return run_batch(engine, prompts, params)
+
+    run(1, output_len)
     for batch in batches:
-        times = llm.llm_engine.times
+        if times.device:
+            run(batch, min(_WARM_UP_TOKENS, output_len))
         before = times.total, times.kernels
-        start_clock, start = time.monotonic(), time.perf_counter()
-        outputs = run(batch)
-        seconds = time.perf_counter() - start
-        prefill = max((o.metrics.first_token_time or start_clock) for o in outputs) - start_clock
+        done = run(batch, output_len)
         total, kernels = times.total - before[0], times.kernels - before[1]
+        decoding = done.seconds - done.prefill_seconds
         yield BatchFigures(
             batch=batch,
             input_len=input_len,
             output_len=output_len,
-            seconds=seconds,
-            prefill_seconds=prefill,
-            prefill_tokens_per_s=batch * input_len / prefill,
-            decode_tokens_per_s=batch * (output_len - 1) / (seconds - prefill) if output_len > 1 else 0.0,
-            output_tokens_per_s=batch * output_len / seconds,
-            share_outside_kernels=1 - kernels / total,
+            seconds=done.seconds,
+            prefill_seconds=done.prefill_seconds,
+            prefill_tokens_per_s=batch * input_len / done.prefill_seconds,
+            decode_tokens_per_s=batch * (output_len - 1) / decoding if output_len > 1 else 0.0,
+            output_tokens_per_s=batch * output_len / done.seconds,
+            share_outside_kernels=1 - kernels / total if core.options.time_kernels else None,
+            decode_step_ms=done.step_seconds * 1e3,
+            device_idle_share=done.idle_share,
+            share_of_bandwidth=share_of_bandwidth(core, done, bandwidth_gb_s) if bandwidth_gb_s else None,
         )
+
+
+def share_of_bandwidth(core: EngineCore, run: BatchRun, bandwidth_gb_s: float) -> float | None:
+    """Bytes that a steady step has to read, over those that could be read meanwhile; None without such a step."""
+    if not run.steady or core.options.quantization == "gguf":  # whose bits a weight only the file knows
+        return None
+    return step_bytes(core, run) / (run.step_seconds * bandwidth_gb_s * 1e9)
+
+
+def step_bytes(core: EngineCore, run: BatchRun) -> float:
+    """Bytes that a steady step has to read: every matrix once, and each sequence's KV entries once."""
+    options, config = core.options, core.model_config
+    cache_dtype = core.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    cached = run.batch * run.context * kv_bytes_per_token(config, cache_dtype)
+    return weight_bytes_read(config, core.dtype, options.quantization) + cached

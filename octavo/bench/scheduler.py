@@ -78,12 +78,8 @@ def _params(steps: int) -> SamplingParams:
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
     """What a worker without a model answers: a token for each sequence whose last known one is computed."""
-    result = StepResult(plan.step)
-    for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
-        if scheduler.queues.sequences[seq_id].num_uncomputed == count:
-            result.seq_ids.append(seq_id)
-            result.token_ids.append(_TOKEN)
-    return result
+    awaiting = [seq_id for seq_id in plan.seq_ids if scheduler.queues.sequences[seq_id].awaits_token]
+    return StepResult(plan.step, awaiting, [_TOKEN] * len(awaiting))
 
 
 def _median(values: tuple[float, ...]) -> float:

@@ -20,7 +20,9 @@ EXAMPLE = """\
 examples:
   octavo bench offline smollm2-135m --batches 1,8,64
   octavo bench offline smollm2-135m --batches 16 --input-len 1024 --json -
+  octavo bench offline llama-3.1-8b-shape --load-format dummy --input-len 1024
   octavo bench kernels smollm2-135m --rows 1,8,64
+  octavo bench kernels llama-3.1-8b-shape --device cuda --rows 1,64,8192
   octavo bench memory smollm2-135m
   octavo bench scheduler --running 64,256,1024 --waiting 10000
   octavo bench serve --model smollm2-135m --concurrency 16
@@ -102,20 +104,37 @@ def _show(figures: Iterable[Any], stream: IO[str] | None, title: str, line: Call
 
 
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
-    from octavo.bench.offline import measure
+    from octavo.bench.device import measure_device
+    from octavo.bench.offline import BatchFigures, measure
     from octavo.engine.llm import LLM
+    from octavo.kernels import resolve_device
 
-    asked = read_engine_config(arguments, model).model_dump(exclude_unset=True)
+    options = read_engine_config(arguments, model)
+    device = resolve_device(options.device)
+    limits = measure_device(device) if device != "cpu" else None
     longest = arguments.input_len + arguments.output_len
-    options = {"max_model_len": longest, "max_num_seqs": max(arguments.batches), **asked, "time_kernels": True}
-    llm = LLM(**options)
+    defaults = {"max_model_len": longest, "max_num_seqs": max(arguments.batches), "time_kernels": limits is None}
+    llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True)})
+
+    def last(f: BatchFigures) -> str:
+        if f.share_outside_kernels is not None:
+            return f"{f.share_outside_kernels:14.1%}"
+        return f"{f.decode_step_ms:7.2f}  {f.device_idle_share or 0:8.1%}  {f.share_of_bandwidth or 0:12.1%}"
+
     _show(
-        measure(llm, arguments.batches, arguments.input_len, arguments.output_len),
+        measure(
+            llm,
+            arguments.batches,
+            arguments.input_len,
+            arguments.output_len,
+            bandwidth_gb_s=limits.bandwidth_gb_s if limits is not None else None,
+        ),
         stream,
-        "batch  seconds  prefill tok/s  decode tok/s  output tok/s  outside kernels",
+        "batch  seconds  prefill tok/s  decode tok/s  output tok/s  "
+        + ("outside kernels" if limits is None else "step ms  GPU idle  of bandwidth"),
         lambda f: (
             f"{f.batch:5}  {f.seconds:7.2f}  {f.prefill_tokens_per_s:13.0f}  {f.decode_tokens_per_s:12.1f}"
-            f"  {f.output_tokens_per_s:12.1f}  {f.share_outside_kernels:14.1%}"
+            f"  {f.output_tokens_per_s:12.1f}  {last(f)}"
         ),
     )
 
@@ -123,29 +142,50 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     import torch
 
-    from octavo.bench.kernels import measure
-    from octavo.bench.limits import measure_limits
-    from octavo.kernels import load_kernels
+    from octavo.bench.kernels import cpu_shapes, gpu_shapes, measure
+    from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
     config = read_model_config(resolve_model(options.model, dtype=options.dtype, revision=options.revision))
-    kernels = load_kernels(options.kernels, "cpu", head_dim=config.head_dim)
-    kernels.set_threads(options.num_threads)
-    limits = measure_limits()
-    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    device = resolve_device(options.device)
+    kernels = load_kernels(options.kernels, device, head_dim=config.head_dim, deterministic=options.deterministic)
+    kernels.set_threads(options.num_threads, options.pin_threads)
+    read_gb_s, gflops = _device_limits(device)
+    dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
     with torch.inference_mode():
         _show(
-            measure(kernels, config, dtype, limits, arguments.rows),
+            measure(
+                kernels,
+                config,
+                dtype,
+                (cpu_shapes if device == "cpu" else gpu_shapes)(arguments.rows),
+                read_gb_s=read_gb_s,
+                gflops=gflops,
+                device=device,
+            ),
             stream,
-            f"{kernels.describe()}, {dtype}: reads {limits.read_gb_s:.1f} GB/s, adds {limits.fma_gflops:.0f} GFLOP/s\n"
+            f"{kernels.describe()}, {dtype}: reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
             f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
             lambda f: (
                 f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
                 f" {f.gflop_per_s:8.1f} {f.share_of_limit:8.0%}"
             ),
         )
+
+
+def _device_limits(device: str) -> tuple[float, float]:
+    """10^9 bytes that the device reads in a second, and 10^9 operations that it does."""
+    if device == "cpu":
+        from octavo.bench.limits import measure_limits
+
+        limits = measure_limits()
+        return limits.read_gb_s, limits.fma_gflops
+    from octavo.bench.device import measure_device
+
+    measured = measure_device(device)
+    return measured.bandwidth_gb_s, measured.bf16_tflops * 1e3
 
 
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from octavo import __version__
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.machine import cpu_name, instruction_sets, usable_cores
+from octavo.cli.machine import cpu_name, gpu_driver, instruction_sets, usable_cores
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -33,7 +34,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     parser.add_argument(
-        "--limits", action="store_true", help="measure read bandwidth and multiply-add peak, for about a second"
+        "--limits", action="store_true", help="measure read bandwidth and multiply-add peak, a second a device"
     )
     add_json_flag(parser)
     add_engine_flags(parser)
@@ -64,10 +65,12 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
     import psutil
     import torch
 
-    from octavo.kernels import load_kernels
+    from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.cache import cache_dir
 
     memory = psutil.virtual_memory()
+    kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
+    kernels.set_threads(options.num_threads, options.pin_threads)
     return {
         "octavo": __version__,
         "python": platform.python_version(),
@@ -82,18 +85,66 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
             "usable": usable_cores(),
         },
         "memory_bytes": {"total": memory.total, "available": memory.available},
-        "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
-        "kernels": load_kernels(options.kernels, "cpu").describe(),
+        "devices": ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))],
+        "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())],
+        **gpu_software(),
+        "kernels": kernels.describe(),
         "cache": str(cache_dir()),
     }
 
 
+def gpu_facts(index: int) -> dict[str, Any]:
+    """What a GPU is: its name, its memory (bytes), and what its code must be compiled for."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "memory_bytes": {"total": total, "available": free},
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def gpu_software() -> dict[str, Any]:
+    """Versions of what GPUs are programmed with; None where it is not there."""
+    import importlib.metadata
+
+    import torch
+
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {"cuda": torch.version.cuda, "gpu_driver": gpu_driver(), "triton": triton}
+
+
 def limit_facts() -> dict[str, Any]:
-    """What memory and registers can do at best.
+    """What memory and registers can do at best, of the processor and of each GPU.
 
     Raises:
-        ConfigError: the compiled kernels, which measure it, are not built.
+        ConfigError: there is no GPU, and the compiled kernels, which measure the processor, are not built.
     """
+    import torch
+
+    from octavo.bench.device import measure_device
+
+    measured = [measure_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+    facts = {} if measured and find_spec("octavo._cpu") is None else _cpu_limit_facts()
+    gpus = [
+        {
+            "name": limits.device,
+            "copy_gb_per_s": round(limits.copy_gb_s),
+            "read_gb_per_s": round(limits.read_gb_s),
+            "bfloat16_product_tflop_per_s": round(limits.bf16_tflops, 1),
+        }
+        for limits in measured
+    ]
+    return {**facts, "gpus": gpus}
+
+
+def _cpu_limit_facts() -> dict[str, Any]:
     from octavo.bench.limits import measure_limits
 
     try:
@@ -142,6 +193,10 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for name, value in facts.items():
         label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}:"
+        if name == "gpus":
+            for i, gpu in enumerate(value):
+                lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
+            continue
         if name == "memory_bytes":
             value = ", ".join(f"{_size(number)} {kind}" for kind, number in value.items())
         elif name == "cores":
@@ -150,6 +205,8 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
             value = _size(value)
         elif isinstance(value, list):
             value = " ".join(value) or "-"
+        elif value is None:
+            value = "-"
         if isinstance(value, dict):
             lines += [label, *_as_lines(value, indent + "  ")]
         else:

@@ -1,4 +1,4 @@
-"""What this machine is: processor, instruction sets, cores, memory."""
+"""What this machine is: processor, instruction sets, cores, driver of its GPUs."""
 
 from __future__ import annotations
 
@@ -66,6 +66,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def gpu_driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    return _printed(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or None
+
+
 def _cpuinfo() -> dict[str, str]:
     """The first processor of /proc/cpuinfo."""
     try:
@@ -77,7 +82,13 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _sysctl(name: str) -> str:
+    return _printed(["sysctl", "-n", name])
+
+
+def _printed(command: list[str]) -> str:
+    """What a program prints; nothing if it is not there or fails."""
     try:
-        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5).stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

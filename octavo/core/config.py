@@ -20,23 +20,45 @@ class EngineConfig(BaseModel):
     )
     tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and activations; auto: as the checkpoint, float16 and GGUF as bfloat16.",
+        description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
+        "GGUF as bfloat16. float16 is for GPUs.",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto",
-        description="Type of the KV cache; auto: as dtype; int8 halves bfloat16's bytes, with a scale for each token "
-        "and head (CPU kernels only).",
+        description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
+        "a scale for each token and head.",
     )
-    quantization: Literal["int8", "int4", "gguf"] | None = Field(
+    quantization: Literal["int8", "int4", "fp8", "gguf"] | None = Field(
         None,
-        description="Quantise the matrices as they are loaded (int8, int4), or compute with those of a GGUF file in "
-        "the file's own bits (gguf); default: in dtype (CPU kernels only).",
+        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), or compute with those of a "
+        "GGUF file in the file's own bits (gguf, on CPUs); default: in dtype.",
     )
-    device: Literal["auto", "cpu"] = Field("auto", description="Where the model runs.")
-    kernels: Literal["auto", "cpu", "reference"] = Field(
-        "auto", description="Kernel backend; auto takes the fastest that this machine can run."
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto",
+        description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
+        "the right shapes (dummy), for measurements with a config.json alone.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: on a CUDA GPU if there is one."
+    )
+    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+        "auto", description="Kernel backend; auto takes the fastest that the device can run."
+    )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: products and attention in one fixed order, so that a request's tokens and logprobs are "
+        "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
+    )
+    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
+    graph_capture: Literal["lazy", "start"] = Field(
+        "lazy",
+        description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
+    )
+    async_scheduling: bool | None = Field(
+        None,
+        description="Prepare the next step while the device computes this one; default: on a GPU.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
@@ -97,11 +119,13 @@ class EngineConfig(BaseModel):
         True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
-    gpu_memory_utilization: float = Field(
-        0.5,
+    gpu_memory_utilization: float | None = Field(
+        None,
         gt=0,
         le=1,
-        description="Share of the memory that is free after the weights are loaded, given to the KV cache.",
+        description="On a GPU: the share of its memory that the engine may take in all, for weights, the largest step "
+        "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
+        "for the KV cache alone (default 0.5).",
     )
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
@@ -127,6 +151,10 @@ class EngineConfig(BaseModel):
         False, description="Time every kernel call, so that a step's share of time outside kernels is known."
     )
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads that compute; default: all cores.")
+    pin_threads: bool = Field(
+        False,
+        description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
+    )
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> EngineConfig:

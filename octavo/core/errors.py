@@ -52,5 +52,9 @@ class WorkerError(OctavoError, RuntimeError):
     """A worker failed while it executed a step; the requests of that step end with an error."""
 
 
+class EngineStateError(OctavoError, RuntimeError):
+    """The engine cannot do this now: it sleeps, or it was to sleep while requests are unfinished."""
+
+
 class EngineDeadError(OctavoError, RuntimeError):
     """The engine's process has ended, or was told to; none of its requests can finish and no new one can begin."""

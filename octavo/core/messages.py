@@ -56,7 +56,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
     call_id: int
-    method: Literal["stats", "reset_prefix_cache"]
+    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):

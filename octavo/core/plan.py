@@ -118,3 +118,7 @@ class StepResult(msgspec.Struct):
     kernel_seconds: float = 0.0
     #: Of ``seconds``: moving blocks between device and host.
     swap_seconds: float = 0.0
+    #: On a GPU: seconds between the beginning and the end of the step's work there, and those before it in which the
+    #: device had nothing to do since the last step; 0 where they are not known.
+    device_seconds: float = 0.0
+    idle_seconds: float = 0.0

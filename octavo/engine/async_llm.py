@@ -7,11 +7,10 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
@@ -20,7 +19,7 @@ from octavo.core.updates import StepOutputs
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.scheduler.stats import SchedulerStats
 
@@ -126,6 +125,8 @@ class AsyncLLM:
         self.on_step: Callable[[StepStats], None] | None = None
         #: Set when the core has died, not when it was shut down.
         self.died = asyncio.Event()
+        #: Whether it sleeps: requests are refused.
+        self.asleep = False
         self.inputs = InputProcessor(
             tokenizer,
             vocab_size=ready.model_config.vocab_size,
@@ -165,7 +166,7 @@ class AsyncLLM:
         try:
             folder = await asyncio.to_thread(resolve_model, config.model, dtype=config.dtype, revision=config.revision)
             client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
-            tokenizer = await asyncio.to_thread(load_tokenizer, Path(config.tokenizer) if config.tokenizer else folder)
+            tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             ready = await client.ready
             if client.error is not None:
                 raise client.error
@@ -214,6 +215,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the request cannot be served; all else is as before.
             EngineDeadError: the engine has died or is being shut down.
+            EngineStateError: it sleeps.
         """
         params = params if params is not None else SamplingParams()
         if isinstance(params, SamplingParams) and params.logits_processors:
@@ -224,6 +226,8 @@ class AsyncLLM:
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()
+        if self.asleep:
+            raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))
@@ -340,6 +344,28 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
         await self._client.call("reset_prefix_cache", type(None))
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory back until ``wake_up``; see ``LLM.sleep``.
+
+        Raises:
+            EngineStateError: requests are unfinished.
+            OctavoError: the weights cannot move.
+        """
+        self.check_alive()
+        if self._open:
+            raise EngineStateError(f"{len(self._open)} requests are unfinished: let them end or abort them first")
+        self.asleep = True  # from now on none is taken
+        try:
+            await self._client.call("sleep", type(None))
+        except OctavoError:
+            self.asleep = False
+            raise
+
+    async def wake_up(self) -> None:
+        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        await self._client.call("wake_up", type(None))
+        self.asleep = False
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Takes no more requests, lets the open ones finish for ``timeout`` seconds, aborts the rest, ends the core."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import GroupRequest
 from octavo.core.updates import StepOutputs
+from octavo.engine.step_loop import StepLoop, StepTimes
 from octavo.executor.executor import UniprocExecutor
+from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.scheduler.options import SchedulerOptions
@@ -20,23 +21,6 @@ from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds summed over steps, by where they went."""
-
-    steps: int = 0
-    #: Whole steps: schedule, execute, update.
-    total: float = 0.0
-    #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
-    worker: float = 0.0
-    kernels: float = 0.0
-
-    @property
-    def share_outside_kernels(self) -> float:
-        """Share of step time that no kernel used."""
-        return 1.0 - self.kernels / self.total if self.total else 0.0
 
 
 class EngineCore:
@@ -80,7 +64,8 @@ class EngineCore:
             seconds = self.executor.collective_rpc("measure_swap")[0]
             if seconds:
                 self.scheduler.move_cost.observe_move(1, seconds)
-        self.times = StepTimes()
+        self._loop = StepLoop(self.scheduler, self.executor, ahead=_schedules_ahead(options))
+        self._asleep = False
 
     def add(self, request: GroupRequest) -> None:
         """Queues a request."""
@@ -89,14 +74,40 @@ class EngineCore:
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
         self.scheduler.finish_group(group_id)
+        self._loop.settle()
 
     def stop(self, group_id: int, index: int) -> None:
         """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
         self.scheduler.finish_sequence(group_id, index)
+        self._loop.settle()
 
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
         self.blocks.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Gives the device's memory back until ``wake_up``: weights wait in host memory, cached prefixes are forgotten.
+
+        Raises:
+            EngineStateError: requests are unfinished.
+            ConfigError: the weights cannot move.
+        """
+        if self.has_work:
+            raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
+        slept = self.executor.collective_rpc("sleep")
+        logger.info("asleep: %.2f GiB of memory given back", sum(worker.bytes_freed for worker in slept) / (1 << 30))
+        self.reset_prefix_cache()
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        self.executor.collective_rpc("wake_up")
+        self._asleep = False
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps: then it can compute nothing."""
+        return self._asleep
 
     @property
     def has_work(self) -> bool:
@@ -105,25 +116,28 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """One step. If the worker fails, the step's requests end with an error and the engine goes on."""
-        start = time.perf_counter()
-        plan = self.scheduler.schedule()
-        try:
-            result = self.executor.execute(plan)
-        except Exception as e:
-            logger.exception("step %d failed", plan.step)
-            return self.scheduler.fail(plan, f"the step failed: {type(e).__name__}: {e}")
-        updates = self.scheduler.update(plan, result)
-        self.times.steps += 1
-        self.times.total += time.perf_counter() - start
-        self.times.worker += result.seconds
-        self.times.kernels += result.kernel_seconds
-        return updates
+        return self._loop.step()
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of all steps went."""
+        return self._loop.times
+
+
+def _schedules_ahead(options: EngineConfig) -> bool:
+    """``async_scheduling``: by default where the processor has time to spare while the device computes."""
+    if options.async_scheduling is None:
+        return resolve_device(options.device) != "cpu"
+    return options.async_scheduling
 
 
 def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
     if options.dtype != "auto":
         return options.dtype
-    return "float32" if config.checkpoint_dtype == "float32" else "bfloat16"
+    stored = config.checkpoint_dtype
+    if stored == "float16" and resolve_device(options.device) == "cpu":
+        return "bfloat16"
+    return stored if stored in ("float32", "float16") else "bfloat16"
 
 
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:

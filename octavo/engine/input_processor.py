@@ -140,6 +140,8 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         params.validate()  # a field may have been assigned after construction
+        if params.detokenize:
+            self.tokenizer.check_can_decode()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:

@@ -117,6 +117,22 @@ class LLM:
                 rendered.append(([], e))
         return self._run(rendered, sampling_params, use_tqdm, priority, single)
 
+    def sleep(self) -> None:
+        """Gives the GPU's memory back until ``wake_up``, so that another program can have it.
+
+        The weights wait in host memory; what is in the KV cache is dropped, cached prefixes are forgotten. Meanwhile
+        requests are refused with ``EngineStateError``.
+
+        Raises:
+            EngineStateError: requests are unfinished.
+            ConfigError: the weights are packed for the CPU's kernels and cannot move.
+        """
+        self.llm_engine.sleep()
+
+    def wake_up(self) -> None:
+        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        self.llm_engine.wake_up()
+
     def _run(
         self,
         prompts: list[tuple[Prompt, OctavoError | None]],

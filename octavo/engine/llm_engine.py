@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import EngineStateError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.core import EngineCore, StepTimes
+from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.step_loop import StepTimes
+from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.scheduler.stats import SchedulerStats
 
@@ -47,7 +46,7 @@ class LLMEngine:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
         folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
-        tokenizer = load_tokenizer(Path(options.tokenizer) if options.tokenizer else folder)
+        tokenizer = find_tokenizer(options, folder)
         return cls(EngineCore(options, folder), tokenizer)
 
     def add_request(
@@ -66,7 +65,10 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
+            EngineStateError: it sleeps.
         """
+        if self.core.asleep:
+            raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.inputs.process(
@@ -100,6 +102,14 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
         self.core.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Gives the device's memory back until ``wake_up``; errors are those of ``EngineCore.sleep``."""
+        self.core.sleep()
+
+    def wake_up(self) -> None:
+        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        self.core.wake_up()
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""

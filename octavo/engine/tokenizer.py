@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -13,7 +13,25 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
+    """The tokenizer that ``options`` names, else that of the model in ``folder``.
+
+    With random weights the model may have none: then there is one that refuses whatever needs text.
+
+    Raises:
+        TokenizerError: as for ``load_tokenizer``.
+    """
+    if options.tokenizer is not None:
+        return load_tokenizer(Path(options.tokenizer))
+    if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file():
+        return NoTokenizer(folder)
+    return load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -28,7 +46,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
         raise TokenizerError(
             f"{folder} has no tokenizer.json ({found}); "
-            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
+            "measurements with load_format='dummy' need none"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -74,6 +93,13 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes | None] = {}
         self._anchor = self._find_anchor()
+
+    def check_can_decode(self) -> None:
+        """Whether token ids can be made into text.
+
+        Raises:
+            InvalidRequestError: there is no vocabulary, only a ``NoTokenizer``.
+        """
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the beginning and end tokens that the model wants around it.
@@ -170,6 +196,36 @@ class Tokenizer:
         """A token with a visible text to put before others, so that these are not at the start of a text."""
         ids = self.encode("a", add_special_tokens=False)
         return ids[-1:] if self.backend.decode(ids[-1:], skip_special_tokens=False) else []
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in where there is none: every token's text is empty, and text is refused."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` is where a tokenizer.json was looked for."""
+        self._folder = folder
+        super().__init__(tokenizers.Tokenizer(tokenizers.models.BPE()), {}, {})
+
+    def check_can_decode(self) -> None:
+        """Refuses."""
+        raise self._refusal("output cannot be text: set detokenize=False")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Refuses; ``encode_batch`` and what else is made of it do too."""
+        raise self._refusal("text cannot be made into tokens: give the prompt as token ids")
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Refuses."""
+        return [self.encode(text) for text in texts]
+
+    def _refusal(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the model has no tokenizer ({self._folder} holds no tokenizer.json), so {what}, or name a folder with "
+            "one in the option tokenizer"
+        )
+
+    def _find_anchor(self) -> list[int]:
+        return []
 
 
 def _checked(text: object) -> str:

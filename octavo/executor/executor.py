@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+
+
+class PendingStep(Protocol):
+    """A step on its way through the workers."""
+
+    def wait(self) -> StepResult:
+        """What came of it, once it is done. Steps are waited for in the order in which they were submitted.
+
+        Raises:
+            Exception: the step failed.
+        """
 
 
 class Executor(ABC):
@@ -19,8 +30,14 @@ class Executor(ABC):
         """Calls a method on every worker: their answers, by rank."""
 
     @abstractmethod
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step on all workers."""
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts one step on all workers; while one is in flight a second may follow, which runs after it.
+
+        The second may schedule sequences that sample in the first, unless their sampling needs tokens by their id.
+
+        Raises:
+            Exception: the step failed.
+        """
 
 
 class UniprocExecutor(Executor):
@@ -36,6 +53,6 @@ class UniprocExecutor(Executor):
         """Calls a method on the worker."""
         return [getattr(self._worker, method)(*args)]
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step on the worker."""
-        return self._worker.execute(plan)
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts one step on the worker."""
+        return self._worker.submit(plan)

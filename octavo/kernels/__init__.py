@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
@@ -11,39 +12,102 @@ from octavo.core.errors import ConfigError
 if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
 
-#: Backends by name, the one that ``auto`` takes first.
-BACKENDS = ("cpu", "reference")
+#: Backends by name.
+BACKENDS = ("cpu", "triton", "reference")
 
 logger = logging.getLogger("octavo")
 
 
-def load_kernels(name: str, device: str, *, head_dim: int = 8) -> Kernels:
+def resolve_device(name: str) -> str:
+    """The device that ``EngineConfig.device`` means: "cpu" or "cuda" (the process's current GPU).
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    if name == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "auto":
+        return "cpu"
+    why = "was built without CUDA" if torch.version.cuda is None else "sees no GPU; does nvidia-smi?"
+    raise ConfigError(f"device={name!r}: torch {torch.__version__} {why}")
+
+
+def load_kernels(
+    name: str,
+    device: str,
+    *,
+    head_dim: int = 8,
+    deterministic: bool = False,
+    enforce_eager: bool = False,
+    graph_capture: str = "lazy",
+) -> Kernels:
     """The backend called ``name``, computing on ``device`` for a network of this head size.
 
-    "auto" takes the compiled CPU kernels if they are there and can serve the network, else, with a warning, the
-    reference.
+    "auto" takes the device's own kernels (Triton on a GPU, the compiled ones on a CPU) if they are there and can serve
+    the network, else, with a warning, the reference.
+
+    Args:
+        name: "auto" or one of ``BACKENDS``.
+        device: "cpu" or a CUDA device.
+        head_dim: head size of the network.
+        deterministic: on a GPU, compute in one order whatever the batch; see ``EngineConfig``, also for
+            ``enforce_eager`` and ``graph_capture``.
 
     Raises:
         ConfigError: there is no backend of that name, or it cannot serve.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"unknown kernel backend {name!r}; known: auto, {', '.join(BACKENDS)}")
-    obstacle = None if name == "reference" else _obstacle(head_dim)
-    if obstacle is None and name != "reference":
+    gpu = not device.startswith("cpu")
+    wanted = ("triton" if gpu else "cpu") if name == "auto" else name
+    obstacle = _obstacle(wanted, gpu, head_dim)
+    if obstacle is not None:
+        if name != "auto":
+            raise ConfigError(f"the {name} kernels cannot serve: {obstacle}")
+        logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
+        wanted = "reference"
+    if wanted == "reference" and gpu and deterministic:
+        raise ConfigError("deterministic=True on a GPU needs kernels='triton': torch's products depend on the batch")
+    if wanted == "cpu":
         from octavo.kernels.cpu.backend import CpuKernels
 
         return CpuKernels()
-    if name == "cpu":
-        raise ConfigError(f"the CPU kernels cannot serve: {obstacle}")
-    if obstacle is not None:
-        logger.warning("the CPU kernels cannot serve (%s): the reference backend does, many times slower", obstacle)
+    if wanted == "triton":
+        from octavo.kernels.triton.backend import TritonKernels
+
+        return TritonKernels(
+            device, deterministic=deterministic, enforce_eager=enforce_eager, graph_capture=graph_capture
+        )
     from octavo.kernels.reference import ReferenceKernels
 
     return ReferenceKernels(device)
 
 
-def _obstacle(head_dim: int) -> str | None:
-    """Why the CPU kernels cannot serve, or None."""
-    if importlib.util.find_spec("octavo._cpu") is None:
-        return "octavo._cpu was not built; install with a C++17 compiler at hand"
-    return f"the head size, {head_dim}, is no multiple of 8" if head_dim % 8 else None
+def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
+    """Why a backend cannot serve, or None."""
+    if name == "reference":
+        return None
+    if head_dim % 8:
+        return f"the head size, {head_dim}, is no multiple of 8"
+    if name == "cpu":
+        if gpu:
+            return "they compute on a CPU; leave kernels at auto or set device='cpu'"
+        if importlib.util.find_spec("octavo._cpu") is None:
+            return "octavo._cpu was not built; install with a C++17 compiler at hand"
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; torch's CUDA builds bring it"
+    if not gpu and not interpreted():
+        return (
+            "they need a GPU (or TRITON_INTERPRET=1, which runs them on a CPU to test them, thousands of times slower)"
+        )
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run under its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

@@ -40,7 +40,7 @@ class AttentionBatch:
     seq_lens: Tensor
     #: int32 [S, max_blocks]; entries past a sequence's own blocks are 0 and never read.
     block_tables: Tensor
-    #: int64 [T]: block * block_size + offset of each new token.
+    #: int64 [T]: block * block_size + offset of each new token; a negative one is not written anywhere.
     slots: Tensor
     #: int64 [T]: position of each new token in its sequence.
     positions: Tensor
@@ -65,11 +65,19 @@ class Kernels(ABC):
         return self.name
 
     @abstractmethod
-    def set_threads(self, count: int | None) -> None:
-        """How many threads compute; None takes one for each processor that this process may use."""
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
+        """How many threads compute; None takes one for each processor that this process may use.
 
-    def capture(self, forward: Forward, max_tokens: int) -> Forward:
+        With ``pin`` each keeps to a processor of its own, on backends that compute with threads of their own.
+        """
+
+    def capture(
+        self, forward: Forward, max_tokens: int, *, max_seqs: int = 0, max_model_len: int = 0, block_size: int = 0
+    ) -> Forward:
         """What ``forward`` does, for up to ``max_tokens`` tokens, with less work around the kernels.
+
+        A backend that captures a batch of decodes by its size needs to know the largest there will be: ``max_seqs``
+        sequences of ``max_model_len`` tokens, in blocks of ``block_size``; without (0) it captures none.
 
         ``forward`` may be called here, with inputs that mean nothing. The captured function may return the same memory
         each time it is called.
@@ -86,6 +94,12 @@ class Kernels(ABC):
     ) -> list[LayerCache]:
         """The KV cache, one entry a layer."""
 
+    def make_host_cache(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[LayerCache]:
+        """As ``make_cache``, in host memory, for blocks that are swapped out."""
+        return self.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
+
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Takes weight [out, in] (and bias [out]) into the form that ``linear`` wants; the caller drops its own."""
@@ -97,6 +111,14 @@ class Kernels(ABC):
     @abstractmethod
     def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
         """As ``linear`` with a float32 result, for logits: rounded to bfloat16, the best two often tie."""
+
+    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor:
+        """residual + linear_float32(x, weight), float32 [T, out]; residual is float32 and its memory may be reused.
+
+        The residual stream is float32 whatever x is: rounding it to bfloat16 in every layer is most of the error of a
+        network in that type.
+        """
+        return self.linear_float32(x, weight).add_(residual)
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
         """As ``pack_linear`` for ``linear_silu_and_mul``: weight [2 * I, in], the gate's rows first."""
@@ -124,18 +146,13 @@ class Kernels(ABC):
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of table [vocab, E] for ids int64 [T]: [T, E]."""
+        """Rows of table [vocab, E] for ids int64 [T]: float32 [T, E], as the residual stream begins with them."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32."""
+        """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-    @abstractmethod
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may reuse the inputs' memory.
-
-        The sum is float32 whatever x is: rounding the residual stream to bfloat16 in every layer is most of the error
-        of a network in that type. The norm has the weight's type.
+        x has any float type, and any strides over the other dimensions; the result has the weight's.
         """
 
     @abstractmethod
@@ -153,6 +170,14 @@ class Kernels(ABC):
     @abstractmethod
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes k and v [T, K, D] (last dimension contiguous) to their slots."""
+
+    def rotary_and_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, cos_sin: Tensor, cache: LayerCache
+    ) -> Tensor:
+        """``rotary`` of q and k at the batch's positions, ``reshape_and_cache`` of k and v; returns q rotated."""
+        q, k = self.rotary(q, k, batch.positions, cos_sin)
+        self.reshape_and_cache(k, v, cache, batch.slots)
+        return q
 
     @abstractmethod
     def paged_attention(

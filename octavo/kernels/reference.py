@@ -37,8 +37,8 @@ class ReferenceKernels(Kernels):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
 
-    def set_threads(self, count: int | None) -> None:
-        """Torch's threads; None leaves them as torch chose them."""
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
+        """Torch's threads, which cannot be pinned; None leaves them as torch chose them."""
         if count is not None:
             torch.set_num_threads(count)
 
@@ -73,17 +73,12 @@ class ReferenceKernels(Kernels):
         return F.linear(x.float(), weight.weight.float(), bias)
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of the table, [T, E]."""
-        return F.embedding(ids, table)
+        """Rows of the table, float32 [T, E]."""
+        return F.embedding(ids, table).float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalised and multiplied in float32, rounded to the weight's type."""
         return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(weight.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), the latter in float32."""
-        total = x.float() + residual
-        return self.rms_norm(total, weight, eps), total
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
@@ -105,6 +100,8 @@ class ReferenceKernels(Kernels):
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes k and v [T, K, D] to their slots."""
+        written = slots >= 0
+        slots, k, v = slots[written], k[written], v[written]
         cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
         cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 

@@ -12,7 +12,8 @@ from octavo.kernels.interface import Forward, Kernels
 class KernelClock:
     """Wraps every kernel of a backend and adds up the time spent inside.
 
-    Only calls from outside the backend are counted, once each: the wrapped backend calls its own methods unwrapped.
+    A call is counted once, whatever it calls: a backend's own methods are unwrapped, and what a captured forward calls
+    is part of it.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -23,17 +24,17 @@ class KernelClock:
         """The same function, counted as a kernel."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            before, start = self.seconds, time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds = before + time.perf_counter() - start
 
         return timed
 
-    def capture(self, forward: Forward, max_tokens: int) -> Forward:
+    def capture(self, forward: Forward, max_tokens: int, **limits: int) -> Forward:
         """The backend's capture; its replay is one kernel, and a forward that it returns as it is calls timed ones."""
-        captured = self._kernels.capture(forward, max_tokens)
+        captured = self._kernels.capture(forward, max_tokens, **limits)
         return captured if captured is forward else self.time(captured)
 
     def __getattr__(self, name: str) -> Any:

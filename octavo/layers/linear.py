@@ -193,8 +193,14 @@ class RowParallelLinear(ParallelLinear):
         self._adds_bias = context.tp_rank == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in / tp_size] to float32 [T, out]: it is added to the residual stream, and not rounded before."""
+        """x [T, in / tp_size] to float32 [T, out]."""
         return self._all_reduce(self.kernels.linear_float32(x, self.packed))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
+        if self._context.tp_size == 1:
+            return self.kernels.linear_add(x, self.packed, residual)
+        return self(x).add_(residual)
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """As every linear layer does; ranks other than 0 pass the bias over."""

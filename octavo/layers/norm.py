@@ -20,12 +20,8 @@ class RMSNorm(Layer):
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x, of the same shape."""
+        """The norm of x, of the same shape and of the weight's type."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
-
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def place(self, shard: str, tensor: Tensor) -> None:
         """Copies the weight."""

@@ -49,7 +49,7 @@ class VocabParallelEmbedding(_VocabularyShare):
         self._heads.append(head)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Ids int64 [T] to [T, E]."""
+        """Ids int64 [T] to float32 [T, E]."""
         assert self.table is not None
         if self._context.tp_size == 1:
             return self.kernels.embedding(ids, self.table)

@@ -11,10 +11,11 @@ from pathlib import Path
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, fetch_builtin
 from octavo.loader.cache import cache_dir, publish
+from octavo.loader.shapes import SHAPES, shape_folder
 
 #: Raised by one whenever the converter writes something else for the same file, so that old results are not reused.
 CONVERTER_VERSION = 1
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
@@ -24,8 +25,10 @@ def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None
     """The folder with config.json, tokenizer.json and safetensors for whatever ``name`` names.
 
     Args:
-        name: a folder with config.json, a .gguf file, a built-in name, or a hub id ``owner/name``, tried in this order.
-        dtype: type of the weights written when a GGUF file is converted; ``auto`` is bfloat16. Folders keep their own.
+        name: a folder with config.json, a .gguf file, a built-in name, the name of a shape (see ``shapes``), or a hub
+            id ``owner/name``, tried in this order.
+        dtype: type of the weights written when a GGUF file is converted; ``auto`` is bfloat16, and so is ``float16``.
+            Folders keep their own.
         revision: branch, tag or commit of a hub id.
         progress: shows downloads on standard error.
 
@@ -44,6 +47,8 @@ def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None
         return convert_cached(path, dtype)
     if name in BUILTIN:
         return convert_cached(fetch_builtin(BUILTIN[name], progress=progress), dtype, label=name)
+    if name in SHAPES:
+        return shape_folder(name)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         from octavo.loader.hub import fetch_hub
 
@@ -75,7 +80,8 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
         magic = f.read(4)
     if magic != b"GGUF":
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
-    dtype = "bfloat16" if dtype == "auto" else dtype
+    # float16 cannot hold what some checkpoints have; the layers convert what it can.
+    dtype = "float32" if dtype == "float32" else "bfloat16"
     safe = re.sub(r"[^\w.-]", "_", label or path.stem)[:80]
     target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
 
@@ -110,6 +116,6 @@ def _checked_folder(path: Path) -> Path:
 
 
 def _not_found(name: str) -> str:
-    near = difflib.get_close_matches(name, list(BUILTIN), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, [*BUILTIN, *SHAPES], n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no model {name!r}; {hint}accepted: {_ACCEPTED} (built in: {', '.join(BUILTIN)})"
+    return f"no model {name!r}; {hint}accepted: {_ACCEPTED} (built in: {', '.join([*BUILTIN, *SHAPES])})"

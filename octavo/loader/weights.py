@@ -1,14 +1,16 @@
 """Streams the tensors of a safetensors checkpoint into a network, one at a time.
 
-Files are mapped, not read at once, and mapped anew now and then: besides the network itself, one tensor and a few MB
-of pages read before it are in memory.
+Files are mapped, not read at once. On the CPU they are mapped anew now and then: besides the network itself, one tensor
+and a few MB of pages read before it are in memory. To a GPU several files are copied at once, each by a thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterable, Iterator
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 #: A file is mapped anew whenever this many bytes of it have been read: pages of a mapping count as the process's memory
 #: until it is dropped.
 _MAPPED_BYTES = 16 << 20
+#: Files that are copied to a GPU at once: reading from a file system and copying take turns within one.
+_FILES_AT_ONCE = 4
 
 
 def load_weights(
@@ -78,16 +82,91 @@ def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """
     for file, expected in _files(folder).items():
         try:
-            with safe_open(file, framework="pt") as handle:
-                names = handle.keys()
-                absent = expected.difference(names)
-                if absent:
-                    raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
-            yield from _tensors(file, list(names))
-        except SafetensorError as e:
-            raise WeightError(f"{file} is truncated or no safetensors file: {e}") from None
-        except OSError as e:
-            raise WeightError(f"{file} cannot be read: {e}") from None
+            yield from _tensors(file, _names(file, expected))
+        except (SafetensorError, OSError) as e:
+            raise _unreadable(file, e) from None
+
+
+def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[tuple[str, Tensor]]:
+    """As ``read_safetensors``, with the tensors on ``device`` and the caller's own; in no fixed order.
+
+    Close the generator if it is left before its end: threads read ahead of it.
+    """
+    files = queue.SimpleQueue[tuple[Path, set[str]]]()
+    for entry in _files(folder).items():
+        files.put(entry)
+    threads = min(files.qsize(), _FILES_AT_ONCE)
+    # None: a thread has come to its end.
+    read = queue.Queue[tuple[str, Tensor] | WeightError | None](maxsize=threads)
+    left = threading.Event()
+
+    def hand_on(item: tuple[str, Tensor] | WeightError | None) -> bool:
+        while not left.is_set():
+            try:
+                read.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            while True:
+                file, expected = files.get_nowait()
+                for item in _tensors_to(file, expected, device):
+                    if not hand_on(item):
+                        return
+        except queue.Empty:
+            hand_on(None)
+        except WeightError as e:
+            hand_on(e)
+        except Exception as e:
+            hand_on(WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}"))
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        running = threads
+        while running:
+            item = read.get()
+            if isinstance(item, WeightError):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        left.set()
+        for worker in workers:
+            worker.join()
+
+
+def _tensors_to(file: Path, expected: set[str], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+    try:
+        names = _names(file, expected)
+        with safe_open(file, framework="pt", device=str(device)) as handle:
+            for name in names:
+                # On the CPU, where this is tested, a tensor is a view of the mapped file.
+                yield name, handle.get_tensor(name)
+    except (SafetensorError, OSError) as e:
+        raise _unreadable(file, e) from None
+
+
+def _names(file: Path, expected: set[str]) -> list[str]:
+    """The tensors in a file, ``expected`` among them."""
+    with safe_open(file, framework="pt") as handle:
+        names = list(handle.keys())
+    absent = expected.difference(names)
+    if absent:
+        raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
+    return names
+
+
+def _unreadable(file: Path, error: Exception) -> WeightError:
+    if isinstance(error, SafetensorError):
+        return WeightError(f"{file} is truncated or no safetensors file: {error}")
+    return WeightError(f"{file} cannot be read: {error}")
 
 
 def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
@@ -126,7 +205,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             f"{folder} holds {pickles[0]} but no safetensors: such files are pickles, which can run code and are never "
             f"loaded; convert the checkpoint with save_pretrained(..., safe_serialization=True)"
         )
-    raise WeightError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise WeightError(
+        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; for measurements load_format='dummy' needs no weights"
+    )
 
 
 def _indexed_files(folder: Path) -> dict[Path, set[str]]:

@@ -38,12 +38,10 @@ class LlamaForCausalLM(Layer):
 
     def forward(self, token_ids: Tensor, caches: list[LayerCache], batch: AttentionBatch) -> Tensor:
         """Token ids int64 [T] to hidden states [T, E] after the last norm; writes the tokens' keys and values."""
-        x = self.embed(token_ids)
-        residual: Tensor | None = None
+        residual = self.embed(token_ids)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, cache, batch)
-        assert residual is not None  # there is a layer
-        return self.norm.add_and_norm(x, residual)[0]
+            residual = layer(residual, cache, batch)
+        return self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
@@ -51,7 +49,7 @@ class LlamaForCausalLM(Layer):
 
 
 class DecoderLayer(Layer):
-    """Attention, then the MLP."""
+    """Attention, then the MLP, each of them added to the residual stream, of which it sees the norm."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
         super().__init__()
@@ -61,17 +59,10 @@ class DecoderLayer(Layer):
         self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
         self.mlp = self.attach("mlp", MLP(config, context))
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, cache: LayerCache, batch: AttentionBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Takes and returns (x, residual), both [T, E], whose sum is the hidden state; no residual: x is all of it."""
-        if residual is None:
-            x, residual = self.attention_norm(x), x
-        else:
-            x, residual = self.attention_norm.add_and_norm(x, residual)
-        x = self.attention(x, cache, batch)
-        x, residual = self.mlp_norm.add_and_norm(x, residual)
-        return self.mlp(x), residual
+    def __call__(self, residual: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+        """The residual stream after this layer, float32 [T, E]; the memory of the one before may be reused."""
+        residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
 
 
 class Attention(Layer):
@@ -95,16 +86,15 @@ class Attention(Layer):
         self.window = window
         self.cos_sin = cos_sin
 
-    def __call__(self, x: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
-        """x [T, E] to float32 [T, E]; writes the tokens' keys and values to the cache."""
+    def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+        """residual + attention of x, both [T, E]; writes the tokens' keys and values to the cache."""
         tokens, kernels = x.shape[0], self.kernels
         q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = kernels.rotary(q, k, batch.positions, self.cos_sin)
-        kernels.reshape_and_cache(k, v, cache, batch.slots)
+        q = kernels.rotary_and_cache(q, k, v, batch, self.cos_sin, cache)
         attended = kernels.paged_attention(q, cache, batch, self.scale, self.window)
-        return self.out(attended.view(tokens, -1))
+        return self.out.add_to(residual, attended.view(tokens, -1))
 
 
 class MLP(Layer):
@@ -116,6 +106,6 @@ class MLP(Layer):
         self.gate_up = self.attach("", GateUpParallelLinear(context, hidden, inner, bias))
         self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, E] to float32 [T, E]."""
-        return self.down(self.gate_up(x))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + the network's output for x, both [T, E]."""
+        return self.down.add_to(residual, self.gate_up(x))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.core.plan import PositionLogprobs
 from octavo.runner.draw import Drawer
 from octavo.runner.filters import Filters
-from octavo.runner.logprobs import FLOOR, position_logprobs
+from octavo.runner.logprobs import as_position_logprobs, position_logprobs
 
 #: What ``choose`` gives in place of a token, and why there is none.
 REASONS = {
@@ -117,11 +117,4 @@ class CompiledArithmetic:
         vocab = logits.shape[1]
         counts = np.minimum(counts, vocab)
         found, ranks, top_ids, top_found = self._kernels.token_logprobs(logits, indices, tokens, counts)
-        broken = np.isnan(found)
-        # fmax: a NaN, too, becomes the floor.
-        ranks, counts = np.where(broken, vocab, ranks), np.where(broken, 0, counts)
-        columns = (tokens, np.fmax(found, FLOOR), ranks, counts, top_ids, np.fmax(top_found, FLOOR))
-        return [
-            PositionLogprobs(token, logprob, rank, ids[:k], best[:k])
-            for token, logprob, rank, k, ids, best in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+        return as_position_logprobs(tokens, found, ranks, counts, top_ids, top_found, vocab)

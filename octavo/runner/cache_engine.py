@@ -5,12 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from octavo.core.plan import StepPlan
 from octavo.kernels.interface import Kernels, LayerCache
 
 #: Makes the caches of all layers with so many blocks.
 MakeCache = Callable[[int], list[LayerCache]]
+
+#: Tells, once the step is done, the seconds that its swapping took.
+SwapSeconds = Callable[[], float]
 
 #: What ``measure_swap`` moves at once: about these bytes, so that it does not measure the processor's own caches, and
 #: no more than these blocks.
@@ -27,37 +33,55 @@ class CacheEngine:
     """
 
     def __init__(
-        self, kernels: Kernels, make: MakeCache, block_bytes: int, num_blocks: int, num_host_blocks: int
+        self,
+        kernels: Kernels,
+        make: MakeCache,
+        make_host: MakeCache,
+        block_bytes: int,
+        num_blocks: int,
+        num_host_blocks: int,
     ) -> None:
         """Allocates both.
 
         Args:
             kernels: what moves blocks.
-            make: allocates the caches of all layers.
+            make: allocates the caches of all layers on the device.
+            make_host: as ``make``, in host memory.
             block_bytes: bytes of a block, in all layers together.
             num_blocks: blocks on the device.
             num_host_blocks: blocks on the host; 0: nothing can be swapped.
         """
         self._kernels = kernels
         self._make = make
+        self._make_host = make_host
         self._block_bytes = block_bytes
         self._num_host_blocks = num_host_blocks
         #: KV cache of each layer.
         self.device = make(num_blocks)
         # Memory that nothing was swapped to is never touched, so it is not taken from the system.
-        self._host = make(num_host_blocks)
+        self._host = make_host(num_host_blocks)
 
-    def move(self, plan: StepPlan) -> float:
-        """Does the plan's moves: out, in, copies, each in one call for all layers. Seconds that swapping took."""
-        seconds = 0.0
+    def move(self, plan: StepPlan) -> SwapSeconds | None:
+        """Does the plan's moves: out, in, copies, each in one call for all layers. None if nothing is swapped."""
+        seconds: SwapSeconds | None = None
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
-            start = time.perf_counter()
-            self._kernels.swap_blocks(self.device, self._host, plan.blocks_to_swap_out)
-            self._kernels.swap_blocks(self._host, self.device, plan.blocks_to_swap_in)
-            seconds = time.perf_counter() - start
+            seconds = self._swap(plan)
         if plan.blocks_to_copy:
             self._kernels.copy_blocks(self.device, plan.blocks_to_copy)
         return seconds
+
+    def _swap(self, plan: StepPlan) -> SwapSeconds:
+        start = time.perf_counter()
+        self._queue_swaps(plan)
+        seconds = time.perf_counter() - start
+        return lambda: seconds
+
+    def _queue_swaps(self, plan: StepPlan) -> None:
+        self._kernels.swap_blocks(self.device, self._host, plan.blocks_to_swap_out)
+        self._kernels.swap_blocks(self._host, self.device, plan.blocks_to_swap_in)
+
+    def finish_swaps(self) -> None:
+        """Returns when every swap that was queued is done."""
 
     def measure_swap(self) -> float:
         """Seconds to move one block one way, the median of a few; 0.0 without host blocks.
@@ -69,13 +93,82 @@ class CacheEngine:
             return 0.0
         count = max(1, min(_SAMPLE_BLOCKS, _SAMPLE_BYTES // self._block_bytes))
         pairs = [(i, i) for i in range(count)]
-        device, host = self._make(count), self._make(count)
+        device, host = self._make(count), self._make_host(count)
+        self.finish_swaps()
 
         def seconds(sources: list[LayerCache], targets: list[LayerCache]) -> float:
             start = time.perf_counter()
             self._kernels.swap_blocks(sources, targets, pairs)
+            self.finish_swaps()
             return (time.perf_counter() - start) / count
 
         taken = [seconds(*way) for _ in range(1 + _SAMPLE_ROUNDS) for way in ((device, host), (host, device))]
         # The first round touches the memory for the first time, which is slow and happens once.
         return statistics.median(taken[2:])
+
+
+class StreamedCacheEngine(CacheEngine):
+    """Swaps on a GPU, on a stream of its own, beside what the compute stream does where that is safe.
+
+    All swaps are done one after the other, so a host block is never read before the copy to it is done, nor written
+    while it is read. They begin when the steps queued before them are done. The compute stream waits for them where
+    their plan swaps in (its sequences go on at once), and where a plan hands out a device block that is still being
+    copied to the host; so putting a sequence out does not delay a step that does not need its blocks yet. Every block
+    that a step writes to for the first time is in its plan: a target of a copy, or new in a block table.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        make: MakeCache,
+        make_host: MakeCache,
+        block_bytes: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        """As ``CacheEngine``; ``cuda`` has ``Stream``, ``Event`` and their like: tests give another."""
+        super().__init__(kernels, make, make_host, block_bytes, num_blocks, num_host_blocks)
+        self._cuda = cuda
+        self._stream = cuda.Stream()
+        #: Device blocks that may still be read for the host, until ``_swapped`` has come.
+        self._leaving: set[int] = set()
+        self._swapped: Any = None
+
+    def move(self, plan: StepPlan) -> SwapSeconds | None:
+        """Queues the plan's moves; work queued afterwards on the current stream finds them done, as far as it needs."""
+        if self._leaving:
+            if self._swapped.query():
+                self._leaving.clear()
+            elif not plan.blocks_to_swap_in and self._reuses(plan):
+                self._wait_for_swaps()
+        return super().move(plan)
+
+    def _swap(self, plan: StepPlan) -> SwapSeconds:
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            begin.record()
+            self._queue_swaps(plan)
+            end.record()
+        self._swapped = end
+        self._leaving.update(block for block, _ in plan.blocks_to_swap_out)
+        if plan.blocks_to_swap_in or self._reuses(plan):
+            self._wait_for_swaps()
+        # A swap that outlasts its step cost that step nothing.
+        return lambda: begin.elapsed_time(end) / 1e3 if end.query() else 0.0
+
+    def _reuses(self, plan: StepPlan) -> bool:
+        """Whether the plan writes to a block that may still be read for the host."""
+        leaving = self._leaving
+        return any(target in leaving for _, target in plan.blocks_to_copy) or any(
+            not leaving.isdisjoint(change.blocks) for change in plan.table_changes
+        )
+
+    def _wait_for_swaps(self) -> None:
+        """What the current stream does from here on comes after all swaps queued so far."""
+        self._cuda.current_stream().wait_event(self._swapped)
+        self._leaving.clear()
+
+    def finish_swaps(self) -> None:
+        self._cuda.synchronize()

@@ -5,28 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
-from octavo.kernels.interface import AttentionBatch
 from octavo.runner.token_table import TokenTable
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Flat tensors of one step (T tokens of S sequences, no padding)."""
+    """Flat arrays of one step on the host (T tokens of S sequences, no padding); see ``AttentionBatch``."""
 
+    #: int64 [T]; stale where a token is still on the device.
+    token_ids: NDArray[np.int64]
     #: int64 [T]
-    token_ids: Tensor
-    attention: AttentionBatch
+    positions: NDArray[np.int64]
+    #: int64 [T]
+    slots: NDArray[np.int64]
+    #: int32 [S + 1]
+    query_start: NDArray[np.int32]
+    #: int32 [S]
+    seq_lens: NDArray[np.int32]
+    #: int32 [S, blocks of the longest]
+    block_tables: NDArray[np.int32]
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
     #: Row of each sequence, in the order of the plan: [S].
     rows: NDArray[np.int64]
     #: First position computed, and one past the last: [S].
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    #: Where each sequence's tokens begin in the flat tensors: [S + 1].
+    #: Where each sequence's tokens begin in the flat arrays: [S + 1].
     offsets: NDArray[np.int64]
     #: Index into the plan's sequences of those that sample: their last known token is computed.
     sampling: NDArray[np.int64]
@@ -45,9 +54,22 @@ class ForkedRows:
     parents: NDArray[np.int64]
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """Where the tokens that a step samples belong, once they are known."""
+
+    #: Row of each sequence that samples: [n].
+    rows: NDArray[np.int64]
+    #: The token's position, one past the last for a token that ends the sequence by its length: [n].
+    places: NDArray[np.int64]
+    #: Tenants of the rows: [n].
+    tenants: NDArray[np.int64]
+
+
 class InputBatch:
     """Owns a row for each sequence that the worker holds: its tokens, its block table, how much is computed.
 
+    A token counts as known from the step that samples it, though its id may be on the device only until ``fill``.
     Invariant: a sequence keeps its row from the plan that introduces it to the plan that forgets it.
     """
 
@@ -59,6 +81,8 @@ class InputBatch:
         self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        #: Counts the tenants of each row, so that a token is not given to the next one.
+        self._tenants = np.zeros(max_num_seqs, dtype=np.int64)
         self._rows: dict[int, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -104,6 +128,7 @@ class InputBatch:
         row = self._rows.pop(seq_id, None)
         if row is not None:
             self._free.append(row)
+            self._tenants[row] += 1
         return row
 
     def change_table(self, change: TableChange) -> None:
@@ -121,25 +146,25 @@ class InputBatch:
         ends = starts + lengths
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        token_rows = np.repeat(rows, lengths)
+        one_each = len(rows) == offsets[-1]
+        if one_each:
+            positions, token_rows = starts, rows
+        else:
+            positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+            token_rows = np.repeat(rows, lengths)
         blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
         max_seq_len = int(ends.max())
         sampling = np.flatnonzero(ends == self.tokens.num_tokens[rows])
-        attention = AttentionBatch(
-            query_start=torch.from_numpy(offsets.astype(np.int32)),
-            seq_lens=torch.from_numpy(ends.astype(np.int32)),
-            block_tables=torch.from_numpy(self.block_tables[rows, : -(-max_seq_len // self.block_size)]),
-            slots=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
-            positions=torch.from_numpy(positions),
-            num_decodes=int((lengths == 1).sum()),
-            max_query_len=int(lengths.max()),
-            max_seq_len=max_seq_len,
-            block_size=self.block_size,
-        )
         return StepInputs(
-            token_ids=torch.from_numpy(self.tokens.ids[token_rows, positions].astype(np.int64)),
-            attention=attention,
+            token_ids=self.tokens.ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slots=blocks * self.block_size + positions % self.block_size,
+            query_start=offsets.astype(np.int32),
+            seq_lens=ends.astype(np.int32),
+            block_tables=self.block_tables[rows, : -(-max_seq_len // self.block_size)],
+            num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
+            max_query_len=1 if one_each else int(lengths.max()),
+            max_seq_len=max_seq_len,
             rows=rows,
             starts=starts,
             ends=ends,
@@ -158,14 +183,35 @@ class InputBatch:
         rows = np.array([self._rows[child] for child in seq_ids], dtype=np.int64)
         return ForkedRows(seq_ids, rows, np.array([place for _, place in pairs], dtype=np.int64))
 
-    def advance(self, inputs: StepInputs, rows: NDArray[np.int64], sampled: NDArray[np.int64]) -> None:
-        """Counts the step's tokens as computed and appends the sampled ones to their rows."""
+    def advance(self, inputs: StepInputs, rows: NDArray[np.int64]) -> NewTokens:
+        """Counts the step's tokens as computed, and those that these rows sample as known: ``fill`` must follow."""
         self.num_computed[inputs.rows] = inputs.ends
         if inputs.forked is not None:
             parents = inputs.sampling[inputs.forked.parents]
             self.num_computed[inputs.forked.rows] = inputs.ends[parents]
+        places = self.tokens.num_tokens[rows]
         # The last token that the context length allows ends the sequence: it needs no place.
-        room = self.tokens.num_tokens[rows] < self.tokens.ids.shape[1]
-        rows, sampled = rows[room], sampled[room]
-        self.tokens.ids[rows, self.tokens.num_tokens[rows]] = sampled
-        self.tokens.num_tokens[rows] += 1
+        self.tokens.num_tokens[rows] = np.minimum(places + 1, self.tokens.ids.shape[1])
+        return NewTokens(rows, places, self._tenants[rows])
+
+    def holds(self, new: NewTokens) -> NDArray[np.bool_]:
+        """Which of the sequences still have their row, and a place for their token: [n]."""
+        return (self._tenants[new.rows] == new.tenants) & (new.places < self.tokens.ids.shape[1])
+
+    def fill(self, new: NewTokens, token_ids: NDArray[np.int64]) -> None:
+        """Writes the ids [n] of the tokens that a step sampled."""
+        held = self.holds(new)
+        self.tokens.ids[new.rows[held], new.places[held]] = token_ids[held]
+
+    def handed_over(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of a step's tokens are those that the step before samples, whose ids are not filled in yet.
+
+        Returns:
+            Their index among the flat tokens, and their index in ``new``: [m] each.
+        """
+        which = np.full(len(self._tenants), -1, dtype=np.int64)
+        held = np.flatnonzero(self.holds(new))
+        which[new.rows[held]] = held
+        sources = which[inputs.rows[inputs.sampling]]
+        given = sources >= 0
+        return inputs.offsets[1:][inputs.sampling[given]] - 1, sources[given]

@@ -40,3 +40,27 @@ def position_logprobs(logits: NDArray[np.float32], token: int, k: int) -> Positi
         top_ids=top_ids.tolist(),
         top_logprobs=np.maximum(-distance[top_ids].astype(np.float64) - log_sum, FLOOR).tolist(),
     )
+
+
+def as_position_logprobs(
+    tokens: NDArray[np.int64],
+    logprobs: NDArray[np.float64],
+    ranks: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    top_ids: NDArray[np.int64],
+    top_logprobs: NDArray[np.float64],
+    vocab_size: int,
+) -> list[PositionLogprobs]:
+    """What a kernel found for n tokens, in the form and with the floor that ``position_logprobs`` gives.
+
+    A logprob of NaN stands for a row without probabilities; of row i the first ``counts[i]`` of ``top_ids`` and
+    ``top_logprobs`` [n, most of counts] are taken.
+    """
+    broken = np.isnan(logprobs)
+    # fmax: a NaN, too, becomes the floor.
+    ranks, counts = np.where(broken, vocab_size, ranks), np.where(broken, 0, counts)
+    columns = (tokens, np.fmax(logprobs, FLOOR), ranks, counts, top_ids, np.fmax(top_logprobs, FLOOR))
+    return [
+        PositionLogprobs(token, logprob, rank, ids[:k], best[:k])
+        for token, logprob, rank, k, ids, best in zip(*(column.tolist() for column in columns), strict=True)
+    ]

@@ -9,8 +9,12 @@ from octavo.core.errors import InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
 
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes of a quantised weight with its share of the scales; a GGUF file's may have as few as 4.5 bits.
+_QUANTIZED_SIZE = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "gguf": 0.5}
 GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
+#: Defaults of ``gpu_memory_utilization``: of what is free on a CPU, where other programs live; of all a GPU has.
+_CPU_SHARE, _GPU_SHARE = 0.5, 0.9
 
 
 def available_memory() -> int:
@@ -31,13 +35,14 @@ def _read_bytes(path: str) -> int | None:
         return None
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of the network's matrices."""
+def weight_bytes(config: ModelConfig, dtype: str, quantization: str | None = None) -> int:
+    """Bytes of the network's matrices; quantised, a lower bound: the table of embeddings and scales are left out."""
     c = config
     attention = c.hidden_size * c.head_dim * (c.num_heads * 2 + c.num_kv_heads * 2)
     layer = attention + 3 * c.hidden_size * c.intermediate_size
     vocab = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return (c.num_layers * layer + vocab) * _ITEM_SIZE[dtype]
+    size = _ITEM_SIZE[dtype] if quantization is None else _QUANTIZED_SIZE[quantization]
+    return int((c.num_layers * layer + vocab) * size)
 
 
 def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
@@ -51,16 +56,20 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     return 4 * (options.max_num_batched_tokens * row + logits)
 
 
-def check_weights_fit(config: ModelConfig, dtype: str) -> None:
-    """Refuses a model that the free memory cannot hold, before anything is read.
+def check_weights_fit(
+    config: ModelConfig, dtype: str, quantization: str | None = None, free: int | None = None
+) -> None:
+    """Refuses a model that ``free`` bytes (None: the host's free memory) cannot hold, before anything is read.
 
     Raises:
         InsufficientMemoryError: with what is needed and what is there.
     """
-    needed, free = weight_bytes(config, dtype), available_memory()
+    needed = weight_bytes(config, dtype, quantization)
+    free = available_memory() if free is None else free
     if needed > free:
         raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB in {dtype}, but only {free / GIB:.2f} GiB of memory are free"
+            f"the weights need {needed / GIB:.2f} GiB in {quantization or dtype}, but only {free / GIB:.2f} GiB of "
+            "memory are free"
         )
 
 
@@ -98,7 +107,7 @@ def _default_swap_space(options: EngineConfig, free: int) -> int:
 
 
 def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len: int) -> int:
-    """KV cache blocks of ``block_bytes`` each, of ``free`` bytes of the device's memory.
+    """KV cache blocks of ``block_bytes`` each on a CPU, of ``free`` bytes of its memory.
 
     ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free, and never more than
     ``max_num_seqs`` sequences of full length could use.
@@ -107,17 +116,48 @@ def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len
         InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
             not a single block.
     """
+    share = options.gpu_memory_utilization or _CPU_SHARE
+    return _blocks_within(
+        options,
+        block_bytes,
+        int(share * free),
+        max_model_len,
+        f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB left free gives",
+    )
+
+
+def num_gpu_blocks(options: EngineConfig, block_bytes: int, total: int, peak: int, max_model_len: int) -> int:
+    """KV cache blocks of ``block_bytes`` each on a GPU with ``total`` bytes of memory.
+
+    ``num_gpu_blocks_override`` if given. Else what the share ``gpu_memory_utilization`` of all memory leaves beside
+    ``peak``, the bytes in use at the peak of the largest step; and never more than ``max_num_seqs`` sequences of full
+    length could use.
+
+    Raises:
+        InsufficientMemoryError: as ``num_blocks``.
+    """
+    share = options.gpu_memory_utilization or _GPU_SHARE
+    return _blocks_within(
+        options,
+        block_bytes,
+        int(share * total) - peak,
+        max_model_len,
+        f"gpu_memory_utilization={share} of the GPU's {total / GIB:.3f} GiB, less {peak / GIB:.3f} GiB for weights and "
+        "the largest step, leaves",
+    )
+
+
+def _blocks_within(options: EngineConfig, block_bytes: int, budget: int, max_model_len: int, source: str) -> int:
+    """Blocks of ``budget`` bytes, which ``source`` explains."""
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
-    budget = int(options.gpu_memory_utilization * free)
     per_sequence = -(-max_model_len // options.block_size)
     least = per_sequence if options.max_model_len is not None else 1
     if budget < least * block_bytes:
         what = f"one sequence of {max_model_len} tokens" if least > 1 else "one block"
         raise InsufficientMemoryError(
-            f"the KV cache of {what} needs "
-            f"{least * block_bytes / GIB:.3f} GiB, but gpu_memory_utilization={options.gpu_memory_utilization} of the "
-            f"{max(0, free) / GIB:.3f} GiB left free gives {max(0, budget) / GIB:.3f} GiB; lower max_model_len, "
-            "max_num_batched_tokens or swap_space, or raise gpu_memory_utilization"
+            f"the KV cache of {what} needs {least * block_bytes / GIB:.3f} GiB, but {source} "
+            f"{max(0, budget) / GIB:.3f} GiB; lower max_model_len, max_num_batched_tokens or swap_space, or raise "
+            "gpu_memory_utilization"
         )
     return min(budget // block_bytes, per_sequence * options.max_num_seqs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import cast
 
@@ -12,17 +13,23 @@ from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
-from octavo.core.plan import SequenceResult, StepPlan, StepResult
-from octavo.kernels import load_kernels
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.core.plan import NewSequence, SequenceResult, StepPlan, StepResult
+from octavo.core.sampling_params import SamplingParams
+from octavo.kernels import load_kernels, resolve_device
+from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
 from octavo.runner import memory
-from octavo.runner.cache_engine import CacheEngine
+from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
+from octavo.runner.device_batch import HandOver, PinnedSend, Send, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.pending import MAX_IN_FLIGHT, CudaSpans, PendingStep, PendingTokens
+from octavo.runner.profile import CudaMemory, largest_step, measure_peak
 from octavo.runner.sampler import Sampler
+from octavo.runner.sleep import Slept, put_to_sleep, wake
+from octavo.runner.token_table import TokenTable
 
 #: Rows of logits computed at once for prompt logprobs; bounds their memory at 128 x vocabulary x 4 bytes.
 _PROMPT_LOGPROB_ROWS = 128
@@ -38,26 +45,44 @@ class ModelRunner:
             InsufficientMemoryError: the weights do not fit.
             WeightError: a weight file is missing or wrong.
         """
-        memory.check_weights_fit(config, dtype)
         self.options = options
         self.config = config
         self.dtype = dtype
-        kernels = load_kernels(options.kernels, "cpu", head_dim=config.head_dim)
-        kernels.set_threads(options.num_threads)
+        self.device = torch.device(resolve_device(options.device))
+        self._on_gpu = self.device.type == "cuda"
+        free = CudaMemory(self.device).free() if self._on_gpu else None
+        memory.check_weights_fit(config, dtype, options.quantization, free)
+        kernels = load_kernels(
+            options.kernels,
+            str(self.device),
+            head_dim=config.head_dim,
+            deterministic=options.deterministic,
+            enforce_eager=options.enforce_eager,
+            graph_capture=options.graph_capture,
+        )
+        kernels.set_threads(options.num_threads, options.pin_threads)
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
         cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-        self._cache_dtype: torch.dtype = getattr(torch, cache_dtype)
+        self._cache_dtype: torch.dtype = torch.float8_e4m3fn if cache_dtype == "fp8" else getattr(torch, cache_dtype)
         context = LayerContext(
-            kernels=self._kernels, dtype=getattr(torch, dtype), device="cpu", quantization=options.quantization
+            kernels=self._kernels, dtype=getattr(torch, dtype), device=self.device, quantization=options.quantization
         )
-        gguf = gguf_source(options.model) if options.quantization == "gguf" else None
-        self.model = load_model(folder, config, context, gguf)
+        if options.load_format == "dummy":
+            self.model = make_dummy_model(config, context, options.seed)
+        else:
+            gguf = gguf_source(options.model) if options.quantization == "gguf" else None
+            self.model = load_model(folder, config, context, gguf)
 
     def num_blocks(self, max_model_len: int) -> int:
-        """KV cache blocks that the memory allows now; see ``memory.num_blocks``."""
+        """KV cache blocks that the memory allows now; see ``memory.num_blocks`` and ``num_gpu_blocks``."""
         block_bytes = self._block_bytes()
+        if self._on_gpu:
+            device, peak = CudaMemory(self.device), 0
+            if self.options.num_gpu_blocks_override is None:
+                peak = measure_peak(lambda: self._run_largest_step(max_model_len), device)
+            return memory.num_gpu_blocks(self.options, block_bytes, device.total(), peak, max_model_len)
         free = memory.free_for_caches(self.config, self.options)
         # This device computes in the host's memory, so what is swapped out only moves within it. Host blocks take no
         # memory before they are used; given away here, it would be missing just when the cache is full.
@@ -76,45 +101,156 @@ class ModelRunner:
             self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
         )
 
+    def _make_layers(self, blocks: int) -> list[LayerCache]:
+        """KV cache of so many blocks on the device."""
+        return self._kernels.make_cache(*self._cache_shape(blocks))
+
+    def _make_host_layers(self, blocks: int) -> list[LayerCache]:
+        """As ``_make_layers``, in host memory."""
+        return self._kernels.make_host_cache(*self._cache_shape(blocks))
+
+    def _cache_shape(self, blocks: int) -> tuple[int, int, int, int, int, torch.dtype]:
+        c = self.config
+        return c.num_layers, blocks, self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
+
+    def _make_sampler(self, tokens: TokenTable) -> Sampler:
+        use_triton = self._on_gpu and self._kernels.name == "triton"
+        return Sampler(self.config.vocab_size, tokens, device=self.device, use_triton=use_triton)
+
+    @torch.inference_mode()
+    def _run_largest_step(self, max_model_len: int) -> None:
+        """As many tokens as a step may have, and as many sequences, which all draw and ask for logprobs."""
+        options = self.options
+        tokens, batch = largest_step(
+            options.max_num_batched_tokens, options.max_num_seqs, max_model_len, options.block_size, self.device
+        )
+        hidden = self.model.forward(tokens, self._make_layers(1), batch)
+        rows = np.arange(len(batch.seq_lens))
+        sampler = self._make_sampler(TokenTable(len(rows), 1))
+        for row in rows.tolist():
+            sampler.add(row, NewSequence(row, [0], 1, 0, SamplingParams(top_p=0.9, logprobs=1), row, [], []))
+        sampler.start(self.model.logits(hidden[: len(rows)]), rows).wait()
+
     @torch.inference_mode()
     def make_cache(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> None:
         """Allocates the KV cache, on device and host, and the rows for sequences of up to ``max_model_len`` tokens."""
-        c, block_size, kernels = self.config, self.options.block_size, self._kernels
-
-        def make(blocks: int) -> list[LayerCache]:
-            return kernels.make_cache(c.num_layers, blocks, block_size, c.num_kv_heads, c.head_dim, self._cache_dtype)
-
-        self._cache = CacheEngine(kernels, make, self._block_bytes(), num_blocks, num_host_blocks)
-        caches, model = self._cache.device, self.model
-        self._forward = self._kernels.capture(
-            lambda token_ids, batch: model.forward(token_ids, caches, batch), self.options.max_num_batched_tokens
+        options = self.options
+        engine = StreamedCacheEngine if self._on_gpu else CacheEngine
+        self._cache = engine(
+            self._kernels,
+            self._make_layers,
+            self._make_host_layers,
+            self._block_bytes(),
+            num_blocks,
+            num_host_blocks,
         )
-        self._batch = InputBatch(self.options.max_num_seqs, max_model_len, self.options.block_size)
-        self._sampler = Sampler(c.vocab_size, self._batch.tokens)
+        self._max_model_len = max_model_len
+        self._capture()
+        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size)
+        self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
+        self._send: Send = PinnedSend(self.device) if self._on_gpu else send_nowhere
+        self._spans = CudaSpans() if self._on_gpu else None
+        self._in_flight: deque[PendingStep] = deque()
+        self._slept: Slept | None = None
+
+    def _capture(self) -> None:
+        """Prepares the network for steps: where its weights and the KV cache lie may be remembered here."""
+        caches, model, options = self._cache.device, self.model, self.options
+        self._forward = self._kernels.capture(
+            lambda token_ids, batch: model.forward(token_ids, caches, batch),
+            options.max_num_batched_tokens,
+            max_seqs=options.max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=options.block_size,
+        )
+
+    @torch.inference_mode()
+    def sleep(self) -> Slept:
+        """Gives the device's memory back until ``wake_up``; what is in the KV cache is lost.
+
+        There may be no sequence, and no step may run meanwhile.
+
+        Raises:
+            ConfigError: the weights cannot move; nothing has changed.
+        """
+        if self._in_flight:
+            raise RuntimeError("a step is in flight: wait for it before sleep")
+        if self._slept is None:
+            self._cache.finish_swaps()
+            self._forward = _asleep  # nobody may hold a graph: its memory is given back, and its addresses are wrong
+            try:
+                self._slept = put_to_sleep(self.model, self._cache.device)
+            finally:
+                if self._slept is None:
+                    self._capture()
+        return self._slept
+
+    @torch.inference_mode()
+    def wake_up(self) -> None:
+        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        if self._slept is not None:
+            wake(self._slept)
+            self._slept = None
+            self._capture()
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
         """Seconds to move one block between device and host; see ``CacheEngine.measure_swap``."""
         return self._cache.measure_swap()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step. An error of one sequence is part of the result; an exception means that the step failed."""
-        start = time.perf_counter()
-        in_kernels = self.clock.seconds
+        return self.submit(plan).wait()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Queues a step's work on the device and returns; as ``execute`` with the waiting left to the caller.
+
+        One more step may be in flight, and the plan may schedule sequences that sample in it: their tokens then go from
+        step to step on the device. Not so where the host must know the token: the plan may not fork such a sequence or
+        replace its last token, nor may its sampling depend on its tokens (penalties, bad words, processors, beams).
+
+        Raises:
+            RuntimeError: ``MAX_IN_FLIGHT`` steps are in flight, or the plan needs a token that nobody knows yet.
+        """
+        start, in_kernels = time.perf_counter(), self.clock.seconds
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight: wait for one before step {plan.step}")
         self._forget(plan.forget)
-        result = StepResult(step=plan.step, swap_seconds=self._cache.move(plan))
         self._change_rows(plan)
-        if plan.seq_ids:
-            inputs = self._batch.build(plan)
-            hidden = self._forward(inputs.token_ids, inputs.attention)
-            if self._wants_prompt_logprobs:
-                self._add_prompt_logprobs(plan, inputs, hidden, result)
-            self._sample(plan, inputs, hidden, result)
-        result.seconds = time.perf_counter() - start
-        result.kernel_seconds = self.clock.seconds - in_kernels
-        return result
+        inputs = self._batch.build(plan) if plan.seq_ids else None
+        step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
+        span = self._spans.begin() if self._spans is not None else None
+        step.swap_seconds = self._cache.move(plan)
+        if inputs is not None:
+            self._compute(plan, inputs, step)
+        if self._spans is not None and span is not None:
+            step.span = self._spans.end(span)
+        self._in_flight.append(step)
+        step.result.seconds = time.perf_counter() - start
+        step.result.kernel_seconds = self.clock.seconds - in_kernels
+        return step
+
+    def _compute(self, plan: StepPlan, inputs: StepInputs, step: PendingStep) -> None:
+        """Runs the network, scores prompts, and samples."""
+        device = to_device(inputs, self.options.block_size, self._hand_over(inputs), self._send)
+        hidden = self._forward(device.token_ids, device.attention)
+        if self._wants_prompt_logprobs:
+            self._add_prompt_logprobs(plan, inputs, hidden, step.result)
+        if len(inputs.sampling):
+            last = hidden if device.last is None else hidden.index_select(0, device.last)
+            self._sample(plan, inputs, self.model.logits(last), step)
+        else:
+            self._batch.advance(inputs, inputs.sampling)
+
+    def _hand_over(self, inputs: StepInputs) -> HandOver | None:
+        """The tokens of this step that the step in flight samples."""
+        sampled = self._in_flight[-1].sampled if self._in_flight else None
+        if sampled is None:
+            return None
+        targets, sources = self._batch.handed_over(inputs, sampled.new)
+        return HandOver(sampled.sample.tokens, targets, sources) if len(targets) else None
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -129,6 +265,8 @@ class ModelRunner:
             self._sampler.add(row, sequence)
             if sequence.params.prompt_logprobs is not None:
                 self._wants_prompt_logprobs[sequence.seq_id] = sequence.params.prompt_logprobs
+        if self._in_flight and (plan.forks or plan.last_tokens):
+            self._require_known([fork.parent for fork in plan.forks] + [seq_id for seq_id, _ in plan.last_tokens])
         for fork in plan.forks:
             row = self._batch.fork(fork.parent, fork.child)
             self._sampler.fork(self._batch.row(fork.parent), row, fork.seed)
@@ -137,28 +275,24 @@ class ModelRunner:
         for change in plan.table_changes:
             self._batch.change_table(change)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult) -> None:
+    def _require_known(self, seq_ids: list[int]) -> None:
+        """Refuses a change that needs the tokens of these sequences while the device alone has one of them."""
+        unknown = {seq_id for step in self._in_flight for seq_id in step.result.seq_ids}.intersection(seq_ids)
+        if unknown:
+            raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor, step: PendingStep) -> None:
         """Samples for the sequences that have come to their last known token, and for those just forked from them."""
         chosen, forked = inputs.sampling, inputs.forked
-        rows, tokens = inputs.rows[chosen], np.zeros(0, dtype=np.int64)
-        if len(chosen):
-            result.seq_ids = [plan.seq_ids[i] for i in chosen.tolist()]
-            last = torch.from_numpy(inputs.offsets[1:][chosen] - 1)
-            # Most often every row samples; indexing would only copy.
-            logits = self.model.logits(hidden if len(chosen) == len(hidden) else hidden[last])
-            if forked is not None:
-                result.seq_ids += forked.seq_ids
-                rows = np.concatenate([rows, forked.rows])
-                # The sampler edits logits in place, so a child needs its own.
-                logits = torch.cat([logits, logits[torch.from_numpy(forked.parents)]])
-            output = self._sampler.sample(logits, rows)
-            tokens = np.asarray(output.token_ids, dtype=np.int64)
-            result.token_ids = tokens.tolist()
-            for i, logprobs in output.logprobs.items():
-                result.extras.setdefault(result.seq_ids[i], SequenceResult()).logprobs = logprobs
-            for i, message in output.errors.items():
-                result.extras.setdefault(result.seq_ids[i], SequenceResult()).error = message
-        self._batch.advance(inputs, rows, tokens)
+        rows, seq_ids = inputs.rows[chosen], [plan.seq_ids[i] for i in chosen.tolist()]
+        if forked is not None:
+            seq_ids += forked.seq_ids
+            rows = np.concatenate([rows, forked.rows])
+            # The sampler edits logits in place, so a child needs its own.
+            logits = torch.cat([logits, logits[torch.from_numpy(forked.parents).to(logits.device)]])
+        step.result.seq_ids = seq_ids
+        sample = self._sampler.start(logits, rows)
+        step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows))
 
     def _add_prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult) -> None:
         """Scores the prompt tokens that follow the positions computed in this step."""
@@ -178,3 +312,7 @@ class ModelRunner:
             if scored:
                 extra = result.extras.setdefault(seq_id, SequenceResult())
                 extra.prompt_start, extra.prompt_logprobs = start + 1, scored
+
+
+def _asleep(token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+    raise RuntimeError("the worker sleeps; wake_up must come before the next step")

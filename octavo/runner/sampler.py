@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.runner import noise
 from octavo.runner.adjustments import Adjustments, RowError
-from octavo.runner.arithmetic import REASONS, Arithmetic, fastest_arithmetic
+from octavo.runner.arithmetic import Arithmetic, fastest_arithmetic
+from octavo.runner.device_sampling import DeviceSample, DeviceSampling
 from octavo.runner.filters import RECORD, Filters
+from octavo.runner.sample_output import PendingLogprobs, PendingSample, Sampled, SampleOutput, Scored, output_of
 from octavo.runner.token_table import TokenTable
-
-
-@dataclass(slots=True)
-class SampleOutput:
-    """What came of the rows of a step; the dictionaries are by index in the batch, not by row.
-
-    ``token_ids`` int64 [n] holds 0 where ``errors`` names the index: that sequence has no token and ends.
-    """
-
-    token_ids: NDArray[np.int64]
-    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:
@@ -35,12 +26,28 @@ class Sampler:
     result of a row depends on its logits, its tokens and its request only, bit for bit, and not on the other rows.
     """
 
-    def __init__(self, vocab_size: int, tokens: TokenTable, arithmetic: Arithmetic | None = None) -> None:
-        """For the rows of the table; the fastest arithmetic there is unless one is given."""
+    def __init__(
+        self,
+        vocab_size: int,
+        tokens: TokenTable,
+        arithmetic: Arithmetic | None = None,
+        device: torch.device | str = "cpu",
+        use_triton: bool = False,
+    ) -> None:
+        """For the rows of the table.
+
+        Args:
+            vocab_size: number of tokens.
+            tokens: the tokens so far.
+            arithmetic: what computes on the host; the fastest there is unless one is given.
+            device: where the logits are.
+            use_triton: computes on the device, and takes nothing to the host but what was chosen.
+        """
         self._vocab_size = vocab_size
         self._tokens = tokens
         self._arithmetic = arithmetic or fastest_arithmetic(vocab_size)
         rows = tokens.num_rows
+        self._on_device = DeviceSampling(vocab_size, torch.device(device), rows) if use_triton else None
         self._special = np.zeros(rows, bool)
         self._adjusted = np.zeros(rows, bool)
         self._num_logprobs = np.full(rows, -1, np.int64)
@@ -79,20 +86,36 @@ class Sampler:
         self._filters[row] = 0
         self._adjustments.pop(row, None)
 
-    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
+    def start(self, logits: Tensor, rows: NDArray[np.int64]) -> PendingSample:
         """Chooses a token for each row; the caller appends it to the table.
+
+        Rows may be added, removed and given other tokens before the result is waited for: it does not change. Where a
+        row has adjustments, its tokens must all be in the table by now; otherwise their number is enough.
 
         Args:
             logits: [n, vocab_size]; may be changed in place.
             rows: [n], the row of each, all different. The token chosen gets position ``tokens.num_tokens[row]``.
         """
+        if self._on_device is not None:
+            return self._start_on_device(self._on_device, _as_rows(logits), rows)
+        return Sampled(self._sample_on_host(logits, rows), logits.device)
+
+    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
+        """``start`` and ``wait`` in one."""
+        return self.start(logits, rows).wait()
+
+    def _sample_on_host(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
         values = _as_array(logits)
         if self._special[rows].any():
             return self._sample_special(values, rows)
         nothing = np.zeros((len(rows), 2), np.uint32)
-        return _output(self._arithmetic.choose(values, self._filters[rows], nothing), {})
+        return output_of(self._arithmetic.choose(values, self._filters[rows], nothing), {})
 
     def prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
+        """``start_prompt_logprobs`` and ``wait`` in one."""
+        return self.start_prompt_logprobs(logits, targets, k).wait()
+
+    def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
         """Logprobs of known tokens.
 
         Args:
@@ -102,28 +125,65 @@ class Sampler:
         """
         tokens = np.asarray(targets, np.int64)
         every = np.arange(len(tokens))
-        return self._arithmetic.logprobs(_as_array(logits), every, tokens, np.full_like(tokens, k))
+        if (device := self._on_device) is not None:
+            return device.logprobs(_as_rows(logits), every, device.to_device(tokens), np.full_like(tokens, k))
+        return Scored(self._arithmetic.logprobs(_as_array(logits), every, tokens, np.full_like(tokens, k)))
 
     def _sample_special(self, values: NDArray[np.float32], rows: NDArray[np.int64]) -> SampleOutput:
         adjusted, scored = self._adjusted[rows], self._num_logprobs[rows] >= 0
         changed = np.flatnonzero(adjusted & scored)
         originals = values[changed]
-        failed = self._adjust(values, rows, np.flatnonzero(adjusted))
+        edited = np.flatnonzero(adjusted)
+        failed = self._adjust(values, edited, rows, edited)
         keys = noise.keys(self._seeds[rows], self._tokens.num_tokens[rows])
-        output = _output(self._arithmetic.choose(values, self._filters[rows], keys), failed)
+        output = output_of(self._arithmetic.choose(values, self._filters[rows], keys), failed)
         unchanged = np.flatnonzero(scored & ~adjusted)
         self._add_logprobs(output, values, unchanged, rows, unchanged)
         self._add_logprobs(output, originals, np.arange(len(changed)), rows, changed)
         return output
 
-    def _adjust(self, values: NDArray[np.float32], rows: NDArray[np.int64], which: NDArray[np.int64]) -> dict[int, str]:
-        """Edits the logits of these indices of the batch in place; returns the errors of those that failed."""
+    def _start_on_device(self, device: DeviceSampling, logits: Tensor, rows: NDArray[np.int64]) -> PendingSample:
+        """Only rows with adjustments go to the host and come back, so that one arithmetic chooses for all rows."""
+        if not self._special[rows].any():
+            return DeviceSample(device.choose_most_likely(logits), {}, [])
+        adjusted, counts = self._adjusted[rows], self._num_logprobs[rows]
+        failed: dict[int, str] = {}
+        changed = np.flatnonzero(adjusted & (counts >= 0))
+        originals = logits[device.to_device(changed)] if len(changed) else logits
+        if adjusted.any():
+            edited = np.flatnonzero(adjusted)
+            places = device.to_device(edited)
+            values = logits[places].cpu()
+            failed = self._adjust(values.numpy(), np.arange(len(edited)), rows, edited)
+            logits[places] = values.to(logits.device)
+        tokens = device.choose(
+            logits, self._filters[rows], noise.keys(self._seeds[rows], self._tokens.num_tokens[rows])
+        )
+        scored = []
+        unchanged = np.flatnonzero((counts >= 0) & ~adjusted)
+        for which, source, at in (unchanged, logits, unchanged), (changed, originals, np.arange(len(changed))):
+            if len(which):
+                own = tokens[device.to_device(which)]
+                scored.append((which, device.logprobs(source, at, own, counts[which])))
+        return DeviceSample(tokens, failed, scored)
+
+    def _adjust(
+        self,
+        logits: NDArray[np.float32],
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        which: NDArray[np.int64],
+    ) -> dict[int, str]:
+        """Edits, in place, the logits at ``places``, those of the indices ``which`` of the batch.
+
+        Returns the errors of those that failed.
+        """
         failed: dict[int, str] = {}
         with np.errstate(over="ignore"):
-            for i in which.tolist():
+            for place, i in zip(places.tolist(), which.tolist(), strict=True):
                 row = int(rows[i])
                 try:
-                    self._adjustments[row].apply(row, values[i])
+                    self._adjustments[row].apply(row, logits[place])
                 except RowError as error:
                     failed[i] = str(error)
         return failed
@@ -143,17 +203,12 @@ class Sampler:
         output.logprobs.update((i, f) for i, f in zip(which.tolist(), found, strict=True) if i not in output.errors)
 
 
+def _as_rows(logits: Tensor) -> Tensor:
+    """The same memory where it can be: float32, contiguous in the last dimension."""
+    values = logits.detach().float()
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
 def _as_array(logits: Tensor) -> NDArray[np.float32]:
-    """The same memory where it can be: float32 on the CPU, contiguous in the last dimension."""
-    values = logits.detach().float().cpu()
-    return (values if values.stride(-1) == 1 else values.contiguous()).numpy()
-
-
-def _output(chosen: NDArray[np.int64], failed: dict[int, str]) -> SampleOutput:
-    """What was chosen, token 0 and an error where there is none."""
-    output = SampleOutput(chosen)
-    for i in np.flatnonzero(chosen < 0).tolist():
-        output.errors[i] = REASONS[int(chosen[i])]
-    output.errors.update(failed)
-    chosen[list(output.errors)] = 0
-    return output
+    """As ``_as_rows``, on the CPU."""
+    return _as_rows(logits.cpu()).numpy()

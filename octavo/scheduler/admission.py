@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import Admission as Verdict
 from octavo.memory.prefix_chain import PrefixChain
-from octavo.scheduler.chunks import blocks_to_come, is_prefilled, prompt_chunks, rejoin
+from octavo.scheduler.chunks import blocks_to_come, prompt_chunks, rejoin
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import Preemption
@@ -134,7 +134,7 @@ class Admission:
         queues = self._queues
         step.admitted.append(group)
         rejoin(queues, group)
-        if group.prefilling and len(group.seqs) > 1 and is_prefilled(group):
+        if group.prefilling and len(group.seqs) > 1 and group.is_prefilled:
             queues.prefilled(group)
         if group.prefilling:
             chunks = prompt_chunks(group, step.budget, self._options)
@@ -186,7 +186,7 @@ class Admission:
             if not lower:
                 break
             self._preemption.put_out(self._preemption.victim(lower, step.now), step)
-        return group if step.preempted else None
+        return group if step.crowded else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:
         rows = self._queues.rows + group.width <= self._options.max_num_seqs

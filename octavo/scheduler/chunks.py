@@ -49,15 +49,6 @@ def rejoin(queues: Queues, group: SequenceGroup) -> None:
             queues.newcomers.append(seq)
 
 
-def is_prefilled(group: SequenceGroup) -> bool:
-    """Whether only the last token of each of its sequences is left to compute, and the group has forked.
-
-    A beam search forks when the first tokens are chosen.
-    """
-    forked = not group.unforked or group.beam is not None
-    return forked and all(s.resume is None and s.num_uncomputed == 1 for s in group.seqs)
-
-
 def blocks_to_come(blocks: BlockManager, group: SequenceGroup) -> int:
     """Blocks that a group still takes until its known tokens are computed and it has forked."""
     total = group.unforked  # each writes into a block of its own next

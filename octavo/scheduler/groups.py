@@ -10,8 +10,10 @@ from octavo.scheduler.beam_search import BeamSearch
 class Sequence:
     """One continuation of a prompt.
 
-    Invariant: ``0 <= num_computed <= len(token_ids)``; the KV entries of the first ``num_computed`` tokens are in the
-    blocks that the block manager keeps under ``seq_id``.
+    The KV entries of its first ``num_computed`` tokens are in the blocks that the block manager keeps under ``seq_id``,
+    or will be when the steps in flight are done. It always has one more token than these: when all of ``token_ids``
+    are computed, a step in flight is sampling that token, which counts already; only its id is still to come.
+    Invariant: ``0 <= num_computed <= len(token_ids)`` whenever a step is planned.
     """
 
     __slots__ = (
@@ -61,8 +63,18 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV entries: 1 while decoding, more while prefilling."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens to compute, one whose id is awaited included: 1 while decoding, more while prefilling."""
+        return max(1, len(self.token_ids) - self.num_computed)
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a step in flight samples its next token."""
+        return self.num_computed >= len(self.token_ids)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it awaits the last token that its limit allows: there is nothing left to compute."""
+        return self.num_computed + 1 >= self.max_length
 
 
 class SequenceGroup:
@@ -91,6 +103,7 @@ class SequenceGroup:
         "seqs",
         "status",
         "stop_token_ids",
+        "tied",
         "unforked",
         "urgent",
     )
@@ -110,6 +123,8 @@ class SequenceGroup:
         self.beam = BeamSearch(request.beam, self.stop_token_ids, self.max_length - prompt) if request.beam else None
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
+        #: Whether a token must be known before the next one can be sampled: no step is planned ahead of it.
+        self.tied = _is_tied(request)
         #: Sequences still to be forked off when the prompt is computed.
         self.unforked = request.num_sequences - 1
         #: Whether some sequence has more than its last token to compute.
@@ -142,6 +157,21 @@ class SequenceGroup:
         return self.num_recomputes + self.num_swaps
 
     @property
+    def is_prefilled(self) -> bool:
+        """Whether only the last token of each of its sequences is left to compute, and the group has forked.
+
+        A beam search forks when the first tokens are chosen.
+        """
+        forked = not self.unforked or self.beam is not None
+        return forked and all(s.resume is None and s.num_uncomputed == 1 for s in self.seqs)
+
+    @property
     def seq_ids(self) -> list[int]:
         """Ids of its unfinished sequences."""
         return [s.seq_id for s in self.seqs]
+
+
+def _is_tied(request: GroupRequest) -> bool:
+    params = request.params
+    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    return bool(penalised or params.logits_processors or request.bad_words_ids or request.beam is not None)

@@ -61,7 +61,7 @@ class Preemption:
 
     def put_out(self, group: SequenceGroup, step: Step) -> None:
         """Preempts a running group that has been given nothing in this step."""
-        step.preempted = True
+        step.crowded = True
         if self._wants_swap(group) and self._swap_out(group):
             step.moved.append(group)
         else:

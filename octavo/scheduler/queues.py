@@ -19,7 +19,8 @@ class Queues:
 
     Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
     only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
-    ``rows`` is the sum of the running groups' widths; ``prefilling`` has the running groups with that mark, in order.
+    ``rows`` is the sum of the running groups' widths, ``tied`` counts those with that mark; ``prefilling`` has the
+    running groups with that mark, in order.
     """
 
     def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
@@ -36,6 +37,7 @@ class Queues:
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.rows = 0
+        self.tied = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         #: Sequences that the workers must forget.
@@ -94,6 +96,7 @@ class Queues:
         (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_for(group)).remove(group)
         _set_status(group, SequenceStatus.RUNNING)
         self.rows += group.width
+        self.tied += group.tied
         self._insert(self.running, group)
         if group.prefilling:
             self._insert(self.prefilling, group)
@@ -200,6 +203,7 @@ class Queues:
         if group.prefilling:
             self.prefilling.remove(group)
         self.rows -= group.width
+        self.tied -= group.tied
 
     def _insert(self, groups: list[SequenceGroup], group: SequenceGroup) -> None:
         if not groups or self.order(groups[-1]) <= self.order(group):

@@ -6,7 +6,6 @@ from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import SequenceStatus
 from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.scheduler.beam_search import Candidates
-from octavo.scheduler.chunks import is_prefilled
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
@@ -19,8 +18,9 @@ class Results:
         self._queues = queues
 
     def take_in(self, step: Step, result: StepResult) -> StepOutputs:
-        """Counts computed tokens, appends sampled ones, ends what has come to its end."""
-        self._count(step)
+        """Appends sampled tokens, offers blocks to the prefix cache, ends what has come to its end."""
+        for seq, num_computed in step.filled:
+            self._register(seq, num_computed)
         outputs = StepOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
@@ -30,9 +30,6 @@ class Results:
             self._queues.end_sequence(seq, seq.status)
         for group in beams.values():
             self._choose_beams(group, result.extras, outputs.groups)
-        for group in step.prefill_groups:
-            if group.prefilling and group.status is SequenceStatus.RUNNING and is_prefilled(group):
-                self._queues.prefilled(group)
         return outputs
 
     def _append_tokens(
@@ -86,24 +83,14 @@ class Results:
                 updates.append(SequenceUpdate(seq.group.group_id, seq.index, None, extra))
         return ended
 
-    def _count(self, step: Step) -> None:
-        """The plan's tokens have their KV entries now; blocks that became full are offered to the prefix cache."""
-        blocks = self._queues.blocks
-        size = blocks.block_size
-        for seq in step.decodes:
-            seq.num_computed += 1
-            if not seq.num_computed % size:
-                self._register(seq)
-        for seq, n in step.prefills:
-            seq.num_computed += n
-            self._register(seq)
-        for child, parent in step.followers:
-            child.num_computed = parent.num_computed
+    def _register(self, seq: Sequence, num_computed: int) -> None:
+        """Offers full blocks to the prefix cache: those of the step taken in, whose tokens are all known, and no more.
 
-    def _register(self, seq: Sequence) -> None:
+        Who has been put out since that step was planned holds them no longer.
+        """
         if seq.status is SequenceStatus.RUNNING:
             salt = seq.group.request.cache_salt
-            self._queues.blocks.register(seq.seq_id, seq.token_ids, seq.num_computed, salt)
+            self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, salt)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupUpdate]

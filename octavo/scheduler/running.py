@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.scheduler.chunks import is_prefilled, prompt_chunks, rejoin
+from octavo.scheduler.chunks import prompt_chunks, rejoin
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import Preemption
@@ -40,6 +40,8 @@ class Running:
                 seq.room -= 1
                 decodes.append(seq)
                 continue
+            elif seq.is_ending:
+                continue
             else:
                 work = [(s, 1) for s in seqs]
             if self._make_way(group, work, position, step):
@@ -47,6 +49,8 @@ class Running:
                     take_prefill(queues, group, work, step)
                 else:
                     decodes += seqs
+            elif self._blocks_may_come():
+                step.crowded = True
             elif len(running) == 1:
                 hopeless.append(group)
             else:
@@ -59,7 +63,7 @@ class Running:
         queues = self._queues
         for group in list(queues.prefilling):
             rejoin(queues, group)
-            if is_prefilled(group):  # nothing was left for a step to compute: all was shared, or a sibling has ended
+            if group.is_prefilled:  # nothing was left for a step to compute: all was shared, or a sibling has ended
                 queues.prefilled(group)
         step.budget -= queues.rows - sum(g.width for g in queues.prefilling)
         chunks = {}
@@ -75,10 +79,15 @@ class Running:
         return chunks
 
     def _make_way(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
-        """Finds the blocks, preempting groups from ``position`` on; False if the group itself is the one to go."""
+        """Finds the blocks, preempting groups from ``position`` on; False if the group itself must go, or wait."""
         queues = self._queues
         while not grow(queues, work, step):
-            if position == len(queues.running):
+            if position == len(queues.running) or self._blocks_may_come():
                 return False
             self._preemption.put_out(self._preemption.victim(queues.running[position:], step.now), step)
         return True
+
+    def _blocks_may_come(self) -> bool:
+        """Whether the step in flight ends somebody whose blocks are worth waiting for, or may end who is alone."""
+        running = self._queues.running
+        return any(g.seqs[0].is_ending for g in running) or (len(running) == 1 and running[0].seqs[0].awaits_token)

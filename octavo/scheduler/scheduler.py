@@ -17,7 +17,7 @@ from octavo.scheduler.queues import Queues
 from octavo.scheduler.results import Results
 from octavo.scheduler.running import Running
 from octavo.scheduler.stats import SchedulerStats
-from octavo.scheduler.step import Step, make_plan
+from octavo.scheduler.step import Step, advance, make_plan
 
 
 class Scheduler:
@@ -92,8 +92,24 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether one step is in flight and the next can be planned before its tokens are known.
+
+        That wants somebody who goes on after it, and nobody whose sampling looks at the tokens before.
+        """
+        if len(self._in_flight) != 1 or self.queues.tied:
+            return False
+        return any(not g.seqs[0].is_ending for g in self.queues.running)
+
     def schedule(self) -> StepPlan:
-        """Decides what the next step computes."""
+        """Decides what the next step computes.
+
+        Raises:
+            RuntimeError: a step is in flight that cannot be run ahead of.
+        """
+        if self._in_flight and not self.can_run_ahead:
+            raise RuntimeError(f"step {min(self._in_flight)} is in flight and must be taken in first")
         step = Step(self._clock(), self.options.max_num_batched_tokens)
         self.queues.reorder(step.now)
         favoured = self._admission.make_room(step) if self.options.priority_preemption else None
@@ -104,6 +120,7 @@ class Scheduler:
         self._end_hopeless(step)
         self._stats.steps += 1
         plan = make_plan(self.queues, step, self._stats.steps)
+        advance(self.queues, step)
         self._in_flight[plan.step] = step
         self._count(step, plan)
         return plan
@@ -113,7 +130,7 @@ class Scheduler:
             self._end_outgrown(group, step)
         if favoured is not None:
             self._admission.start(favoured, step)
-        elif not step.preempted:  # who was just put out must not be overtaken, nor come back at once
+        elif not step.crowded:  # who was just put out must not be overtaken, nor come back at once
             self._admission.admit(step)
 
     def _fill_prefill_first(self, step: Step, favoured: SequenceGroup | None) -> None:
@@ -127,7 +144,7 @@ class Scheduler:
             return
         for group in self._running.schedule(step):
             self._end_outgrown(group, step)
-        while not step.preempted and (group := self.queues.swapped.head(step.now)) is not None:
+        while not step.crowded and (group := self.queues.swapped.head(step.now)) is not None:
             first = self._admission.first(step.now)
             overtakes = first is None or (first is not group and first.urgent)
             if overtakes or not self._admission.bring_back(group, step):
@@ -150,7 +167,7 @@ class Scheduler:
 
     def _end_hopeless(self, step: Step) -> None:
         """What cannot run though nothing else holds a block never will: several sequences outgrew all the blocks."""
-        if self.queues.running or step.preempted or step.ended:
+        if self.queues.running or step.crowded or step.ended:
             return
         swapped = self.queues.swapped.head(step.now) if self.options.batching == "prefill_first" else None
         group = self._next_prompt(step.now) if swapped is not None else None
@@ -177,7 +194,7 @@ class Scheduler:
         stats.copied_blocks += len(plan.blocks_to_copy)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Takes in what the plan brought: counts computed tokens, appends sampled ones, finishes, frees."""
+        """Takes in what the plan brought: appends sampled tokens, finishes, frees. Plans come back in their order."""
         step = self._in_flight.pop(plan.step)
         if step.prefills:
             self._last_prompt_latency = self._clock() - step.now

@@ -24,6 +24,8 @@ class Step:
     budget: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: Chunks = field(default_factory=list)
+    #: Sequences that fill blocks in this step, and all their tokens that are computed after it.
+    filled: Chunks = field(default_factory=list)
     #: Groups with prefill chunks in this step.
     prefill_groups: list[SequenceGroup] = field(default_factory=list)
     changes: list[TableChange] = field(default_factory=list)
@@ -36,7 +38,8 @@ class Step:
     promised: int | None = None
     #: Groups that came in, for the first time or again.
     admitted: list[SequenceGroup] = field(default_factory=list)
-    preempted: bool = False
+    #: Whether running groups lacked blocks: some were put out, or must wait, so nobody comes in.
+    crowded: bool = False
     #: Whether a group was ended because it has outgrown all blocks.
     ended: bool = False
     num_prompt_tokens: int = 0
@@ -53,7 +56,8 @@ def grow(queues: Queues, work: Chunks, step: Step) -> bool:
         for (seq, n), growth in zip(asking, growths, strict=True):
             if growth.blocks:
                 step.changes.append(TableChange(seq.seq_id, growth.index, growth.blocks))
-            seq.room = blocks.blocks_for(seq.num_computed + n) * blocks.block_size - seq.num_computed
+            slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
+            seq.room = min(slots, seq.max_length - 1) - seq.num_computed
     for seq, n in work:
         seq.room -= n
     return True
@@ -105,6 +109,23 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     plan.num_tokens = [1] * len(plan.seq_ids) + [n for _, n in chunks]
     plan.seq_ids += [seq_id for seq_id, _ in chunks]
     return plan
+
+
+def advance(queues: Queues, step: Step) -> None:
+    """Counts the tokens of a step as computed, as they are for all that is planned after it."""
+    size, filled = queues.blocks.block_size, step.filled
+    for seq in step.decodes:
+        seq.num_computed += 1
+        if not seq.num_computed % size:
+            filled.append((seq, seq.num_computed))
+    for seq, n in step.prefills:
+        seq.num_computed += n
+        filled.append((seq, seq.num_computed))
+    for child, parent in step.followers:
+        child.num_computed = parent.num_computed
+    for group in step.prefill_groups:
+        if group.prefilling and group.is_prefilled:
+            queues.prefilled(group)
 
 
 def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:

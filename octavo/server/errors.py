@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, TokenizerError
+from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError, TokenizerError
 
 logger = logging.getLogger("octavo.server")
 
@@ -67,6 +67,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return _http_error(error)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine has stopped; the server will end", kind="server_error", code="engine_dead")
+    if isinstance(error, EngineStateError):
+        return ApiError(503, str(error), kind="server_error", code="engine_asleep")
     if isinstance(error, TimeoutError):
         return ApiError(
             503,

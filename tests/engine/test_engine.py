@@ -274,16 +274,16 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
 ) -> None:
     llm = load(tiny_model, max_num_seqs=1)
     good = llm.generate("b", GREEDY)[0].outputs[0].token_ids
-    execute = llm.llm_engine.core.executor.execute
+    submit = llm.llm_engine.core.executor.submit
     calls = []
 
     def failing(plan: Any) -> Any:
         calls.append(plan)
         if len(calls) == 3:
             raise RuntimeError("the device is on fire")
-        return execute(plan)
+        return submit(plan)
 
-    monkeypatch.setattr(llm.llm_engine.core.executor, "execute", failing)
+    monkeypatch.setattr(llm.llm_engine.core.executor, "submit", failing)
     outputs = llm.generate(["a", "b"], GREEDY)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "on fire" in (outputs[0].outputs[0].error or "")

@@ -305,6 +305,6 @@ def test_limits_are_plausible() -> None:
     limits = measure_limits(1)
     assert limits.threads == 1 and limits.instruction_set == _cpu.isa()
     assert 0.1 < limits.read_gb_s < 2000
-    assert 0.1 < limits.fma_gflops < 2000
+    assert 0.001 < limits.fma_gflops < 2000  # emulated instructions are slow
     with pytest.raises(ValueError, match="not 0"):
         measure_limits(0)

@@ -111,32 +111,6 @@ def test_norm_in_place_writes_only_its_heads() -> None:
     assert torch.equal(rows[:, 0], before[:, 0]) and torch.equal(rows[:, 3], before[:, 3])
 
 
-@settings(max_examples=60, deadline=None)
-@given(row_counts, widths, dtypes, dtypes, dtypes, st.booleans(), seeds)
-def test_add_norm(
-    tokens: int,
-    width: int,
-    x_type: torch.dtype,
-    residual_type: torch.dtype,
-    out_type: torch.dtype,
-    layer: bool,
-    seed: int,
-) -> None:
-    x, residual = randn(seed, tokens, width, dtype=x_type), randn(seed + 1, tokens, width, dtype=residual_type)
-    weight = randn(seed + 2, width, dtype=out_type)
-    # The sum may take the residual's place.
-    total = residual if residual_type == torch.float32 else torch.empty(tokens, width)
-    expected_total = x.float() + residual.float()
-    out = torch.empty(tokens, width, dtype=out_type)
-    addresses = (x.data_ptr(), DTYPES[x_type], residual.data_ptr(), DTYPES[residual_type], weight.data_ptr())
-    rest = (DTYPES[out_type], out.data_ptr(), DTYPES[out_type], total.data_ptr(), width, 1e-5)
-    run(_cpu.add_layer_norm(*addresses, 0, *rest) if layer else _cpu.add_rms_norm(*addresses, *rest), tokens)
-    assert torch.equal(total, expected_total)
-    expected = norm_reference(expected_total, weight, None, 1e-5, layer=layer)
-    size = expected.abs() + (weight.double().abs() * (200 if width < 8 else 4) if layer else 0)
-    assert_near(out, expected, size)
-
-
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
@@ -165,8 +139,8 @@ def test_activations(name: str, gated: bool, tokens: int, width: int, dtype: tor
     run(make(x.data_ptr(), x.stride(0), out.data_ptr(), width, DTYPES[dtype]), tokens)
     gate = x[:, :width].double()
     expected = ACTIVATIONS[name](gate) * (x[:, width : 2 * width].double() if gated else 1)
-    # The exponent of e^-u carries the rounding of u.
-    assert_near(out, expected, expected.abs() * (1 + (2 * gate * gate if name != "silu" else gate.abs())))
+    # The exponent of e^-u carries the rounding of u, and where it overflows little is left of the result.
+    assert_near(out, expected, expected.abs() * (1 + (2 * gate * gate if name != "silu" else gate.abs())) + 1e-30)
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -295,20 +269,18 @@ def test_a_row_does_not_depend_on_others_or_on_threads() -> None:
     def results(rows: slice) -> list[Tensor]:
         count = len(range(*rows.indices(tokens)))
         part, half_part = x[rows].contiguous(), half[rows].contiguous()
-        normed, summed, activated = (torch.empty(count, width, dtype=torch.bfloat16) for _ in range(3))
-        total = half_part.float()
+        normed, activated = (torch.empty(count, width, dtype=torch.bfloat16) for _ in range(2))
+        logits = half_part.float()
         ops = [
             _cpu.rms_norm(half_part.data_ptr(), bf16, width, weight.data_ptr(), bf16,
                           normed.data_ptr(), bf16, width, 1e-5),
-            _cpu.add_rms_norm(half_part.data_ptr(), bf16, total.data_ptr(), _cpu.Dtype.f32, weight.data_ptr(), bf16,
-                              summed.data_ptr(), bf16, total.data_ptr(), width, 1e-5),
             _cpu.silu_and_mul(part.data_ptr(), 2 * width, activated.data_ptr(), width, bf16),
         ]  # fmt: skip
         for op in ops:
             run(op, count)
         logsumexps = torch.empty(count, dtype=torch.float64)
-        _cpu.logsumexp(total.data_ptr(), count, width, logsumexps.data_ptr())
-        return [normed, summed, total, activated, logsumexps]
+        _cpu.logsumexp(logits.data_ptr(), count, width, logsumexps.data_ptr())
+        return [normed, activated, logsumexps]
 
     _cpu.set_threads(1)
     whole = results(slice(None))

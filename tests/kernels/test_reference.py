@@ -170,6 +170,22 @@ def test_cache_holds_what_was_written_and_nothing_else_changes() -> None:
     KERNELS.reshape_and_cache(k, v, cache, torch.tensor([11, 2]))
     assert torch.equal(cache.key[2, 3], k[0]) and torch.equal(cache.value[0, 2], v[1])
     assert cache.key.view(-1, 12).any(1).sum() == 2
+    KERNELS.reshape_and_cache(k, v, cache, torch.tensor([-1, 5]))
+    assert torch.equal(cache.key[1, 1], k[1]) and torch.equal(cache.value[1, 1], v[1])
+    assert cache.key.view(-1, 12).any(1).sum() == 3
+
+
+def test_rotary_and_cache_is_both_in_turn() -> None:
+    step = build(Case([(2, 1), (0, 3)], 4, 2, 2, 8, None, 3))
+    table = torch.rand(16, 6)
+    qkv = torch.randn(4, 8, 8)
+    q, k, v = qkv.clone().split([4, 2, 2], dim=1)
+    rotated = KERNELS.rotary_and_cache(q, k, v, step.batch, table, step.cache)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    expected_q, expected_k = KERNELS.rotary(q, k, step.batch.positions, table)
+    assert torch.equal(rotated, expected_q)
+    for written, expected in ((step.cache.key, expected_k), (step.cache.value, v)):
+        assert torch.equal(written.view(-1, 2, 8)[step.batch.slots], expected)
 
 
 def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
@@ -241,7 +257,7 @@ def test_norm_is_that_of_the_llama_of_transformers() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     for dtype in (torch.float32, torch.bfloat16):
-        x, residual = torch.randn(2, 7, 96).to(dtype)
+        x = torch.randn(7, 96).to(dtype)
         module = LlamaRMSNorm(96, eps=1e-5).to(dtype)
         weight = torch.randn(96).to(dtype)
         module.weight.data = weight
@@ -249,10 +265,8 @@ def test_norm_is_that_of_the_llama_of_transformers() -> None:
             # Sums may be taken in another order, and ours are rounded once less: one unit in the last place.
             rtol = 2**-7 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5), module(x), rtol=rtol, atol=0)
-            normed, total = KERNELS.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-            assert torch.equal(total, x.float() + residual.float())
-            expected = module(total).to(dtype)
-            torch.testing.assert_close(normed, expected, rtol=rtol, atol=0)
+            # Of a residual stream in float32 the norm has the weight's type.
+            torch.testing.assert_close(KERNELS.rms_norm(x.float(), weight, 1e-5), module(x), rtol=rtol, atol=0)
 
 
 def test_norm_is_computed_in_float32() -> None:
@@ -274,7 +288,12 @@ def test_activation_and_linear_and_embedding() -> None:
     torch.testing.assert_close(KERNELS.linear(x, packed).double(), expected, atol=1e-5, rtol=1e-5)
     half = KERNELS.linear_float32(x.bfloat16(), KERNELS.pack_linear(weight.bfloat16(), None))
     assert half.dtype == torch.float32
+    residual = torch.randn(5, 7)
+    total = KERNELS.linear_add(x, packed, residual.clone())
+    assert torch.equal(total, residual + KERNELS.linear_float32(x, packed))
     assert torch.equal(KERNELS.embedding(torch.tensor([6, 0, 6]), weight), weight[[6, 0, 6]])
+    embedded = KERNELS.embedding(torch.tensor([3]), weight.bfloat16())
+    assert embedded.dtype == torch.float32 and torch.equal(embedded[0], weight[3].bfloat16().float())
 
 
 def test_empty_step_is_computed_to_nothing() -> None:
@@ -289,5 +308,5 @@ def test_empty_step_is_computed_to_nothing() -> None:
 def test_backends_are_chosen_by_name() -> None:
     assert load_kernels("reference", "cpu").name == "reference"
     assert load_kernels("auto", "cpu").name in ("reference", "cpu")
-    with pytest.raises(ConfigError, match=r"'refrence'.*auto, cpu, reference"):
+    with pytest.raises(ConfigError, match=r"'refrence'.*auto, cpu, triton, reference"):
         load_kernels("refrence", "cpu")

@@ -58,6 +58,18 @@ def test_row_parallel_parts_summed(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_row_parallel_product_is_added_to_the_residual_once(size: int) -> None:
+    x, weight, bias, residual = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5), torch.randn(3, 5)
+    make = lambda c: RowParallelLinear(c, 8, 5, bias=True)  # noqa: E731
+    layers = ranks(size, make, {"weight": weight, "bias": bias})
+    shares = x.chunk(size, dim=1)
+    whole = torch.stack([layer(share) for layer, share in zip(layers, shares, strict=True)]).sum(0)
+    for layer, share in zip(layers, shares, strict=True):
+        layer._all_reduce = lambda part: whole.clone()
+        assert torch.equal(layer.add_to(residual.clone(), share), residual + whole)
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_merged_columns_keep_each_part_together(size: int) -> None:
     x, gate, up = torch.randn(3, 6), torch.randn(8, 6), torch.randn(4, 6)
     tensors = {"up_proj.weight": up, "gate_proj.weight": gate}

@@ -59,8 +59,8 @@ def test_each_dtype_has_its_own_folder(cache: Path, tmp_path: Path, tiny_llama: 
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="float16"):
-        resolve_model(str(tmp_path), dtype="float16")
+    with pytest.raises(ConfigError, match="float64"):
+        resolve_model(str(tmp_path), dtype="float64")
 
 
 def test_the_second_time_nothing_is_converted_or_imported(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:

@@ -29,8 +29,8 @@ def test_a_fork_is_a_copy_and_goes_its_own_way() -> None:
     batch.change_table(TableChange(9, 2, [30]))
     inputs = batch.build(StepPlan(step=1, seq_ids=[9, 7], num_tokens=[1, 1]))
     assert inputs.token_ids.tolist() == [15, 14]
-    assert inputs.attention.slots.tolist() == [60, 44]
-    assert inputs.attention.seq_lens.tolist() == [5, 5]
+    assert inputs.slots.tolist() == [60, 44]
+    assert inputs.seq_lens.tolist() == [5, 5]
     assert (table(batch, 7), table(batch, 9)) == ([20, 21, 22], [20, 21, 30])
     assert batch.tokens.num_prompt[row] == 4
 

@@ -2,12 +2,17 @@
 
 A slot of a block holds the *print* of its token: a hash of that token and all before it, as a KV entry depends on them.
 So content that is stale, overwritten or somebody else's is seen where it is read.
+
+The worker computes a step when it is submitted, as a device would that runs ahead of its host. Its host knows the
+sampled tokens only when the step has been waited for, and until then nothing may ask it for their ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -15,6 +20,8 @@ from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.updates import GroupUpdate, Hypothesis, SequenceUpdate, StepOutputs
+from octavo.engine.step_loop import StepLoop
+from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
@@ -96,14 +103,56 @@ class Row:
     prints: list[int]
     table: list[int]
     num_computed: int
+    #: Of ``tokens``, those whose ids the host has.
+    known: int
+    #: Tokens at which the sequence ends.
+    limit: int
+
+    @property
+    def known_in_full(self) -> bool:
+        return self.known == len(self.tokens)
+
+    @property
+    def tied(self) -> bool:
+        """Whether its sampling looks at the ids before, on the host."""
+        return self.params.presence_penalty != 0.0
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.prints.append(extend_print(self.prints[-1] if self.prints else _START, token))
 
 
-class FakeWorker:
-    """Executes plans over simulated block contents, strictly in the order of a plan's fields."""
+class InjectedFailure(Exception):
+    """What a worker was told to fail with."""
+
+
+class FakeStep:
+    """A step in flight."""
+
+    def __init__(self, worker: FakeWorker, plan: StepPlan) -> None:
+        self.worker, self.plan = worker, plan
+        self.result = StepResult(plan.step)
+        self.failure: str = ""
+        #: Rows that sampled.
+        self.sampled: list[Row] = []
+
+    def wait(self) -> StepResult:
+        worker = self.worker
+        with worker.breaking():
+            assert worker.in_flight.pop(0) is self, "waited for out of order"
+            for row in self.sampled:
+                row.known += 1
+            worker.on_wait(self.plan)
+        if self.failure:
+            raise InjectedFailure(self.failure)
+        return self.result
+
+
+class FakeWorker(Executor):
+    """Executes plans over simulated block contents, strictly in the order of a plan's fields.
+
+    A broken rule is in ``broken``: the step loop takes it for a step that failed.
+    """
 
     def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
         self.options = options
@@ -111,19 +160,56 @@ class FakeWorker:
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_host_blocks)]
         self.rows: dict[int, Row] = {}
+        #: Rows as they were when they were forgotten.
+        self.forgotten: dict[int, Row] = {}
+        self.in_flight: list[FakeStep] = []
+        self.on_submit: Callable[[StepPlan], None] = lambda plan: None
+        self.on_wait: Callable[[StepPlan], None] = lambda plan: None
+        self.broken: Exception | None = None
+        #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
+        self.fail = ""
         self.has_failed = False
         self.seconds_per_token = 1e-3
         self.seconds_per_move = 1e-3
 
-    def execute(self, plan: StepPlan, fail: str = "") -> StepResult:
-        """One step; it can be told to fail "before moving" or "before computing"."""
-        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        try:
+            yield
+        except InjectedFailure:
+            raise
+        except Exception as e:
+            self.broken = self.broken or e
+            raise
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        fail, self.fail = self.fail, ""
+        with self.breaking():
+            self.on_submit(plan)
+            plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+            assert len(self.in_flight) < 2, "three steps in flight"
+            step = FakeStep(self, plan)
+            self._forget(plan)
+            if fail == "before moving":
+                self.has_failed = True
+                raise InjectedFailure(fail)
+            if any(s.failure for s in self.in_flight):
+                step.failure = "after one that failed"
+            else:
+                self._execute(step, fail)
+            self.in_flight.append(step)
+        return step
+
+    def _forget(self, plan: StepPlan) -> None:
         for seq_id in plan.forget:
             if seq_id in self.rows or not self.has_failed:
-                del self.rows[seq_id]
-        if fail == "before moving":
-            self.has_failed = True
-            raise RuntimeError(fail)
+                self.forgotten[seq_id] = self.rows.pop(seq_id)
+
+    def _execute(self, step: FakeStep, fail: str) -> None:
+        plan = step.plan
         self._move(plan)
         for new in plan.new:
             self._add(new)
@@ -133,6 +219,7 @@ class FakeWorker:
         for seq_id, token in plan.last_tokens:
             row = self.rows[seq_id]
             assert row.num_computed < len(row.tokens), "the KV entry of a token that is replaced"
+            assert row.known_in_full, "the replacement of a token that is still to come"
             del row.tokens[-1], row.prints[-1]
             row.append(token)
         for change in plan.table_changes:
@@ -142,10 +229,11 @@ class FakeWorker:
             table[change.index : change.index + len(change.blocks)] = change.blocks
         if fail == "before computing":
             self.has_failed = True
-            raise RuntimeError(fail)
+            step.failure = fail
+            return
         followers = self._followers(plan)
         self._compute(plan, followers)
-        return self._sample(plan, followers)
+        self._sample(step, followers)
 
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
@@ -164,7 +252,14 @@ class FakeWorker:
     def _add(self, new: NewSequence) -> None:
         assert new.seq_id not in self.rows
         assert new.num_computed < len(new.token_ids)
-        row = Row(new.params, new.seed, [], [], [], new.num_computed)
+        before = self.forgotten.get(new.seq_id)
+        if before is not None:
+            assert before.known_in_full, "back before its last token is known"
+            assert len(new.token_ids) == len(before.tokens), "back without one of its tokens"
+        limit = self.options.max_model_len
+        if new.params.max_tokens is not None:
+            limit = min(limit, new.num_prompt_tokens + new.params.max_tokens)
+        row = Row(new.params, new.seed, [], [], [], new.num_computed, len(new.token_ids), limit)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -172,8 +267,16 @@ class FakeWorker:
     def _fork(self, fork: Fork) -> None:
         assert fork.child not in self.rows
         row = self.rows[fork.parent]
+        assert row.known_in_full, "a copy of a token that is still to come"
         self.rows[fork.child] = Row(
-            row.params, fork.seed, list(row.tokens), list(row.prints), list(row.table), row.num_computed
+            row.params,
+            fork.seed,
+            list(row.tokens),
+            list(row.prints),
+            list(row.table),
+            row.num_computed,
+            row.known,
+            row.limit,
         )
 
     def _followers(self, plan: StepPlan) -> dict[int, int]:
@@ -191,7 +294,9 @@ class FakeWorker:
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             row = self.rows[seq_id]
             end = row.num_computed + count
-            assert end <= len(row.tokens) <= self.options.max_model_len
+            assert end <= len(row.tokens) <= row.limit <= self.options.max_model_len
+            assert end < row.limit, "the last token is computed, and nothing follows it"
+            assert end <= row.known or count == 1, "only a decode may take a token from the device"
             assert len(row.table) * size >= end, "tokens without a slot"
             for position in range(row.num_computed, end):
                 slot = row.table[position // size], position % size
@@ -224,14 +329,16 @@ class FakeWorker:
                 writer = written.get(block, seq_id)
                 assert writer in (seq_id, followers.get(seq_id)), f"{writer} writes into block {block} of {seq_id}"
 
-    def _sample(self, plan: StepPlan, followers: dict[int, int]) -> StepResult:
+    def _sample(self, step: FakeStep, followers: dict[int, int]) -> None:
+        plan, result = step.plan, step.result
         moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
-        result = StepResult(step=plan.step, swap_seconds=moves * self.seconds_per_move)
+        result.swap_seconds = moves * self.seconds_per_move
         result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
         for seq_id in [*plan.seq_ids, *followers]:
             row = self.rows[seq_id]
             if row.num_computed < len(row.tokens):
                 continue
+            assert row.known_in_full or not row.tied, "a sampling that needs a token still to come"
             token = sample(row.prints[-1], row.seed)
             if row.params.logprobs is not None:
                 top = candidates(row.prints[-1], row.params.logprobs)
@@ -239,9 +346,8 @@ class FakeWorker:
                 result.extras[seq_id] = SequenceResult(logprobs=position)
             result.seq_ids.append(seq_id)
             result.token_ids.append(token)
-            if len(row.tokens) < self.options.max_model_len:
-                row.append(token)
-        return result
+            row.append(token)
+            step.sampled.append(row)
 
 
 @dataclass
@@ -266,11 +372,15 @@ class Answer:
 class Engine:
     """The step loop over a fake worker, with a clock that stands still unless it is told the time."""
 
-    def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
+    def __init__(self, blocks: BlockManager, options: SchedulerOptions, *, ahead: bool = False) -> None:
         self.now = 0.0
         self.blocks = blocks
         self.scheduler = Scheduler(blocks, options, clock=lambda: self.now)
         self.worker = FakeWorker(blocks, options)
+        self.worker.on_submit = self._look_at
+        self.loop = StepLoop(self.scheduler, self.worker, ahead=ahead)
+        self._stepping = False
+        self._before: list[tuple[SequenceGroup, SequenceStatus, int]] = []
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
         #: Group id of every sequence that ever was.
@@ -309,6 +419,8 @@ class Engine:
         self.scheduler.finish_group(group_id)
         if not answer.finished:
             answer.group_reason = "abort"
+        if not self._stepping:
+            self.loop.settle()
 
     def stop(self, group_id: int, index: int) -> None:
         """Ends one sequence that has sampled, as a stop text does."""
@@ -316,30 +428,48 @@ class Engine:
         if not answer.finished and index not in answer.reasons:
             answer.reasons[index] = "stopped by text"
         self.scheduler.finish_sequence(group_id, index)
+        if not self._stepping:
+            self.loop.settle()
 
     def step(self, between: Callable[[], None] = lambda: None, fail: str = "") -> StepPlan:
-        """One step; ``between`` is called while the worker has the plan, and ``fail`` says where it then fails."""
-        groups = list(self.scheduler.queues.groups.values())
-        before = [(g, g.status, g.num_swaps) for g in groups]
-        plan = self.scheduler.schedule()
-        self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
-        for group, status, swaps in before:
-            back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
-            assert not (back and group.num_swaps > swaps), "out and in in one step"
-        between()
+        """Takes in one step, whose plan it returns.
+
+        ``between`` is called while the loop waits for it; ``fail`` says where the next step that is submitted fails.
+        """
+        calls = [between]
+
+        def waiting(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            if calls:
+                calls.pop()()
+
+        self.worker.on_wait, self.worker.fail = waiting, fail
+        self._remember()
+        taken_in = len(self.plans)
+        self._stepping = True
         try:
-            result = self.worker.execute(plan, fail)
-        except RuntimeError as e:
-            updates = self.scheduler.fail(plan, str(e))
-        else:
-            updates = self.scheduler.update(plan, result)
+            updates = self.loop.step()
+        finally:
+            self._stepping = False
+            if self.worker.broken is not None:
+                raise self.worker.broken
         updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=StepOutputs)
         for sequence in updates.sequences:
             self._take_in_sequence(sequence)
         for end in updates.groups:
             self._take_in_end(end)
-        self.plans.append(plan)
-        return plan
+        return self.plans[taken_in] if len(self.plans) > taken_in else StepPlan(-1)
+
+    def _remember(self) -> None:
+        self._before = [(g, g.status, g.num_swaps) for g in self.scheduler.queues.groups.values()]
+
+    def _look_at(self, plan: StepPlan) -> None:
+        """A plan has just been made."""
+        self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
+        for group, status, swaps in self._before:
+            back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
+            assert not (back and group.num_swaps > swaps), "out and in in one step"
+        self._remember()
 
     def run(self, max_steps: int = 1000) -> int:
         """Steps until nothing is left; how many it took."""
@@ -384,7 +514,8 @@ def check_accounting(engine: Engine) -> None:
         assert (group in queues.prefilling) == (group.prefilling and wanted is SequenceStatus.RUNNING)
         assert group.seqs, "a group without sequences"
         for seq in group.seqs:
-            assert seq.status is wanted and queues.sequences[seq.seq_id] is seq and seq.num_uncomputed >= 1
+            assert seq.status is wanted and queues.sequences[seq.seq_id] is seq
+            assert seq.num_computed < len(seq.token_ids) + bool(engine.loop._in_flight)
             table = blocks.table(seq.seq_id)
             held = bool(table) or blocks.is_swapped(seq.seq_id)
             assert blocks.is_swapped(seq.seq_id) <= (wanted is SequenceStatus.SWAPPED)
@@ -394,9 +525,24 @@ def check_accounting(engine: Engine) -> None:
             tables += held
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
+    assert queues.tied == sum(g.tied for g in queues.running)
     assert queues.rows == sum(g.width for g in queues.running) <= engine.scheduler.options.max_num_seqs
     assert len(on_device) == blocks.num_used
     assert tables == blocks.num_tables
+    check_cache(engine)
+
+
+def check_cache(engine: Engine) -> None:
+    """What the prefix cache knows of a block is what is in it, and follows what is in its parent."""
+    index = engine.blocks._cache._known
+    for block, known in index._by_block.items():
+        content = engine.worker.device[block]
+        parent = index.find(known.parent)
+        before = engine.worker.device[parent.block][-1] if parent is not None else None
+        for token, found in zip(known.token_ids, content, strict=True):
+            assert found is not None
+            assert before is None or found == extend_print(before, token), f"block {block} is not what it is known as"
+            before = found
 
 
 def check_nothing_held(engine: Engine) -> None:
@@ -404,6 +550,7 @@ def check_nothing_held(engine: Engine) -> None:
     check_accounting(engine)
     blocks = engine.blocks
     assert blocks.num_used == 0 and blocks.host_used == 0 and blocks.num_tables == 0
+    assert not engine.loop._in_flight and not engine.worker.in_flight
     if engine.scheduler.queues.forget:
-        engine.worker.execute(engine.scheduler.schedule())
+        engine.step()
     assert not engine.worker.rows

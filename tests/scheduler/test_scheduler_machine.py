@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -53,6 +53,8 @@ class Case:
     num_requests: int
     abort_rate: float
     failure_rate: float
+    #: Whether steps are planned ahead.
+    ahead: bool
 
 
 def make_case(seed: int) -> Case:
@@ -93,6 +95,7 @@ def make_case(seed: int) -> Case:
         num_requests=rng.randint(3, 10),
         abort_rate=rng.choice([0.0, 0.0, 0.05, 0.2]),
         failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
+        ahead=rng.random() < 0.6,
     )
 
 
@@ -110,7 +113,7 @@ class Run:
             prefix_caching=case.prefix_caching,
             host_cache=case.host_cache,
         )
-        self.engine = Engine(blocks, case.options)
+        self.engine = Engine(blocks, case.options, ahead=case.ahead)
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
@@ -125,7 +128,8 @@ class Run:
         prompt = (rng.choice(self.prefixes)[:shared] + self._tokens(length))[:length]
         max_tokens = rng.choice([1, 4, 10, 20, None])
         n, beam = rng.choice([1, 1, 1, 2, 3, 4]), None
-        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=rng.choice([None, 2]))
+        penalty = 0.5 if rng.random() < 0.08 else 0.0  # such a request is not planned ahead, nor are its neighbours
+        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=rng.choice([None, 2]), presence_penalty=penalty)
         if rng.random() < 0.25:
             beam = BeamSearchParams(
                 beam_width=rng.randint(2, 4),
@@ -252,3 +256,21 @@ def test_generated_traffic(part: int) -> None:
 @pytest.mark.parametrize("part", range(50))
 def test_much_generated_traffic(part: int) -> None:
     run_cases(100_000 + part * 1000, 1000)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_planning_ahead_changes_no_answer(part: int) -> None:
+    for seed in range(part * 1000, part * 1000 + 60):
+        case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)
+        alone, ahead = (answers(replace(case, ahead=ahead)) for ahead in (False, True))
+        assert ahead == alone, f"in {case}"
+
+
+def answers(case: Case) -> dict[int, object]:
+    """What becomes of the case's requests, which come all at once; of those that fail, only that they do."""
+    run = Run(case)
+    while run.added < case.num_requests:
+        run.engine.add(run.request())
+    run()
+    items = run.engine.answers.items()
+    return {i: (a.tokens, a.reasons) if a.group_reason is None else (a.group_reason, a.hypotheses) for i, a in items}

@@ -47,19 +47,21 @@ class CpuKernels(Kernels):
         self.set_threads(None)
 
     def describe(self) -> str:
-        """Name and instruction set."""
-        return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads)"
+        """Name, instruction set and threads."""
+        return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads{', pinned' if _cpu.threads_pinned() else ''})"
 
-    def set_threads(self, count: int | None) -> None:
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
         """Threads of our pool. Torch keeps one: its others would spin beside ours after each of its operations."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        _cpu.set_threads(count or available or 1)
+        _cpu.set_threads(count or available or 1, pin)
         torch.set_num_threads(1)
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def capture(self, forward: Forward, max_tokens: int) -> Forward:
-        """Records ``forward`` for up to ``max_tokens`` tokens; the result replays it.
+    def capture(
+        self, forward: Forward, max_tokens: int, *, max_seqs: int = 0, max_model_len: int = 0, block_size: int = 0
+    ) -> Forward:
+        """Records ``forward`` for up to ``max_tokens`` tokens, whatever the batch; the result replays it.
 
         The tensor that the replay returns is overwritten by the next replay.
         """
@@ -106,18 +108,34 @@ class CpuKernels(Kernels):
         """As ``linear``, not rounded."""
         return self._linear(x, weight, torch.float32)
 
+    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor:
+        """Adds to the residual where it is."""
+        assert residual.is_contiguous()
+        if isinstance(weight, quant.QuantizedLinear):
+            op = weight.linear_op(x, residual, add=True)
+        else:
+            op = _cpu.linear_add(
+                weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], residual.data_ptr(), residual.stride(0)
+            )
+        self._do(op, _cpu.Step(x.shape[0]))
+        return residual
+
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Packs gate and up so that a register tile holds both."""
         return linear.pack_gate_up(weight, bias)
 
     def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
         """The activation on the float32 sums, while they are in registers."""
-        if isinstance(weight, quant.QuantizedLinear):
+        quantized = isinstance(weight, quant.QuantizedLinear)
+        if quantized and not weight.has_whole_halves:
             return self.silu_and_mul(self.linear(x, weight))
         out = self._new((x.shape[0], weight.n // 2), x.dtype)
-        op = _cpu.linear_silu_mul(
-            weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
-        )
+        if quantized:
+            op = weight.linear_silu_mul_op(x, out)
+        else:
+            op = _cpu.linear_silu_mul(
+                weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
+            )
         self._do(op, _cpu.Step(x.shape[0]))
         return out
 
@@ -141,9 +159,9 @@ class CpuKernels(Kernels):
         return out
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of the table."""
-        out = self._new((ids.shape[0], table.shape[1]), table.dtype)
-        op = _cpu.embedding(table.data_ptr(), table.shape[1], out.data_ptr(), _DTYPES[table.dtype])
+        """Rows of the table, widened."""
+        out = self._new((ids.shape[0], table.shape[1]), torch.float32)
+        op = _cpu.embedding(table.data_ptr(), table.shape[1], out.data_ptr(), _DTYPES[table.dtype], _cpu.Dtype.f32)
         self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()))
         return out
 
@@ -166,26 +184,6 @@ class CpuKernels(Kernels):
         )
         self._do(op, _cpu.Step(x.shape[0]))
         return out
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); the sum takes the residual's place if that is float32."""
-        out = self._new(tuple(x.shape), weight.dtype)
-        total = residual if residual.dtype == torch.float32 else self._new(tuple(x.shape), torch.float32)
-        op = _cpu.add_rms_norm(
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            residual.data_ptr(),
-            _DTYPES[residual.dtype],
-            weight.data_ptr(),
-            _DTYPES[weight.dtype],
-            out.data_ptr(),
-            _DTYPES[out.dtype],
-            total.data_ptr(),
-            x.shape[-1],
-            eps,
-        )
-        self._do(op, _cpu.Step(x.shape[0]))
-        return out, total
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates both in place."""

@@ -39,13 +39,27 @@ class QuantizedLinear:
         """Memory that the packed matrices take."""
         return sum(part.nbytes for part in self.parts)
 
-    def linear_op(self, x: Tensor, out: Tensor) -> Any:
+    def linear_op(self, x: Tensor, out: Tensor, *, add: bool = False) -> Any:
         """The operation out = x W^T + bias; x [T, k] and out [T, n], float32 or bfloat16, adjacent along a row.
 
+        With ``add`` it is out += x W^T + bias, and out is float32.
         As many rows are computed as the step has tokens. The operation holds addresses: whoever makes it keeps x and
         out alive, and this layer.
         """
-        return _cpu.linear_quant(
+        return _cpu.linear_quant(*self._arguments(x, out), add)
+
+    @property
+    def has_whole_halves(self) -> bool:
+        """Whether ``linear_silu_mul_op`` is possible: the kernels compute 16 outputs of a matrix at a time."""
+        sizes = {part.n for part in self.parts}
+        return self.n % 32 == 0 and len(sizes) == 1 and len(self.parts) <= 2
+
+    def linear_silu_mul_op(self, x: Tensor, out: Tensor) -> Any:
+        """The operation out = silu(gate) * up; gate and up are the halves of x W^T + bias, out is [T, n / 2]."""
+        return _cpu.linear_quant_silu_mul(*self._arguments(x, out))
+
+    def _arguments(self, x: Tensor, out: Tensor) -> tuple[Any, ...]:
+        return (
             list(self.parts),
             x.data_ptr(),
             x.stride(0),

@@ -1,0 +1,246 @@
+"""The whole engine on a GPU: a long prompt, decoding, batches of requests, and which kernels the time goes to."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.gpu_scale import Limits, Row, Scale, each, same_work
+from octavo.bench.offline import measure, step_bytes
+from octavo.bench.steady import BatchRun, run_batch
+from octavo.bench.work import kv_bytes_per_token, layer_weights, prefill_operations, weight_bytes_read
+from octavo.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.llm import LLM
+    from octavo.engine.llm_engine import LLMEngine
+
+#: Tokens that each request of a warm-up generates: kernels are compiled and graphs captured meanwhile.
+_WARM_UP_TOKENS = 6
+_PREFILL_ROUNDS = 3
+#: Steps that are traced, and kernels that are named.
+_TRACED_STEPS = 4
+_NAMED_KERNELS = 12
+#: Microseconds.
+_LONG_GAP = 5.0
+
+
+def engine_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
+    """The whole engine: a long prompt, decoding, and both as a batch of requests."""
+    yield from _engine(shape, scale, limits, {})
+
+
+def deterministic_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
+    """The engine with everything computed in one order."""
+    yield from _engine(shape, scale, limits, {"deterministic": True})
+
+
+def profile_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
+    """Which kernels a step's time goes to."""
+    llm = _load(shape, scale, {})
+    yield from each(
+        [
+            *((f"trace of decode {n}", partial(_trace_decode, llm, scale, n)) for n in scale.decode_batches),
+            ("trace of prefill", partial(_trace_prefill, llm, scale)),
+        ]
+    )
+
+
+def _load(shape: str, scale: Scale, options: dict[str, Any]) -> LLM:
+    from octavo.engine.llm import LLM
+
+    return LLM(
+        shape,
+        load_format="dummy",
+        device=scale.device,
+        kernels=scale.kernels,
+        dtype="bfloat16",
+        max_model_len=max(scale.prefill, scale.input_len + scale.output_len) + 16,
+        max_num_seqs=max(*scale.batches, *scale.decode_batches),
+        max_num_batched_tokens=scale.prefill,
+        enable_prefix_caching=False,
+        preemption_mode="recompute",
+        **{**scale.engine, **options},
+    )
+
+
+def _engine(shape: str, scale: Scale, limits: Limits, options: dict[str, Any]) -> Iterator[Row]:
+    start = time.perf_counter()
+    llm = _load(shape, scale, options)
+    core = llm.llm_engine.core
+    yield "engine ready", time.perf_counter() - start, "s", "LLM(...) with random weights, profiling run included"
+    tokens = core.blocks.num_blocks * core.options.block_size
+    per_token = kv_bytes_per_token(core.model_config, core.dtype)
+    yield "KV cache", tokens * per_token / 1e9, "GB", f"{tokens} tokens x {per_token} B"
+    yield from each(
+        [
+            ("prefill", partial(_prefill, llm, scale, limits)),
+            *((f"decode of {n}", partial(_decode, llm, scale, limits, n)) for n in scale.decode_batches),
+            ("throughput", partial(_throughput, llm, scale)),
+        ]
+    )
+
+
+def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
+    rng, vocab = random.Random(seed), llm.llm_engine.core.model_config.vocab_size
+    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+def _run(llm: LLM, count: int, length: int, tokens: int, seed: int) -> BatchRun:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    return run_batch(llm.llm_engine, _prompts(llm, count, length, seed), params)
+
+
+def _prefill(llm: LLM, scale: Scale, limits: Limits) -> Iterator[Row]:
+    c, n = llm.llm_engine.core.model_config, scale.prefill
+    runs = [_run(llm, 1, n, 1, seed) for seed in range(1 + _PREFILL_ROUNDS)][1:]
+    seconds = statistics.median(run.prefill_seconds for run in runs)
+    operations = prefill_operations(c, n)
+    yield f"prefill {n}", n / seconds, "tok/s", f"{n} tokens / {seconds * 1e3:.2f} ms, median of {len(runs)}"
+    if limits.tflops:
+        yield (
+            f"prefill {n}, share of matrix peak",
+            operations / (seconds * limits.tflops * 1e12),
+            "of peak",
+            f"(2 x {layer_weights(c)} weights x {n} + 4 x {c.num_layers} layers x {c.num_heads} heads x {c.head_dim} x "
+            f"{n} x {n + 1} / 2 + 2 x {c.vocab_size} x {c.hidden_size}) = {operations / 1e12:.4g} TFLOP / "
+            f"({seconds * 1e3:.2f} ms x {limits.tflops:.4g} TFLOP/s)",
+        )
+
+
+def _decode(llm: LLM, scale: Scale, limits: Limits, batch: int) -> Iterator[Row]:
+    core = llm.llm_engine.core
+    length = scale.context - scale.decode_tokens // 2
+    _run(llm, batch, length, _WARM_UP_TOKENS, seed=100 + batch)
+    run = _run(llm, batch, length, scale.decode_tokens, seed=200 + batch)
+    if not run.steady:
+        raise RuntimeError(f"in no step all {batch} sequences decoded and nothing else happened")
+    name, step_ms = f"decode {batch} x {scale.context}", run.step_seconds * 1e3
+    yield (
+        f"{name}, step",
+        step_ms,
+        "ms",
+        f"mean of {len(run.steady)} steps in which all {batch} decode, at {run.context:.1f} tokens of context",
+    )
+    yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
+    weights = weight_bytes_read(core.model_config, core.dtype)
+    cached = kv_bytes_per_token(core.model_config, core.dtype)
+    if limits.gb_s:
+        yield (
+            f"{name}, share of bandwidth",
+            step_bytes(core, run) / (run.step_seconds * limits.gb_s * 1e9),
+            "of limit",
+            f"({weights / 1e9:.4g} GB of weights + {batch} x {run.context:.1f} tokens x {cached} B) / "
+            f"({step_ms:.3f} ms x {limits.gb_s:.4g} GB/s)",
+        )
+    if run.idle_share is None:
+        yield f"{name}, GPU idle", None, "", "not known on a CPU"
+        return
+    busy_ms = run.device_seconds * 1e3
+    idle_ms = busy_ms * run.idle_share / (1 - run.idle_share)
+    yield (
+        f"{name}, GPU idle",
+        run.idle_share,
+        "of time",
+        f"{idle_ms:.4f} ms between steps / ({idle_ms:.4f} ms + {busy_ms:.4f} ms computing), by events",
+    )
+
+
+def _throughput(llm: LLM, scale: Scale) -> Iterator[Row]:
+    for f in measure(llm, list(scale.batches), scale.input_len, scale.output_len):
+        yield (
+            same_work(scale, f.batch),
+            f.output_tokens_per_s,
+            "tok/s",
+            f"{f.batch} x {f.output_len} tokens / {f.seconds:.3f} s, prefill of {f.batch} x {f.input_len} included",
+        )
+
+
+def _trace_decode(llm: LLM, scale: Scale, batch: int) -> Iterator[Row]:
+    """Traces steps in which all decode, after the graphs have been captured."""
+    engine, length = llm.llm_engine, scale.context - scale.decode_tokens // 2
+    _run(llm, batch, length, _WARM_UP_TOKENS, seed=300 + batch)
+    params = SamplingParams(temperature=0, max_tokens=scale.decode_tokens, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(_prompts(llm, batch, length, seed=400 + batch)):
+        engine.add_request(str(i), prompt, params, streaming=False)
+    try:
+        _step_until_all_decode(engine, batch)
+        yield from _trace(f"decode {batch} x {scale.context}", partial(_steps, engine), _TRACED_STEPS, scale.device)
+    finally:
+        for i in range(batch):
+            engine.abort_request(str(i))
+
+
+def _steps(engine: LLMEngine) -> None:
+    for _ in range(_TRACED_STEPS):
+        engine.step()
+
+
+def _step_until_all_decode(engine: LLMEngine, batch: int) -> None:
+    counts = engine.core.scheduler.counts
+    decoding = 0
+    while decoding < 3:
+        prefill, decode = counts().prefill_tokens, counts().decode_tokens
+        engine.step()
+        alike = counts().prefill_tokens == prefill and counts().decode_tokens - decode == batch
+        decoding = decoding + 1 if alike else 0
+        if not engine.has_unfinished_requests():
+            raise RuntimeError(f"the {batch} requests ended before all of them decoded at once")
+
+
+def _trace_prefill(llm: LLM, scale: Scale) -> Iterator[Row]:
+    _run(llm, 1, scale.prefill, 1, seed=500)
+    yield from _trace(f"prefill {scale.prefill}", lambda: _run(llm, 1, scale.prefill, 1, seed=501), 1, scale.device)
+
+
+def _trace(name: str, work: Callable[[], object], steps: int, device: str) -> Iterator[Row]:
+    """Time of each kernel in a step, the longest first; on a CPU, where it is tried out, of each of torch's operations.
+
+    Octavo's own kernels are named as their functions, those of torch as its libraries name them.
+    """
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    gpu = device != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as traced:
+        work()
+        if gpu:
+            torch.cuda.synchronize()
+    times = {
+        e.key: (e.self_device_time_total if gpu else e.self_cpu_time_total, e.count) for e in traced.key_averages()
+    }
+    total = sum(microseconds for microseconds, _ in times.values())
+    if not total:
+        raise RuntimeError("the profiler saw no kernel")
+    yield f"{name}, all kernels", total / steps, "us", f"{total:.0f} us / {steps} steps, traced"
+    where = DeviceType.CUDA if gpu else DeviceType.CPU
+    spans = [(e.time_range.start, e.time_range.end) for e in traced.events() if e.device_type == where]
+    window, short, long = gaps(spans, _LONG_GAP)
+    formula = f"{long:.0f} us in gaps of over {_LONG_GAP:.0f} us / {window:.0f} us traced; shorter gaps: {short:.0f} us"
+    yield f"{name}, idle in the trace", long / window, "of time", formula
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:_NAMED_KERNELS]
+    for key, (microseconds, count) in longest:
+        formula = f"{microseconds:.1f} us in {count} launches / {steps} steps; {microseconds / total:.1%} of all; {key}"
+        yield f"{name}, {key[:40]}", microseconds / steps, "us", formula
+
+
+def gaps(spans: list[tuple[float, float]], limit: float) -> tuple[float, float, float]:
+    """Time from the first beginning to the last end, and what of it is in gaps of up to ``limit`` and in longer ones.
+
+    Within a graph a kernel follows the other after a microsecond or so; in a longer gap nothing was queued.
+    """
+    ordered = sorted(spans)
+    end, short, long = ordered[0][1], 0.0, 0.0
+    for begin, finish in ordered[1:]:
+        gap = max(0.0, begin - end)
+        if gap > limit:
+            long += gap
+        else:
+            short += gap
+        end = max(end, finish)
+    return end - ordered[0][0], short, long

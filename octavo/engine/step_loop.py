@@ -1,0 +1,122 @@
+"""The step loop: what the scheduler plans goes to the executor, and what comes of it back to the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.updates import StepOutputs
+from octavo.executor.executor import Executor, PendingStep
+from octavo.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds summed over steps, by where they went."""
+
+    steps: int = 0
+    #: In the step loop: schedule, wait for a step, update.
+    total: float = 0.0
+    #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
+    worker: float = 0.0
+    kernels: float = 0.0
+    #: On a GPU: computing and moving blocks, and with nothing to do between two steps.
+    device: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def share_outside_kernels(self) -> float:
+        """Share of step time that no kernel used."""
+        return 1.0 - self.kernels / self.total if self.total else 0.0
+
+
+class StepLoop:
+    """Owns the steps in flight: planned and submitted, not yet taken in.
+
+    Invariant: they are waited for in order, and between two calls there is at most one; none if ``ahead`` is off, or
+    if no request is left.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, ahead: bool) -> None:
+        """With ``ahead``, the next step is planned and submitted while the device computes this one."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._ahead = ahead
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self.times = StepTimes()
+
+    def step(self) -> StepOutputs:
+        """Takes in one step. If the worker fails, the step's requests end with an error and the others go on."""
+        start = time.perf_counter()
+        if not self._in_flight:
+            self._submit()
+        if self._ahead and not isinstance(self._in_flight[0][1], _Failed) and self._scheduler.can_run_ahead:
+            self._submit()
+        outputs = self._take_in()
+        self.settle()
+        self.times.total += time.perf_counter() - start
+        return outputs
+
+    def settle(self) -> None:
+        """Waits for what is in flight if no request is left that it could be for: all of them ended meanwhile."""
+        while self._in_flight and not self._scheduler.has_work:
+            self._take_in()
+
+    def _submit(self) -> None:
+        plan = self._scheduler.schedule()
+        pending: PendingStep = _INTERRUPTED
+        try:
+            pending = self._executor.submit(plan)
+        except Exception as e:  # to be known when its turn comes: the step before it is taken in first
+            pending = _Failed(e)
+        finally:
+            self._in_flight.append((plan, pending))
+
+    def _take_in(self) -> StepOutputs:
+        plan, pending = self._in_flight.popleft()
+        try:
+            result = pending.wait()
+        except Exception as e:
+            logger.exception("step %d failed", plan.step)
+            return self._fail(plan, f"the step failed: {type(e).__name__}: {e}")
+        except BaseException:
+            self._in_flight.appendleft((plan, _INTERRUPTED))
+            raise
+        times = self.times
+        times.steps += 1
+        times.worker += result.seconds
+        times.kernels += result.kernel_seconds
+        times.device += result.device_seconds
+        times.idle += result.idle_seconds
+        return self._scheduler.update(plan, result)
+
+    def _fail(self, plan: StepPlan, message: str) -> StepOutputs:
+        """Ends all that the plan was to compute, and the plan after it, which built on that."""
+        outputs = self._scheduler.fail(plan, message)
+        while self._in_flight:
+            later, pending = self._in_flight.popleft()
+            try:
+                pending.wait()
+            except Exception as e:
+                logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
+            outputs.groups += self._scheduler.fail(later, message).groups
+        return outputs
+
+
+class _Failed:
+    """A step that was not submitted, or not waited for to its end."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepResult:
+        raise self._error
+
+
+#: What Ctrl-C, or whatever else is no ``Exception``, makes of a step.
+_INTERRUPTED = _Failed(RuntimeError("interrupted"))

@@ -1,0 +1,53 @@
+"""Attention of a step over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.triton.attention_args import make_context
+from octavo.kernels.triton.attention_decode import decode
+from octavo.kernels.triton.attention_fixed import fixed_order
+from octavo.kernels.triton.attention_prefill import prefill
+from octavo.kernels.triton.cache import TritonLayerCache
+
+
+def paged_attention(
+    q: Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    *,
+    soft_cap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """Causal attention of each token over its sequence's cached context.
+
+    Args:
+        q: [T, H, D], tokens and heads strided; T is what the batch's sequences have together.
+        cache: keys and values, those of this step included.
+        batch: the step; the output of a sequence of no tokens (``seq_lens`` 0) is 0.
+        scale: times each score; positive.
+        window: a token attends to itself and the ``window - 1`` tokens before it.
+        soft_cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
+        deterministic: a row's bits are the same in any batch; see ``attention_fixed``.
+
+    Returns:
+        [T, H, D] of q's type, contiguous.
+    """
+    assert isinstance(cache, TritonLayerCache)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sequences = batch.seq_lens.shape[0]
+    if not sequences:
+        return out
+    context = make_context(q, cache, scale, window, soft_cap)
+    if deterministic:
+        fixed_order(q, out, batch, context)
+        return out
+    if batch.num_decodes:
+        decode(q, out, batch, context)
+    if batch.num_decodes < sequences:
+        prefill(q, out, batch, context)
+    return out

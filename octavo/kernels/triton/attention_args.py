@@ -1,0 +1,122 @@
+"""What all attention kernels are given, and how large their tiles may be."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
+
+_LOG2_E = 1.4426950408889634
+_COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A layer's keys and values, and how they are attended to."""
+
+    kv_heads: int
+    #: Query heads of a KV head.
+    group: int
+    #: A power of two that holds the head size and is no smaller than a product's least dimension.
+    dim: int
+    #: Products are taken in float32 rather than in 16 bits.
+    wide: bool
+    #: Keys, values, and their scales or none.
+    pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    #: Elements from a block to the next: of numbers, of scales.
+    strides: tuple[int, int]
+    #: As ``attend`` takes it.
+    scale: float
+    #: Arguments of kernels that are known when they are compiled.
+    constants: dict[str, Any]
+
+
+def make_context(q: Tensor, cache: TritonLayerCache, scale: float, window: int | None, soft_cap: float) -> Context:
+    """For queries q [T, H, D]."""
+    kv_heads, head_dim = cache.key.shape[1], cache.key.shape[3]
+    quantized = cache.dtype in QUANTIZED
+    # bfloat16 and float16 do not hold each other's numbers; a quantised cache's fit in either.
+    compute = q.dtype if quantized else torch.promote_types(q.dtype, cache.dtype)
+    group = q.shape[1] // kv_heads
+    dim = max(16, triton.next_power_of_2(head_dim))
+    return Context(
+        kv_heads=kv_heads,
+        group=group,
+        dim=dim,
+        wide=compute == torch.float32,
+        pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale),
+        strides=(cache.key.stride(0), 0 if cache.key_scale is None else cache.key_scale.stride(0)),
+        scale=scale / soft_cap if soft_cap > 0 else scale * _LOG2_E,
+        constants={
+            "GROUP": group,
+            "KV_HEADS": kv_heads,
+            "HEAD_DIM": head_dim,
+            "DIM": dim,
+            "BLOCK_SIZE": cache.block_size,
+            "WINDOW": window or 0,
+            "CAP": float(soft_cap),
+            "QUANTIZED": quantized,
+            "COMPUTE": _COMPUTE[compute],
+        },
+    )
+
+
+def head_tiles(context: Context, rows: int) -> tuple[int, int]:
+    """(query heads of a tile of so many rows, all of one KV head; tiles that a KV head's queries need)."""
+    heads = min(context.group, rows)
+    return heads, math.ceil(context.group / heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Shape of a program: tiles of ``rows`` queries and ``keys`` keys, and the launch they want."""
+
+    rows: int
+    keys: int
+    warps: int
+    #: Tiles of keys and values on their way or in use; all but one of them lie in shared memory, or, where the matrix
+    #: unit reads them there (tiles of 64 rows and more), all of them.
+    stages: int
+
+    def fitted(self, context: Context, device: torch.device) -> Tiling:
+        """The same, with fewer stages or smaller tiles as the device's shared memory demands."""
+        tiling = self
+        while tiling._bytes(context) > _shared_memory(device):
+            if tiling.stages > 2:
+                tiling = replace(tiling, stages=tiling.stages - 1)
+            elif tiling.keys > 16:
+                tiling = replace(tiling, keys=tiling.keys // 2)
+            elif tiling.rows > 16:
+                tiling = replace(tiling, rows=tiling.rows // 2)
+            else:
+                break
+        return tiling
+
+    def _bytes(self, context: Context) -> int:
+        size = context.pointers[0].element_size()
+        compute_size = 4 if context.wide else 2
+        tiles = max(1, self.stages - (self.rows < 64)) * size + (compute_size if size == 1 else 0)
+        return (self.rows * compute_size + 2 * self.keys * tiles) * context.dim + 4096
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of it that a program may have; the interpreter stands for a Hopper GPU."""
+    if device.type != "cuda":
+        return 232448
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors; the interpreter is one."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

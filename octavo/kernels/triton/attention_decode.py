@@ -1,0 +1,207 @@
+"""Attention of one token a sequence, its context split among programs (flash decoding: Dao et al. 2023).
+
+A decode reads every key and value once and does next to nothing with them, so all that counts is that enough loads are
+in flight on every processor of the GPU: the query heads of a KV head are rows of one tile, so that nothing is read
+twice, and each sequence's context is cut into as many parts as fill the GPU. How many is decided by the shapes of the
+batch alone, which a captured graph keeps; how long they are, by each sequence's own length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles, processors
+from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+
+#: Programs that run side by side on one multiprocessor, and how many times these are wanted over.
+_RESIDENT = 3
+_ROUNDS = 2
+#: More parts than this take longer to put together than they save.
+_MOST_PARTS = 64
+_COMBINE_PARTS = 32
+
+
+def decode(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+    """Attention of the batch's decodes.
+
+    Args:
+        q: [T, H, D], all rows of the step; the first ``batch.num_decodes`` are used.
+        out: [T, H, D], contiguous; those rows are written.
+        batch: the step.
+        context: what is attended to.
+    """
+    sequences = batch.num_decodes
+    tiling = _tiling(context).fitted(context, q.device)
+    heads, head_chunks = head_tiles(context, tiling.rows)
+    columns = context.kv_heads * head_chunks
+    parts = count_parts(sequences * columns, batch.max_seq_len, tiling.keys, q.device)
+    total_heads = context.kv_heads * context.group
+    partial = sums = None
+    if parts > 1:
+        partial = torch.empty(sequences, total_heads, parts, context.dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(sequences, total_heads, 2, parts, dtype=torch.float32, device=q.device)
+    _decode_kernel[(parts, columns, sequences)](
+        q,
+        out,
+        partial,
+        sums,
+        batch.seq_lens,
+        batch.block_tables,
+        *context.pointers,
+        *q.stride()[:2],
+        batch.block_tables.stride(0),
+        *context.strides,
+        context.scale,
+        **context.constants,
+        HEADS=heads,
+        ROWS=tiling.rows,
+        TILE=tiling.keys,
+        SPLIT=parts > 1,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        enable_fp_fusion=True,
+    )
+    if parts > 1:
+        _combine_kernel[(sequences * total_heads,)](
+            partial,
+            sums,
+            out,
+            parts,
+            HEAD_DIM=context.constants["HEAD_DIM"],
+            DIM=context.dim,
+            CHUNK=_COMBINE_PARTS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+def _tiling(context: Context) -> Tiling:
+    """What leaves a multiprocessor room for three programs, each with a tile or two on their way."""
+    rows = min(64, max(16, triton.next_power_of_2(context.group)))
+    if context.wide:
+        return Tiling(rows, 32, 4, 1)
+    # A byte's conversion costs more instructions than its way takes time: larger tiles have fewer others.
+    keys = 128 if context.constants["QUANTIZED"] else 64
+    return Tiling(rows, keys if context.dim <= 128 else keys // 2, 4, 3)
+
+
+def count_parts(programs: int, max_seq_len: int, tile: int, device: torch.device) -> int:
+    """Parts that each context is cut into, for so many programs without cutting; none is shorter than a tile."""
+    wanted = -(-_RESIDENT * _ROUNDS * processors(device) // programs)
+    return max(1, min(wanted, _MOST_PARTS, -(-max_seq_len // tile)))
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    out_ptr,
+    partial_ptr,
+    sums_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    block_stride,
+    scale_block_stride,
+    scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (i, h, s): part i of sequence s's context, for ``HEADS`` query heads of one KV head."""
+    part = tl.program_id(0)
+    parts = tl.num_programs(0)
+    kv_head = tl.program_id(1) % KV_HEADS
+    sequence = tl.program_id(2).to(tl.int64)
+    length = tl.load(seq_lens_ptr + sequence)
+    rows = tl.arange(0, ROWS)
+    group_heads = tl.program_id(1) // KV_HEADS * HEADS + rows
+    heads = kv_head * GROUP + group_heads
+    in_group = (rows < HEADS) & (group_heads < GROUP)
+    dims = tl.arange(0, DIM)
+    inside = in_group[:, None] & (dims[None, :] < HEAD_DIM)
+    q_at = sequence * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE
+    share = ((length + TILE - 1) // TILE - first + parts - 1) // parts
+    begin = (first + part * share) * TILE
+    end = tl.minimum(begin + share * TILE, length)
+
+    table_ptr = tables_ptr + sequence * table_stride
+    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    if QUANTIZED:
+        key_scale_ptr += kv_head * BLOCK_SIZE
+        value_scale_ptr += kv_head * BLOCK_SIZE
+    positions = length - 1 + rows * 0
+    acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
+    m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    block = blocks_of(table_ptr, begin, length, BLOCK_SIZE, TILE)
+    for start in range(begin, end, TILE):
+        following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+        acc, l, m = attend(  # noqa: E741
+            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+            block_stride, scale_block_stride, scale,
+            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        )  # fmt: skip
+        block = following
+    if SPLIT:
+        row = sequence * (KV_HEADS * GROUP) + heads
+        at = (row[:, None] * parts + part) * DIM + dims[None, :]
+        tl.store(partial_ptr + at, acc, mask=(in_group & (l != 0.0))[:, None])
+        tl.store(sums_ptr + row * 2 * parts + part, m, mask=in_group)
+        tl.store(sums_ptr + (row * 2 + 1) * parts + part, l, mask=in_group)
+    else:
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        at = (sequence * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, sums_ptr, out_ptr, parts, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Program r: row r of the flattened [sequences, heads], its parts ``CHUNK`` at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, DIM)
+    acc = tl.full([DIM], 0.0, dtype=tl.float32)
+    total = 0.0
+    greatest = NOTHING
+    for start in range(0, parts, CHUNK):
+        chunk = start + tl.arange(0, CHUNK)
+        m = tl.load(sums_ptr + row * 2 * parts + chunk, mask=chunk < parts, other=NOTHING)
+        l = tl.load(sums_ptr + (row * 2 + 1) * parts + chunk, mask=chunk < parts, other=0.0)  # noqa: E741
+        at = (row * parts + chunk)[:, None] * DIM + dims[None, :]
+        values = tl.load(partial_ptr + at, mask=(chunk < parts)[:, None], other=0.0)
+        values = tl.where((l != 0.0)[:, None], values, 0.0)  # a part without keys has written none
+        new_greatest = tl.maximum(greatest, tl.max(m, 0))
+        weights = tl.exp2(m - new_greatest)
+        kept = tl.exp2(greatest - new_greatest)
+        acc = acc * kept + tl.sum(values * weights[:, None], 0)
+        total = total * kept + tl.sum(l * weights, 0)
+        greatest = new_greatest
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,254 @@
+"""Attention in one fixed order: a row's bits are the same in any batch, as a decode or within a prefill.
+
+The context is cut into pieces at fixed positions. A piece is attended to from nothing, tile by tile, by tiles of one
+shape whatever the step is, and pieces are merged in the order of their positions. So a row's arithmetic is its own:
+what its tile holds beside it does not matter to a matrix product, and a tile of keys that the row does not see, or a
+piece of them, changes nothing of its state (a weight of exactly 0, factors of exactly 1). Where there is little else
+to do, pieces are attended to by different programs and merged in a second launch by the same formula. Nothing is
+contracted to a fused multiply-add, which compilers choose by what stands around.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
+from octavo.kernels.triton.attention_decode import count_parts
+from octavo.kernels.triton.attention_prefill import count_tiles, find_tile
+from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of, merge
+
+#: Tokens of a piece.
+PIECE = 512
+#: Bytes of pieces' states that a split is worth.
+_MOST_BYTES = 64 << 20
+
+
+def fixed_order(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+    """Attention of all sequences of the batch: q [T, H, D] to out [T, H, D], contiguous."""
+    sequences = batch.seq_lens.shape[0]
+    tiling = _tiling(context).fitted(context, q.device)
+    heads, head_chunks = head_tiles(context, tiling.rows)
+    tokens = tiling.rows // heads
+    tiles = count_tiles(q.shape[0], sequences, tokens)
+    columns = context.kv_heads * head_chunks
+    flat_rows, pieces = q.shape[0] * q.shape[1], -(-batch.max_seq_len // PIECE)
+    parts = count_parts(tiles * columns, batch.max_seq_len, PIECE, q.device)
+    if flat_rows * pieces * context.dim * 4 > _MOST_BYTES:
+        parts = 1
+    partial = sums = None
+    if parts > 1:
+        partial = torch.empty(flat_rows, pieces, context.dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(flat_rows, pieces, 2, dtype=torch.float32, device=q.device)
+    _pieces_kernel[(columns, tiles, parts)](
+        q,
+        out,
+        partial,
+        sums,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables,
+        *context.pointers,
+        *q.stride()[:2],
+        batch.block_tables.stride(0),
+        *context.strides,
+        context.scale,
+        sequences,
+        pieces,
+        **context.constants,
+        PIECE_TOKENS=PIECE,
+        HEADS=heads,
+        TOKENS=tokens,
+        ROWS=tiling.rows,
+        TILE=tiling.keys,
+        SPLIT=parts > 1,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        enable_fp_fusion=False,
+    )
+    if parts > 1:
+        constants = context.constants
+        _merge_kernel[(q.shape[0], context.kv_heads)](
+            partial,
+            sums,
+            out,
+            batch.query_start,
+            batch.seq_lens,
+            sequences,
+            pieces,
+            **{name: constants[name] for name in ("GROUP", "KV_HEADS", "HEAD_DIM", "DIM", "WINDOW")},
+            PIECE_TOKENS=PIECE,
+            ROWS=triton.next_power_of_2(context.group),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def _tiling(context: Context) -> Tiling:
+    """One for a model on a device, whatever the batch: it is part of the order."""
+    if context.wide:
+        return Tiling(32, 32, 8, 1)
+    return Tiling(64, 32, 8, 2) if context.dim > 128 else Tiling(64, 64, 4, 3)
+
+
+@triton.jit(do_not_specialize=["table_stride", "sequences", "pieces"])
+def _pieces_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    out_ptr,
+    partial_ptr,
+    sums_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    block_stride,
+    scale_block_stride,
+    scale,
+    sequences,
+    pieces,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PIECE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (h, t, i): ``TOKENS`` tokens of a sequence, ``HEADS`` heads of one KV head, part i of the pieces."""
+    sequence, local = find_tile(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), 0, sequences, TOKENS)
+    row = tl.load(query_start_ptr + sequence)
+    queries = tl.load(query_start_ptr + sequence + 1) - row
+    if local * TOKENS >= queries:
+        return
+    length = tl.load(seq_lens_ptr + sequence)
+    kv_head = tl.program_id(0) % KV_HEADS
+    rows = tl.arange(0, ROWS)
+    tokens = local * TOKENS + rows // HEADS
+    group_heads = tl.program_id(0) // KV_HEADS * HEADS + rows % HEADS
+    positions = length - queries + tokens
+    dims = tl.arange(0, DIM)
+    valid = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < GROUP)
+    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
+    flat = (row + tokens).to(tl.int64)
+    heads = kv_head * GROUP + group_heads
+    q_at = flat[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
+
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    if QUANTIZED:
+        key_scale_ptr += kv_head * BLOCK_SIZE
+        value_scale_ptr += kv_head * BLOCK_SIZE
+
+    oldest = length - queries + local * TOKENS
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
+    end = tl.minimum(oldest + TOKENS, length)
+    first = begin // PIECE_TOKENS
+    # A sequence of no tokens has one piece, without keys.
+    count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)
+    share = (count + tl.num_programs(2) - 1) // tl.num_programs(2)
+    first += tl.program_id(2) * share
+    last = tl.minimum(first + share, begin // PIECE_TOKENS + count)
+
+    flat_row = flat * (KV_HEADS * GROUP) + heads
+    total_acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
+    total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    for piece in range(first, last):
+        acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+        l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
+        m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+        piece_begin = tl.maximum(piece * PIECE_TOKENS, begin)
+        piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
+        block = blocks_of(table_ptr, piece_begin, length, BLOCK_SIZE, TILE)
+        for start in range(piece_begin, piece_end, TILE):
+            following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+            acc, l, m = attend(  # noqa: E741
+                acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+                block_stride, scale_block_stride, scale,
+                CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+            )  # fmt: skip
+            block = following
+        if SPLIT:
+            at = flat_row * pieces + piece
+            tl.store(partial_ptr + at[:, None] * DIM + dims[None, :], acc, mask=valid[:, None])
+            tl.store(sums_ptr + 2 * at, l, mask=valid)
+            tl.store(sums_ptr + 2 * at + 1, m, mask=valid)
+        else:
+            total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
+    if not SPLIT:
+        total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
+        at = flat_row[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + at, total_acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["sequences", "pieces"])
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr,
+    sums_ptr,
+    out_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    sequences,
+    pieces,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PIECE_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (t, k): token t, the query heads of KV head k; the pieces that the token sees, in order."""
+    token = tl.program_id(0)
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    position = tl.load(seq_lens_ptr + low) - tl.load(query_start_ptr + low + 1) + token
+    rows = tl.arange(0, ROWS)
+    valid = rows < GROUP
+    dims = tl.arange(0, DIM)
+    flat_row = token.to(tl.int64) * (KV_HEADS * GROUP) + tl.program_id(1) * GROUP + rows
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // PIECE_TOKENS
+    last = tl.maximum(position // PIECE_TOKENS, 0) + 1
+    total_acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
+    total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    for piece in range(first, last):
+        at = flat_row * pieces + piece
+        acc = tl.load(partial_ptr + at[:, None] * DIM + dims[None, :], mask=valid[:, None], other=0.0)
+        l = tl.load(sums_ptr + 2 * at, mask=valid, other=0.0)  # noqa: E741
+        m = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=NOTHING)
+        total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
+    total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
+    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(
+        out_ptr + flat_row[:, None] * HEAD_DIM + dims[None, :], total_acc.to(out_ptr.dtype.element_ty), mask=inside
+    )

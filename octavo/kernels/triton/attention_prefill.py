@@ -1,0 +1,178 @@
+"""Attention of several tokens a sequence: tiles of queries over the paged context (Dao 2023, FlashAttention-2)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
+from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+
+
+def prefill(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+    """Attention of the batch's sequences past its decodes.
+
+    Args:
+        q: [T, H, D], all rows of the step.
+        out: [T, H, D], contiguous; the rows of those sequences are written.
+        batch: the step.
+        context: what is attended to.
+    """
+    first, sequences = batch.num_decodes, batch.seq_lens.shape[0]
+    tiling = _tiling(context).fitted(context, q.device)
+    heads, head_chunks = head_tiles(context, tiling.rows)
+    tokens = tiling.rows // heads
+    tiles = count_tiles(q.shape[0] - first, sequences - first, tokens)
+    _prefill_kernel[(context.kv_heads * head_chunks, tiles)](
+        q,
+        out,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables,
+        *context.pointers,
+        *q.stride()[:2],
+        batch.block_tables.stride(0),
+        *context.strides,
+        context.scale,
+        first,
+        sequences,
+        **context.constants,
+        HEADS=heads,
+        TOKENS=tokens,
+        ROWS=tiling.rows,
+        TILE=tiling.keys,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _tiling(context: Context) -> Tiling:
+    """What keeps Hopper's matrix units busiest without spilling registers."""
+    if context.wide:
+        return Tiling(32, 32, 8, 1)
+    if context.dim > 128:
+        return Tiling(128, 32, 8, 2)
+    if context.constants["QUANTIZED"]:
+        return Tiling(128, 64, 8, 3)
+    return Tiling(128, 128, 8, 3 if context.dim <= 64 else 2)
+
+
+def count_tiles(tokens: int, sequences: int, tile: int) -> int:
+    """Tiles that hold so many tokens, however they are shared between so many sequences; see ``find_tile``."""
+    return tokens // tile + sequences
+
+
+@triton.jit
+def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(sequence, its tile) of the flat number ``tile``: sequences follow each other, each with a tile to spare."""
+    origin = tl.load(query_start_ptr + first)
+    low = first
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = (tl.load(query_start_ptr + middle) - origin) // TOKENS + middle - first
+        if start <= tile:
+            low = middle
+        else:
+            high = middle
+    start = (tl.load(query_start_ptr + low) - origin) // TOKENS + low - first
+    return low, tile - start
+
+
+@triton.jit(do_not_specialize=["table_stride", "first", "sequences"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    out_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    block_stride,
+    scale_block_stride,
+    scale,
+    first,
+    sequences,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (h, t): ``TOKENS`` tokens of a sequence, for ``HEADS`` query heads of one KV head.
+
+    The last tiles, which have the longest contexts, go first, so that the programs end together.
+    """
+    sequence, local = find_tile(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), first, sequences, TOKENS)
+    row = tl.load(query_start_ptr + sequence)
+    queries = tl.load(query_start_ptr + sequence + 1) - row
+    if local * TOKENS >= queries:
+        return
+    length = tl.load(seq_lens_ptr + sequence)
+    kv_head = tl.program_id(0) % KV_HEADS
+    rows = tl.arange(0, ROWS)
+    tokens = local * TOKENS + rows // HEADS
+    group_heads = tl.program_id(0) // KV_HEADS * HEADS + rows % HEADS
+    positions = length - queries + tokens
+    dims = tl.arange(0, DIM)
+    inside = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < GROUP)
+    inside = inside[:, None] & (dims[None, :] < HEAD_DIM)
+    flat = (row + tokens).to(tl.int64)
+    heads = kv_head * GROUP + group_heads
+    q_at = flat[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
+
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    if QUANTIZED:
+        key_scale_ptr += kv_head * BLOCK_SIZE
+        value_scale_ptr += kv_head * BLOCK_SIZE
+
+    acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
+    m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    oldest = length - queries + local * TOKENS
+    end = tl.minimum(oldest + TOKENS, length)
+    if WINDOW > 0:
+        masked_from = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
+    else:
+        # What every row sees whole; the rest, a tile or two, lies across the diagonal.
+        masked_from = (oldest + 1) // TILE * TILE
+        block = blocks_of(table_ptr, 0, length, BLOCK_SIZE, TILE)
+        for start in range(0, masked_from, TILE):
+            following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+            acc, l, m = attend(  # noqa: E741
+                acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+                block_stride, scale_block_stride, scale,
+                CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
+            )  # fmt: skip
+            block = following
+    block = blocks_of(table_ptr, masked_from, length, BLOCK_SIZE, TILE)
+    for start in range(masked_from, end, TILE):
+        following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+        acc, l, m = attend(  # noqa: E741
+            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+            block_stride, scale_block_stride, scale,
+            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        )  # fmt: skip
+        block = following
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    at = flat[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,233 @@
+"""The KV cache of the GPU kernels: one pool of bytes in which a block of all layers is one piece.
+
+A block is ``layers`` times a layer's part, and a layer's part is keys, values and, for quantised caches, the scales of
+keys and of values: ``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens
+of a block that one head reads lie side by side, and blocks are copied and swapped in large pieces whatever their type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.interface import LayerCache
+
+#: Types of a cache whose numbers are kept as they are.
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+#: Types of a cache with a scale for each token and head, and the number that the largest of a head is scaled to.
+QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+#: A layer's part of a block begins at a multiple of this, and each array in it at a multiple of ``_VECTOR``: loads of
+#: 16 bytes need the latter, whole cache lines the former.
+_LINE = 128
+_VECTOR = 16
+#: Eight-byte words that one program copies.
+_COPY_WORDS = 2048
+
+
+@dataclass(slots=True)
+class TritonLayerCache(LayerCache):
+    """``key`` and ``value`` are strided views [blocks, kv_heads, block_size, head_dim] of the pool."""
+
+    #: float32 views [blocks, kv_heads, block_size], or none: what a token's numbers are multiplied with.
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    #: uint8 [blocks, bytes of a block in all layers]; the same tensor in every layer.
+    pool: Tensor
+    dtype: torch.dtype
+    block_size: int
+
+
+def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block of one layer: keys, values, scales, and what aligns them.
+
+    Raises:
+        ConfigError: there is no such type of cache.
+    """
+    return _offsets(block_size, kv_heads, head_dim, dtype)[-1]
+
+
+def make_cache(
+    layers: int,
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[TritonLayerCache]:
+    """The cache of every layer, all zero. On a CPU memory that is never written to is never taken.
+
+    Raises:
+        ConfigError: there is no such type of cache, or the GPU has no such type.
+    """
+    device = torch.device(device)
+    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype)
+    if device.type == "cpu":  # torch writes its zeros, calloc does not
+        pool = torch.from_numpy(np.zeros(blocks * size, dtype=np.uint8)).view(blocks, size)
+    else:
+        _check_capability(device, dtype)
+        pool = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
+    return _views(pool, layers, block_size, kv_heads, head_dim, dtype)
+
+
+def make_host_cache(
+    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> list[TritonLayerCache]:
+    """The same layout in host memory; pinned, so that copies run beside kernels, where there is a GPU."""
+    if not torch.cuda.is_available():
+        return make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, "cpu")
+    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype)
+    pool = torch.zeros(blocks, size, dtype=torch.uint8, pin_memory=True)
+    return _views(pool, layers, block_size, kv_heads, head_dim, dtype)
+
+
+def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """Copies block to block (source, target), in every layer; all sources are read before any target is written.
+
+    Raises:
+        IndexError: there is no such block.
+    """
+    if not caches or not pairs:
+        return
+    pool = _words(caches)
+    _check_pairs(pairs, pool.shape[0], pool.shape[0])
+    moves = torch.tensor(pairs, dtype=torch.int64, pin_memory=pool.is_cuda).to(pool.device, non_blocking=True)
+    if {source for source, _ in pairs} & {target for _, target in pairs}:
+        pool.index_copy_(0, moves[:, 1], pool.index_select(0, moves[:, 0]))
+        return
+    words = pool.shape[1]
+    grid = (len(pairs), triton.cdiv(words, _COPY_WORDS))
+    _copy_kernel[grid](pool, moves, words, CHUNK=_COPY_WORDS, num_warps=8, enable_fp_fusion=False)
+
+
+def swap_blocks(
+    sources: Sequence[LayerCache],
+    targets: Sequence[LayerCache],
+    pairs: list[tuple[int, int]],
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Queues copies of blocks (source, target) of one cache to another, in every layer, on the current stream.
+
+    Blocks that are neighbours in both caches are one copy. Nothing waits for the copies.
+
+    Args:
+        sources: caches of all layers that are read.
+        targets: caches of all layers that are written.
+        pairs: blocks; no target comes twice.
+        stream: queue on this one instead.
+
+    Raises:
+        IndexError: there is no such block.
+    """
+    if not sources or not pairs:
+        return
+    source, target = _pool(sources), _pool(targets)
+    _check_pairs(pairs, source.shape[0], target.shape[0])
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        for first, to, count in _runs(pairs):
+            target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(first source, first target, blocks) of each run of pairs that are neighbours on both sides."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in sorted(pairs):
+        if runs:
+            first, to, count = runs[-1]
+            if (source, target) == (first + count, to + count):
+                runs[-1] = (first, to, count + 1)
+                continue
+        runs.append((source, target, 1))
+    return runs
+
+
+def _offsets(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Where keys, values, key scales and value scales begin in a layer's part of a block, and where it ends."""
+    if dtype not in PLAIN and dtype not in QUANTIZED:
+        known = ", ".join(str(known) for known in (*PLAIN, *QUANTIZED))
+        raise ConfigError(f"the triton kernels have no KV cache of type {dtype}; known: {known}")
+    numbers = _round_up(block_size * kv_heads * head_dim * dtype.itemsize, _VECTOR)
+    scales = _round_up(block_size * kv_heads * 4, _VECTOR) if dtype in QUANTIZED else 0
+    end = 2 * numbers + 2 * scales
+    return 0, numbers, 2 * numbers, 2 * numbers + scales, _round_up(end, _LINE)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _views(
+    pool: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> list[TritonLayerCache]:
+    key, value, key_scale, value_scale, end = _offsets(block_size, kv_heads, head_dim, dtype)
+
+    def view(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        return pool[:, start : start + size].view(dtype).unflatten(1, shape)
+
+    numbers, scales = (kv_heads, block_size, head_dim), (kv_heads, block_size)
+    caches = []
+    for layer in range(layers):
+        at = layer * end
+        quantized = dtype in QUANTIZED
+        caches.append(
+            TritonLayerCache(
+                key=view(at + key, dtype, *numbers),
+                value=view(at + value, dtype, *numbers),
+                key_scale=view(at + key_scale, torch.float32, *scales) if quantized else None,
+                value_scale=view(at + value_scale, torch.float32, *scales) if quantized else None,
+                pool=pool,
+                dtype=dtype,
+                block_size=block_size,
+            )
+        )
+    return caches
+
+
+def _pool(caches: Sequence[LayerCache]) -> Tensor:
+    cache = caches[0]
+    assert isinstance(cache, TritonLayerCache)
+    return cache.pool
+
+
+def _words(caches: Sequence[LayerCache]) -> Tensor:
+    return _pool(caches).view(torch.int64)
+
+
+def _check_pairs(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:
+    for source, target in pairs:
+        if not (0 <= source < sources and 0 <= target < targets):
+            raise IndexError(
+                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
+            )
+
+
+def _check_capability(device: torch.device, dtype: torch.dtype) -> None:
+    if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or newer; {name} is older: use int8"
+        )
+
+
+@triton.jit
+def _copy_kernel(pool_ptr, pairs_ptr, words, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (i, j) copies piece j of the block that pair i names."""
+    pair = tl.program_id(0)
+    source = tl.load(pairs_ptr + 2 * pair)
+    target = tl.load(pairs_ptr + 2 * pair + 1)
+    offsets = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = offsets < words
+    data = tl.load(pool_ptr + source * words + offsets, mask=inside)
+    tl.store(pool_ptr + target * words + offsets, data, mask=inside)

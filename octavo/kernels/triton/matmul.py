@@ -1,0 +1,191 @@
+"""The matrix product of ``deterministic``: a row's result does not depend on how many rows there are.
+
+One tile shape, one number of warps and one split of K serve any number of rows; see ``tiles`` for the order of sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.rounding import rounded
+from octavo.kernels.triton.tiles import dot, pieces_of, splits, tile_place
+
+
+class _Shape(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+#: Two programs of this shape fit a Hopper multiprocessor; at few rows the loads of weights outlast its arithmetic.
+_HALF = _Shape(128, 128, 64, 8, 3)
+#: Without tensor cores (float32 as it is).
+_SINGLE = _Shape(64, 64, 32, 4, 2)
+
+
+@triton.jit(do_not_specialize=["rows", "row_tiles"])
+def _matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    rows,
+    columns,
+    depth,
+    row_tiles,
+    x_stride,
+    weight_stride,
+    piece_blocks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PIECES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """out = x weight^T (+ bias) (+ residual); with SPLIT, one piece of K into partial [PIECES, rows, columns]."""
+    row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS))
+    row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    row_inside = (row < rows)[:, None]
+    # Columns past the last read the last again: their results are not stored.
+    weight_row = tl.minimum(column, columns - 1).to(tl.int64)
+    x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
+    weight_ptrs = weight_ptr + weight_row[None, :] * weight_stride + k[:, None]
+    place = row[:, None] * columns + column[None, :]
+    inside = row_inside & (column < columns)[None, :]
+    if SPLIT:
+        piece = tl.program_id(1)
+        total = _piece(x_ptrs, weight_ptrs, row_inside, k, depth, piece, piece_blocks, ROWS, COLUMNS, DEPTH, EVEN)
+        tl.store(partial_ptr + piece.to(tl.int64) * rows * columns + place, total, inside)
+    else:
+        total = _piece(x_ptrs, weight_ptrs, row_inside, k, depth, 0, piece_blocks, ROWS, COLUMNS, DEPTH, EVEN)
+        for piece in range(1, PIECES):
+            total += _piece(x_ptrs, weight_ptrs, row_inside, k, depth, piece, piece_blocks, ROWS, COLUMNS, DEPTH, EVEN)
+        _finish(total, bias_ptr, residual_ptr, out_ptr, place, column[None, :], inside, columns)
+
+
+@triton.jit
+def _piece(  # type: ignore[no-untyped-def]
+    x_ptrs,
+    weight_ptrs,
+    row_inside,
+    k,
+    depth,
+    piece,
+    piece_blocks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The product over one piece of K."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    end = tl.minimum(depth, (piece + 1) * piece_blocks * DEPTH)
+    for start in range(piece * piece_blocks * DEPTH, end, DEPTH):
+        if EVEN:
+            x = tl.load(x_ptrs + start, row_inside, other=0.0)
+            weight = tl.load(weight_ptrs + start)
+        else:
+            left = k < depth - start
+            x = tl.load(x_ptrs + start, row_inside & left[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
+        total = dot(x, weight, total)
+    return total
+
+
+@triton.jit
+def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns):  # type: ignore[no-untyped-def]
+    """Adds bias and residual, where there are any, rounds and stores."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + place, inside, other=0.0)
+    tl.store(out_ptr + place, rounded(total, out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, PIECES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds the pieces of one row in order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = row * columns + column
+    inside = column < columns
+    total = tl.load(partial_ptr + place, inside, other=0.0)
+    for piece in tl.static_range(1, PIECES):
+        total += tl.load(partial_ptr + piece * rows.to(tl.int64) * columns + place, inside, other=0.0)
+    _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns)
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x weight^T + bias (+ residual), accumulated in float32 in one order whatever the number of rows.
+
+    Args:
+        x: [T, K], rows strided; bfloat16, float16 or float32 (multiplied without tensor cores).
+        weight: [N, K], rows strided, of x's type.
+        bias: [N].
+        out_dtype: Of the result; x's if not given.
+        residual: float32 [T, N], contiguous; added in float32. Its memory holds the result.
+
+    Returns:
+        [T, N]; float32 with a residual.
+    """
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device) if residual is None else residual
+    if not out.numel():
+        return out
+    shape = _SINGLE if x.dtype == torch.float32 else _HALF
+    row_tiles, column_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns)
+    pieces, piece_blocks = pieces_of(column_tiles, depth, shape.depth)
+    split = splits(row_tiles * column_tiles, pieces)
+    partial = torch.empty((pieces, rows, columns), dtype=torch.float32, device=x.device) if split else None
+    _matmul_kernel[(row_tiles * column_tiles, pieces if split else 1)](
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        partial,
+        rows,
+        columns,
+        depth,
+        row_tiles,
+        x.stride(0),
+        weight.stride(0),
+        piece_blocks,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        DEPTH=shape.depth,
+        EVEN=depth % shape.depth == 0,
+        PIECES=pieces,
+        SPLIT=split,
+        num_warps=shape.warps,
+        # Two sums take so many registers that one program has the multiprocessor for itself, and its memory.
+        num_stages=shape.stages + (pieces > 1 and not split),
+        enable_fp_fusion=False,
+    )
+    if split:
+        block = 512
+        _combine_kernel[(rows, triton.cdiv(columns, block))](
+            partial, bias, residual, out, rows, columns, PIECES=pieces, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )
+    return out

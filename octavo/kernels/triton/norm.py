@@ -1,0 +1,121 @@
+"""Root mean square norm (Zhang & Sennrich 2019), alone and after an addition to the residual stream.
+
+A row is reduced by one program, in a tree that its length alone decides: its result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.rounding import rounded
+
+#: Elements that one program takes: several rows where they are short (the norms of heads).
+_ELEMENTS = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row r of the input begins at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    x = tl.load(x_ptr + start[:, None] + column[None, :], inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps)
+    out = x * scale[:, None] * weight[None, :]
+    tl.store(
+        out_ptr + row.to(tl.int64)[:, None] * width + column[None, :], rounded(out, out_ptr.dtype.element_ty), inside
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + place, inside, other=0.0).to(tl.float32)
+    x += tl.load(residual_ptr + place, inside, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + place, x, inside)
+    weight = tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps)
+    out = x * scale[:, None] * weight[None, :]
+    tl.store(out_ptr + place, rounded(out, out_ptr.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm over the last dimension, in float32, rounded to the weight's type.
+
+    Args:
+        x: [T, E] or [T, heads, D], strided in all but the last dimension.
+        weight: [E] or [D].
+        eps: Added to the mean of squares.
+
+    Returns:
+        A contiguous tensor of x's shape.
+    """
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    if not out.numel():
+        return out
+    width = x.shape[-1]
+    inner = x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * inner
+    tile_rows, block, warps = _tile(width)
+    _rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+        x,
+        weight,
+        out,
+        rows,
+        inner,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        width,
+        eps,
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual): the norm of the weight's type, the sum float32.
+
+    x and residual are [T, E], contiguous; a float32 residual holds the sum afterwards.
+    """
+    total = residual if residual.dtype == torch.float32 else torch.empty_like(residual, dtype=torch.float32)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    if not out.numel():
+        return out, total
+    rows, width = x.shape
+    tile_rows, block, warps = _tile(width)
+    _add_rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+        x, residual, weight, total, out, rows, width, eps, ROWS=tile_rows, BLOCK=block, num_warps=warps
+    )
+    return out, total
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows of a program, their padded length, and warps: from the length alone."""
+    block = triton.next_power_of_2(width)
+    # A long row alone is not worth more than 16 elements a thread: at one row, latency is all there is.
+    warps = min(16, max(4, block // 512))
+    return max(1, min(16, _ELEMENTS // block)), block, warps

@@ -1,0 +1,249 @@
+"""Products with quantised weights: codes are widened in registers and multiplied in the activations' type.
+
+The weights are the left operand of the matrix unit and the activations, transposed, the right one, so that few rows
+cost little arithmetic. A scale of a row of weights is applied to the finished sum, that of a group to the group's sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.quantize import BLOCK, COLUMNS, TritonQuantizedLinear
+from octavo.kernels.triton.rounding import rounded
+from octavo.kernels.triton.tiles import dot_of_columns, pieces_of, splits, tile_place
+from octavo.kernels.triton.widen import widen_fp8, widen_int4, widen_int8
+
+
+class _Shape(NamedTuple):
+    rows: int
+    warps: int
+    stages: int
+
+
+#: The only one of ``deterministic``.
+_FIXED = _Shape(64, 8, 3)
+#: Otherwise that of the fewest rows which are enough: at few rows, arithmetic on absent ones would outlast the loads.
+_BY_ROWS = (_Shape(16, 8, 4), _FIXED, _Shape(128, 8, 4))
+#: Without tensor cores (float32 as it is).
+_SINGLE = _Shape(16, 8, 2)
+
+
+@triton.jit(do_not_specialize=["rows", "row_tiles"])
+def _quantized_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    rows,
+    columns,
+    padded_columns,
+    depth,
+    row_tiles,
+    x_stride,
+    piece_blocks,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PIECES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """out = x weight^T (+ bias) (+ residual).
+
+    With SPLIT a program multiplies one piece of K and leaves it in partial [PIECES, rows, columns]; the last of a tile
+    to come adds them all, in order.
+    """
+    row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, padded_columns // COLUMNS)
+    row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside = (row < rows)[:, None]
+    x_ptrs = x_ptr + row[:, None] * x_stride
+    place = row[:, None] * columns + column[None, :]
+    inside = row_inside & (column < columns)[None, :]
+    if SPLIT:
+        piece = tl.program_id(1)
+        total = _piece(
+            x_ptrs, codes_ptr, scales_ptr, row_inside, column, padded_columns, depth, piece, piece_blocks,
+            KIND, ROWS, COLUMNS, BLOCK, GROUP, EVEN,
+        )  # fmt: skip
+        size = rows.to(tl.int64) * columns
+        tl.store(partial_ptr + piece * size + place, tl.trans(total), inside)
+        # All of this program's stores come before its arrival, and all arrivals before the last one's loads.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == PIECES - 1:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            whole = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for other in range(PIECES):
+                whole += tl.load(partial_ptr + other * size + place, inside, other=0.0, cache_modifier=".cg")
+            _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP)
+    else:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for piece in range(PIECES):
+            total += _piece(
+                x_ptrs, codes_ptr, scales_ptr, row_inside, column, padded_columns, depth, piece, piece_blocks,
+                KIND, ROWS, COLUMNS, BLOCK, GROUP, EVEN,
+            )  # fmt: skip
+        whole = tl.trans(total)
+        _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP)
+
+
+@triton.jit
+def _piece(  # type: ignore[no-untyped-def]
+    x_ptrs,
+    codes_ptr,
+    scales_ptr,
+    row_inside,
+    column,
+    padded_columns,
+    depth,
+    piece,
+    piece_blocks,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """codes x^T over one piece of K, [COLUMNS, ROWS]; of groups, their scales applied."""
+    PARTS: tl.constexpr = 4 if KIND == "int4" else 2
+    SIZE: tl.constexpr = BLOCK // PARTS
+    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    k = tl.arange(0, SIZE)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    zero = tl.zeros((COLUMNS, ROWS), tl.float32)
+    first = piece * piece_blocks
+    last = tl.minimum(tl.cdiv(depth, BLOCK), first + piece_blocks)
+    for block in range(first, last):
+        start = block * BLOCK
+        row_of_codes = (tl.cast(block, tl.int64) * padded_columns + column)[:, None]
+        x_0 = _columns_of(x_ptrs, row_inside, k, start, depth, EVEN)
+        x_1 = _columns_of(x_ptrs, row_inside, k, start + SIZE, depth, EVEN)
+        if KIND == "int4":
+            w_0, w_1, w_2, w_3 = widen_int4(tl.load(codes_ptr + row_of_codes * SIZE + k[None, :]), DTYPE)
+            x_2 = _columns_of(x_ptrs, row_inside, k, start + 2 * SIZE, depth, EVEN)
+            x_3 = _columns_of(x_ptrs, row_inside, k, start + 3 * SIZE, depth, EVEN)
+            if GROUP == BLOCK:
+                group = dot_of_columns(w_1, x_1, dot_of_columns(w_0, x_0, zero))
+                group = dot_of_columns(w_3, x_3, dot_of_columns(w_2, x_2, group))
+                total += group * tl.load(scales_ptr + block * padded_columns + column)[:, None]
+            else:
+                scale_ptrs = scales_ptr + 4 * block * padded_columns + column
+                total += dot_of_columns(w_0, x_0, zero) * tl.load(scale_ptrs)[:, None]
+                total += dot_of_columns(w_1, x_1, zero) * tl.load(scale_ptrs + padded_columns)[:, None]
+                total += dot_of_columns(w_2, x_2, zero) * tl.load(scale_ptrs + 2 * padded_columns)[:, None]
+                total += dot_of_columns(w_3, x_3, zero) * tl.load(scale_ptrs + 3 * padded_columns)[:, None]
+        else:
+            words = tl.load(codes_ptr + row_of_codes * SIZE + k[None, :])
+            if KIND == "int8":
+                w_0, w_1 = widen_int8(words, DTYPE)
+            else:
+                w_0, w_1 = widen_fp8(words, DTYPE)
+            total = dot_of_columns(w_1, x_1, dot_of_columns(w_0, x_0, total))
+    return total
+
+
+@triton.jit
+def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some inputs of x, transposed."""
+    mask = row_inside if EVEN else row_inside & (k < depth - start)[None, :]
+    return tl.trans(tl.load(x_ptrs + (start + k)[None, :], mask, other=0.0))
+
+
+@triton.jit
+def _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores."""
+    if GROUP == 0:
+        whole *= tl.load(scales_ptr + column)[None, :]
+    if bias_ptr is not None:
+        whole += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)[None, :]
+    if residual_ptr is not None:
+        whole += tl.load(residual_ptr + place, inside, other=0.0)
+    tl.store(out_ptr + place, rounded(whole, out_ptr.dtype.element_ty), inside)
+
+
+def quantized_matmul(
+    x: Tensor,
+    packed: TritonQuantizedLinear,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    *,
+    deterministic: bool = True,
+) -> Tensor:
+    """x weight^T + bias (+ residual), accumulated in float32; the weight as its codes say.
+
+    Two products with the same weight must not run at once, on two streams: they share its ``arrivals``.
+
+    Args:
+        x: [T, K], rows strided; bfloat16, float16, or float32 (multiplied without tensor cores).
+        packed: [N, K], of ``quantize``.
+        out_dtype: Of the result; x's if not given.
+        residual: float32 [T, N], contiguous; added in float32. Its memory holds the result.
+        deterministic: One tile shape whatever the number of rows, so that a row's result does not depend on it.
+
+    Returns:
+        [T, N]; float32 with a residual.
+    """
+    rows, columns, padded_columns = x.shape[0], packed.outputs, packed.scales.shape[-1]
+    out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device) if residual is None else residual
+    if not out.numel():
+        return out
+    shape = _shape_of(x, deterministic)
+    row_tiles, column_tiles = triton.cdiv(rows, shape.rows), padded_columns // COLUMNS
+    pieces, piece_blocks = pieces_of(column_tiles, packed.inputs, BLOCK)
+    tiles = row_tiles * column_tiles
+    split = tiles <= packed.arrivals.shape[0] and splits(tiles, pieces)
+    if not split and not deterministic:
+        pieces, piece_blocks = 1, triton.cdiv(packed.inputs, BLOCK)
+    partial = torch.empty((pieces, rows, columns), dtype=torch.float32, device=x.device) if split else None
+    _quantized_kernel[(tiles, pieces if split else 1)](
+        x,
+        packed.codes,
+        packed.scales,
+        packed.bias,
+        residual,
+        out,
+        partial,
+        packed.arrivals if split else None,
+        rows,
+        columns,
+        padded_columns,
+        packed.inputs,
+        row_tiles,
+        x.stride(0),
+        piece_blocks,
+        KIND=packed.kind,
+        ROWS=shape.rows,
+        COLUMNS=COLUMNS,
+        BLOCK=BLOCK,
+        GROUP=packed.group,
+        EVEN=packed.inputs % BLOCK == 0,
+        PIECES=pieces,
+        SPLIT=split,
+        num_warps=shape.warps,
+        # Two sums take so many registers that one program has the multiprocessor for itself, and its memory. Without
+        # the second, two programs fit and hide each other's waits.
+        num_stages=shape.stages + (pieces > 1 and not split),
+        maxnreg=128 if split and shape.rows <= _FIXED.rows and packed.group != 32 else None,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _shape_of(x: Tensor, deterministic: bool) -> _Shape:
+    if x.dtype == torch.float32:
+        return _SINGLE
+    if deterministic:
+        return _FIXED
+    return next((shape for shape in _BY_ROWS if x.shape[0] <= shape.rows), _BY_ROWS[-1])

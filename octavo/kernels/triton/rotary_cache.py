@@ -1,0 +1,284 @@
+"""What happens to queries, keys and values between their product and attention, in one launch.
+
+Queries and keys are rotated (Su et al. 2021, RoFormer, section 3.4.2, with dimension i paired with i + R/2), and keys
+and values go to their slots of the cache, quantised where the cache is. All of it is element by element and without
+fused multiply-add, so the bits are those of the plain formulas on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.interface import LayerCache
+from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
+
+#: Query elements that one program rotates, about: with the launch below 16 a thread, which fit its registers.
+_PROGRAM_ELEMENTS = 2048
+
+
+def rotary_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor
+) -> Tensor:
+    """Rotates q and k and writes k and v to their slots.
+
+    Args:
+        q: [T, H, D]; it, k and v may be views of one tensor, and are not changed.
+        k: [T, K, D]
+        v: [T, K, D]
+        positions: int64 [T], rows of ``cos_sin``.
+        cos_sin: float32 [max_position, R], R <= D: R/2 cosines, then R/2 sines.
+        cache: where k and v go, rounded to q's type first.
+        slots: int64 [T]; a negative one is written nowhere.
+
+    Returns:
+        q rotated: [T, H, D], contiguous.
+    """
+    assert isinstance(cache, TritonLayerCache)
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    dim = triton.next_power_of_2(head_dim)
+    kv_tile = min(triton.next_power_of_2(kv_heads), max(1, _PROGRAM_ELEMENTS // (group * dim)))
+    kv_tile = 1 << (kv_tile.bit_length() - 1)
+    tile = triton.next_power_of_2(kv_tile * group)
+    _rotary_and_cache_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
+        q,
+        k,
+        v,
+        out,
+        positions,
+        cos_sin,
+        slots,
+        cache.key,
+        cache.value,
+        cache.key_scale,
+        cache.value_scale,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        cos_sin.stride(0),
+        cache.key.stride(0),
+        _scale_stride(cache),
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        ROTATED=cos_sin.shape[1],
+        BLOCK_SIZE=cache.block_size,
+        LARGEST=QUANTIZED.get(cache.dtype, 0.0),
+        TILE=tile,
+        KV_TILE=kv_tile,
+        DIM=dim,
+        num_warps=min(16, max(1, tile * dim // 512)),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Writes k and v [T, K, D], which may be strided views, to their slots; a negative slot is written nowhere."""
+    assert isinstance(cache, TritonLayerCache)
+    tokens, kv_heads, head_dim = k.shape
+    if not tokens:
+        return
+    dim = triton.next_power_of_2(head_dim)
+    kv_tile = triton.next_power_of_2(kv_heads)
+    _cache_kernel[(tokens,)](
+        k,
+        v,
+        slots,
+        cache.key,
+        cache.value,
+        cache.key_scale,
+        cache.value_scale,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        cache.key.stride(0),
+        _scale_stride(cache),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.block_size,
+        LARGEST=QUANTIZED.get(cache.dtype, 0.0),
+        KV_TILE=kv_tile,
+        DIM=dim,
+        num_warps=min(16, max(1, kv_tile * dim // 512)),
+        enable_fp_fusion=False,
+    )
+
+
+def _scale_stride(cache: TritonLayerCache) -> int:
+    return 0 if cache.key_scale is None else cache.key_scale.stride(0)
+
+
+@triton.jit
+def _rotary_and_cache_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    slots_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    cos_sin_stride,
+    block_stride,
+    scale_block_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Program (t, j): the j-th few KV heads of token t, and the query heads that share them."""
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * KV_TILE
+    dims = tl.arange(0, DIM)
+    row = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride
+    angles = tl.where(dims < ROTATED // 2, dims, dims - ROTATED // 2)
+    cos = tl.load(row + angles, mask=dims < ROTATED, other=1.0)
+    sin = tl.load(row + ROTATED // 2 + angles, mask=dims < ROTATED, other=0.0)
+    sin = tl.where(dims < ROTATED // 2, -sin, sin)
+
+    heads = first * GROUP + tl.arange(0, TILE)
+    last = tl.minimum(first + KV_TILE, KV_HEADS) * GROUP
+    q_inside = (heads[:, None] < last) & (dims[None, :] < HEAD_DIM)
+    q = _rotated(q_ptr + token * q_token_stride, q_head_stride, heads, dims, q_inside, cos, sin, ROTATED)
+    at = token * (GROUP * KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + at, q, mask=q_inside)
+
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        kv_heads = first + tl.arange(0, KV_TILE)
+        inside = (kv_heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
+        k = _rotated(k_ptr + token * k_token_stride, k_head_stride, kv_heads, dims, inside, cos, sin, ROTATED)
+        v_at = token * v_token_stride + kv_heads[:, None] * v_head_stride + dims[None, :]
+        v = tl.load(v_ptr + v_at, mask=inside, other=0.0)
+        _write(
+            k, kv_heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
+        )  # fmt: skip
+        _write(
+            v, kv_heads, dims, inside, value_ptr, value_scale_ptr, slot, block_stride, scale_block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _cache_kernel(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    block_stride,
+    scale_block_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Program t: token t."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        heads = tl.arange(0, KV_TILE)
+        dims = tl.arange(0, DIM)
+        inside = (heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
+        k_at = token * k_token_stride + heads[:, None] * k_head_stride + dims[None, :]
+        k = tl.load(k_ptr + k_at, mask=inside, other=0.0)
+        v_at = token * v_token_stride + heads[:, None] * v_head_stride + dims[None, :]
+        v = tl.load(v_ptr + v_at, mask=inside, other=0.0)
+        _write(
+            k, heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
+        )  # fmt: skip
+        _write(
+            v, heads, dims, inside, value_ptr, value_scale_ptr, slot, block_stride, scale_block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads of one token [heads, DIM], rotated, of x's type; ``sin`` is negative in the first half."""
+    partners = tl.where(dims < ROTATED // 2, dims + ROTATED // 2, dims - ROTATED // 2)
+    rows = x_ptr + heads[:, None] * head_stride
+    x = tl.load(rows + dims[None, :], mask=inside, other=0.0)
+    partner = tl.load(rows + partners[None, :], mask=inside & (dims[None, :] < ROTATED), other=0.0)
+    rotated = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
+    return rotated.to(x.dtype)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    x,
+    heads,
+    dims,
+    inside,
+    cache_ptr,
+    scale_ptr,
+    slot,
+    block_stride,
+    scale_block_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Writes x [heads, DIM] to a slot; with ``LARGEST``, scaled so that the largest of a head becomes that."""
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    if LARGEST > 0:
+        x = x.to(tl.float32)
+        largest = tl.max(tl.abs(x), 1)
+        largest = tl.where(largest < 1e-30, 1e-30, largest)  # keeps NaN, as tl.maximum need not
+        scale_at = block * scale_block_stride + heads * BLOCK_SIZE + offset
+        tl.store(scale_ptr + scale_at, largest / LARGEST, mask=heads < KV_HEADS)
+        x = x * (LARGEST / largest)[:, None]
+        x = _to_integer(x) if cache_ptr.dtype.element_ty == tl.int8 else _to_e4m3(x)
+    at = block * block_stride + heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + offset * HEAD_DIM + dims[None, :]
+    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _to_integer(x):  # type: ignore[no-untyped-def]
+    """The nearest integer, ties to even: what 1.5 * 2^23 is added to has no other digits left."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _to_e4m3(x):  # type: ignore[no-untyped-def]
+    """The nearest number that e4m3 holds, ties to even: the cast that follows is exact, in the interpreter too.
+
+    Four significant bits by Veltkamp's splitting (Dekker 1971); below 2^-6 multiples of 2^-9.
+    """
+    large = x * 1048577.0  # 2^20 + 1
+    normal = large - (large - x)
+    subnormal = (x + 24576.0) - 24576.0  # 1.5 * 2^14
+    return tl.where(tl.abs(x) < 0.015625, subnormal, normal)

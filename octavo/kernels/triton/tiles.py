@@ -1,0 +1,66 @@
+"""What the matrix products share: the order of tiles, the split of K, and one call of the matrix unit.
+
+A product is a grid of tiles of the output. K is cut into pieces, by the numbers of outputs and inputs alone; each piece
+is accumulated from zero in order, and the pieces are added in order. A program folds one piece where there are few
+rows (its sums meet in memory, so that enough programs read weights), and all of them where there are many: the same
+additions, so the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.kernels import interpreted
+
+#: Programs that fill a large card: two on each of 132 multiprocessors.
+_PROGRAMS = 264
+#: Above this many programs one program folds all pieces of its tile: sums in memory would cost more than they bring.
+_MOST_SPLIT_PROGRAMS = 1024
+#: Inputs in a piece of K, at least: fewer would not fill the pipeline of loads.
+_LEAST_DEPTH = 256
+#: Tiles of rows that pass by one tile of weights before the next; what they read together stays in the L2 cache.
+BAND = tl.constexpr(8)
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def dot(a, b, total):  # type: ignore[no-untyped-def]
+    """total + a b, accumulated in float32; float32 operands are multiplied as they are."""
+    if _INTERPRETED:
+        # The interpreter multiplies bfloat16 numbers as the integers that hold their bits. And the library under it
+        # sums a row in an order that depends on the row's place: each row of activations is given to it alone.
+        rows: tl.constexpr = a.shape[0]
+        each = tl.broadcast_to(b.to(tl.float32)[None, :, :], (rows, b.shape[0], b.shape[1]))
+        return total + tl.reshape(tl.dot(a.to(tl.float32)[:, None, :], each), (rows, b.shape[1]))
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def dot_of_columns(a, b, total):  # type: ignore[no-untyped-def]
+    """As ``dot``, where the rows of activations are the columns of b."""
+    if _INTERPRETED:
+        return tl.trans(dot(tl.trans(b), tl.trans(a), tl.trans(total)))
+    return dot(a, b, total)
+
+
+@triton.jit
+def tile_place(tile, row_tiles, column_tiles):  # type: ignore[no-untyped-def]
+    """(row of tiles, column of tiles): bands of BAND rows, each from left to right, top to bottom within."""
+    in_band = BAND * column_tiles
+    first = tile // in_band * BAND
+    height = min(row_tiles - first, BAND)
+    return first + tile % in_band % height, tile % in_band // height
+
+
+def pieces_of(tiles: int, depth: int, block: int) -> tuple[int, int]:
+    """(pieces of K, blocks of K in each but perhaps the last), for as many tiles of outputs and inputs."""
+    wanted = max(1, min(_PROGRAMS // max(1, tiles), depth // _LEAST_DEPTH))
+    length = triton.cdiv(triton.cdiv(depth, block), wanted)
+    return max(1, triton.cdiv(depth, length * block)), length
+
+
+def splits(tiles: int, pieces: int) -> bool:
+    """Whether each piece of ``tiles`` tiles, of all rows, gets a program of its own."""
+    return pieces > 1 and tiles * pieces <= _MOST_SPLIT_PROGRAMS

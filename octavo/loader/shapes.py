@@ -1,0 +1,74 @@
+"""Shapes of well-known models that can be named for measurements: a config.json, no weights and no vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.loader.cache import cache_dir, publish
+
+
+def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
+    """What the models of Llama 3.1 and 3.2 have in common."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": 128256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        **shape,
+    }
+
+
+#: Name to the content of config.json. To be run with load_format="dummy".
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b-shape": _llama3(
+        32.0,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b-shape": _llama3(
+        8.0,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def shape_folder(name: str) -> Path:
+    """The folder with the config.json of a shape, in the cache.
+
+    Raises:
+        DownloadError: the cache cannot be written.
+    """
+    content = json.dumps(SHAPES[name], indent=2)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def fill(folder: Path) -> None:
+        (folder / "config.json").write_text(content, encoding="utf-8")
+
+    return publish(cache_dir() / "shapes" / f"{name}-{digest}", fill)

@@ -1,0 +1,174 @@
+"""How the inputs of a step come to the device: as they are on a CPU, as one copy from pinned memory to a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.kernels.interface import AttentionBatch
+from octavo.runner.input_batch import StepInputs
+
+#: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
+_ALIGNMENT = 16
+
+
+class Send(Protocol):
+    """Takes arrays to the device; they may not be changed afterwards."""
+
+    def __call__(
+        self, longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same arrays on the device, in order; valid until the step is done."""
+        ...
+
+
+def send_nowhere(
+    longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The arrays' own memory: a CPU computes where they are."""
+    return [torch.from_numpy(array) for array in longs], [torch.from_numpy(array) for array in ints]
+
+
+class PinnedSend:
+    """Packs arrays into a pinned buffer and queues one copy on the current stream.
+
+    Owns two buffers used in turn, so that one is filled while the other is read; before one is filled again its last
+    copy is waited for. With no more than two steps in flight that copy is over, as its step is.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """``cuda`` has ``Event``; tests give another."""
+        self._device = device
+        self._cuda = cuda
+        self._buffers = [_Buffer(1 << 13, self._pin) for _ in range(2)]
+
+    @property
+    def _pin(self) -> bool:
+        return self._device.type == "cuda"
+
+    def __call__(
+        self, longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """See ``Send``: views of one new tensor."""
+        long_sizes, end_of_longs = _layout(longs, _ALIGNMENT // 8)
+        int_sizes, end_of_ints = _layout(ints, _ALIGNMENT // 4)
+        size = end_of_longs + end_of_ints // 2
+        buffer = self._next(size)
+        _pack(longs, long_sizes, buffer.longs)
+        _pack(ints, int_sizes, buffer.longs[end_of_longs:].view(np.int32))
+        packed = buffer.memory[:size].to(self._device, non_blocking=True, copy=True)
+        buffer.copied = self._cuda.Event()
+        buffer.copied.record()
+        return (
+            _unpack(longs, long_sizes, packed[:end_of_longs]),
+            _unpack(ints, int_sizes, packed[end_of_longs:].view(torch.int32)),
+        )
+
+    def _next(self, size: int) -> _Buffer:
+        """The buffer whose turn it is, of at least ``size`` numbers and free to be written."""
+        buffer = self._buffers.pop(0)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        if len(buffer.longs) < size:
+            buffer = _Buffer(2 * size, self._pin)
+        self._buffers.append(buffer)
+        return buffer
+
+
+class _Buffer:
+    """Host memory for so many int64, also as an array, and the event after the last copy from it."""
+
+    def __init__(self, size: int, pin: bool) -> None:
+        self.memory = torch.empty(size, dtype=torch.int64, pin_memory=pin)
+        self.longs: NDArray[np.int64] = self.memory.numpy()
+        self.copied: Any = None
+
+
+def _layout(arrays: Sequence[NDArray[Any]], multiple: int) -> tuple[list[int], int]:
+    """Numbers in each array and in the gap after it, by turns, and in all of them."""
+    sizes: list[int] = []
+    end = 0
+    for array in arrays:
+        gap = -array.size % multiple
+        sizes += (array.size, gap)
+        end += array.size + gap
+    return sizes, end
+
+
+def _pack(arrays: Sequence[NDArray[Any]], sizes: list[int], target: NDArray[Any]) -> None:
+    start = 0
+    for i, array in enumerate(arrays):
+        size = sizes[2 * i]
+        target[start : start + size] = array.reshape(-1)
+        start += size + sizes[2 * i + 1]
+
+
+def _unpack(arrays: Sequence[NDArray[Any]], sizes: list[int], packed: Tensor) -> list[Tensor]:
+    parts = packed.split(sizes)[::2]  # every second one is a gap
+    return [p if a.ndim == 1 else p.view(a.shape) for p, a in zip(parts, arrays, strict=True)]
+
+
+@dataclass(slots=True)
+class HandOver:
+    """Tokens that were sampled by a step in flight: their ids are on the device only."""
+
+    #: int64 [n] on the device; a negative one stands for no token.
+    token_ids: Tensor
+    #: Where they belong among this step's tokens, and which of ``token_ids`` each is: [m].
+    targets: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+    def is_all(self, num_tokens: int) -> bool:
+        """Whether they are all of the step's ``num_tokens``, in order: the same sequences as before decode."""
+        count = len(self.sources)
+        return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
+
+
+@dataclass(slots=True)
+class DeviceInputs:
+    """What the network gets in a step."""
+
+    #: int64 [T]
+    token_ids: Tensor
+    attention: AttentionBatch
+    #: int64 [n]: index of the token whose logits each sampling sequence wants; None: all T, in order.
+    last: Tensor | None
+
+
+def to_device(inputs: StepInputs, block_size: int, hand_over: HandOver | None, send: Send) -> DeviceInputs:
+    """Sends a step's arrays, and puts tokens that are on the device already in their places there."""
+    longs = [inputs.token_ids, inputs.positions, inputs.slots]
+    # Most often every token is one that samples; indexing would only copy.
+    some = len(inputs.sampling) != len(inputs.token_ids)
+    if some:
+        longs.append(inputs.offsets[1:][inputs.sampling] - 1)
+    every = hand_over is not None and hand_over.is_all(len(inputs.token_ids))
+    if hand_over is not None and not every:
+        longs += [hand_over.targets, hand_over.sources]
+    (token_ids, positions, slots, *rest), (query_start, seq_lens, block_tables) = send(
+        longs, [inputs.query_start, inputs.seq_lens, inputs.block_tables]
+    )
+    if hand_over is not None:
+        if every:
+            token_ids = hand_over.token_ids.clamp(min=0)
+        else:
+            known = hand_over.token_ids.index_select(0, rest[-1]).clamp_(min=0)
+            token_ids.index_copy_(0, rest[-2], known)
+    attention = AttentionBatch(
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        slots=slots,
+        positions=positions,
+        num_decodes=inputs.num_decodes,
+        max_query_len=inputs.max_query_len,
+        max_seq_len=inputs.max_seq_len,
+        block_size=block_size,
+    )
+    return DeviceInputs(token_ids, attention, rest[0] if some else None)

@@ -1,0 +1,115 @@
+"""A step that is queued on the device and not yet known on the host."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from octavo.core.plan import SequenceResult, StepResult
+from octavo.runner.input_batch import InputBatch, NewTokens
+
+if TYPE_CHECKING:
+    from octavo.runner.sampler import PendingSample
+
+#: Steps that may be queued and not waited for: one that computes, and the next.
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """The tokens of a step that come from the sampler."""
+
+    sample: PendingSample
+    new: NewTokens
+
+
+class Span(Protocol):
+    """The time of a step's work on the device, once it is done."""
+
+    def wait(self) -> tuple[float, float]:
+        """Waits for the work; seconds that it took, and those that the device had nothing to do before it."""
+        ...
+
+
+class PendingStep:
+    """A step that the device may still be computing; ``wait`` for it, in the order of submission."""
+
+    def __init__(self, result: StepResult, batch: InputBatch, in_flight: deque[PendingStep]) -> None:
+        """Not yet in flight: the runner appends it when all of its work is queued."""
+        self.result = result
+        self.sampled: PendingTokens | None = None
+        self.swap_seconds: Callable[[], float] | None = None
+        self.span: Span | None = None
+        self._batch = batch
+        self._in_flight = in_flight
+
+    def wait(self) -> StepResult:
+        """What came of the plan; its tokens are in the token table from now on. To be called once.
+
+        Raises:
+            RuntimeError: an earlier step was not waited for, or this one was already; or the device failed.
+        """
+        if not self._in_flight or self._in_flight[0] is not self:
+            raise RuntimeError(f"step {self.result.step} is not the oldest one in flight: wait in order, and once")
+        self._in_flight.popleft()
+        start, result = time.perf_counter(), self.result
+        if self.sampled is not None:
+            self._take_tokens(self.sampled)
+        if self.span is not None:
+            result.device_seconds, result.idle_seconds = self.span.wait()
+        if self.swap_seconds is not None:
+            result.swap_seconds = self.swap_seconds()
+        result.seconds = max(result.seconds + time.perf_counter() - start, result.device_seconds)
+        return result
+
+    def _take_tokens(self, sampled: PendingTokens) -> None:
+        result, output = self.result, sampled.sample.wait()
+        result.token_ids = output.token_ids.tolist()
+        self._batch.fill(sampled.new, output.token_ids)
+        for i, logprobs in output.logprobs.items():
+            result.extras.setdefault(result.seq_ids[i], SequenceResult()).logprobs = logprobs
+        for i, message in output.errors.items():
+            result.extras.setdefault(result.seq_ids[i], SequenceResult()).error = message
+
+
+class CudaSpans:
+    """Times steps by events on the current stream."""
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        """``cuda`` has ``Event``; tests give another."""
+        self._cuda = cuda
+        self._last_end: Any = None
+
+    def begin(self) -> CudaSpan:
+        """The step's work is queued from here on."""
+        return CudaSpan(self._last_end, self._record())
+
+    def end(self, span: CudaSpan) -> CudaSpan:
+        """All of the step's work is queued."""
+        span.end = self._last_end = self._record()
+        return span
+
+    def _record(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(slots=True)
+class CudaSpan:
+    """The events before, at the beginning and at the end of a step's work."""
+
+    before: Any
+    begin: Any
+    end: Any = None
+
+    def wait(self) -> tuple[float, float]:
+        """See ``Span``."""
+        self.end.synchronize()
+        idle = 0.0 if self.before is None else self.before.elapsed_time(self.begin) / 1e3
+        return self.begin.elapsed_time(self.end) / 1e3, idle

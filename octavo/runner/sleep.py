@@ -1,0 +1,188 @@
+"""Giving a device's memory back for a while: weights wait in host memory, what is in the KV cache is dropped.
+
+Every tensor stays the object that it is; only its storage is emptied and filled again. So nothing that holds a tensor
+need know, but for what remembers addresses: captured graphs must be dropped before, and captured again after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.timing import KernelClock
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+
+#: What a layer holds that is not its own.
+_SHARED = (Kernels, KernelClock, LayerContext)
+_PLAIN = (str, bytes, int, float, complex, type(None), slice, torch.dtype, torch.device, torch.Size, type)
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """One storage that was emptied."""
+
+    tensors: list[Tensor]
+    #: Size in bytes, and the bytes if they are wanted again.
+    size: int
+    kept: Tensor | None
+    #: Offset, shape and stride of each of ``tensors``, where they had to be taken off their storage.
+    views: list[tuple[int, torch.Size, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Slept:
+    """What ``wake`` needs to bring everything back."""
+
+    parked: list[_Parked]
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Host memory that the weights take meanwhile."""
+        return sum(p.kept.nbytes for p in self.parked if p.kept is not None)
+
+    @property
+    def bytes_freed(self) -> int:
+        """Memory that was given back on the device."""
+        return sum(p.size for p in self.parked)
+
+
+@torch.inference_mode()
+def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> Slept:
+    """Moves the weights to host memory and frees the KV cache, whose content is lost.
+
+    No step may run, and no captured graph be replayed, before ``wake``.
+
+    Raises:
+        ConfigError: weights are in memory that is not torch's (packed for the CPU's kernels); nothing has changed.
+    """
+    weights = _by_storage(_tensors(network))
+    cached = _by_storage(_tensors(list(caches)))
+    parked = []
+    try:
+        for tensors in weights:
+            parked.append(_park(tensors, keep=True))
+        parked += [_park(tensors, keep=False) for tensors in cached]
+    except BaseException:  # such as no host memory: as if nothing had been
+        wake(Slept(parked))
+        raise
+    _give_back(parked)
+    return Slept(parked)
+
+
+@torch.inference_mode()
+def wake(slept: Slept) -> None:
+    """Brings the weights back, and the KV cache as zeros; the tensors are those of before.
+
+    If the memory is taken by somebody else now, torch's error is passed on, and it can be tried again.
+    """
+    for p in slept.parked:
+        storage = p.tensors[0].untyped_storage()
+        if p.views:
+            fresh = torch.from_numpy(np.zeros(p.size, dtype=np.uint8)).untyped_storage()
+            for tensor, (offset, shape, stride) in zip(p.tensors, p.views, strict=True):
+                tensor.set_(fresh, offset, shape, stride)
+            storage = fresh
+        elif storage.nbytes() == 0:
+            storage.resize_(p.size)
+        if p.kept is not None:
+            _bytes_of(storage).copy_(p.kept, non_blocking=True)
+        elif not p.views:
+            _bytes_of(storage).zero_()
+    _wait(slept.parked)
+
+
+def _park(tensors: list[Tensor], *, keep: bool) -> _Parked:
+    storage = tensors[0].untyped_storage()
+    size, kept = storage.nbytes(), None
+    if keep:
+        kept = _host_memory(size, tensors[0].is_cuda)
+        kept.copy_(_bytes_of(storage))
+    if storage.resizable():
+        storage.resize_(0)
+        return _Parked(tensors, size, kept, [])
+    # Memory that somebody else gave to torch is freed when no tensor refers to it.
+    views = [(int(tensor.storage_offset()), tensor.shape, tensor.stride()) for tensor in tensors]
+    for tensor in tensors:
+        tensor.set_(torch.UntypedStorage(0), 0, (0,), (1,))
+    return _Parked(tensors, size, kept, views)
+
+
+def _host_memory(size: int, pinned: bool) -> Tensor:
+    """Pinned memory is copied to and from several times as fast, but there may be a limit to it."""
+    if pinned:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            pass
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _give_back(parked: list[_Parked]) -> None:
+    """To the driver, so that other programs can have it; graphs that were dropped may wait for the collector."""
+    if any(p.tensors[0].is_cuda for p in parked):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _wait(parked: list[_Parked]) -> None:
+    """Until what is copied has arrived: the host memory it comes from is about to go."""
+    if any(p.tensors[0].is_cuda for p in parked):
+        torch.cuda.synchronize()
+
+
+def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors of each storage that is not empty."""
+    found: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), []).append(tensor)
+    return list(found.values())
+
+
+def _tensors(root: object) -> Iterator[Tensor]:
+    """Every tensor that can be reached from a network or its caches, once.
+
+    Raises:
+        ConfigError: something holds memory that is not torch's.
+    """
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (*_PLAIN, *_SHARED)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            stack += _parts(value)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if type(value).__module__.startswith("octavo._cpu"):
+        raise ConfigError(
+            "sleeping needs weights in torch's memory; those packed for the CPU's kernels stay where they are: use a "
+            "GPU, or kernels='reference'"
+        )
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []

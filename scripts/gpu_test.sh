@@ -1,0 +1,35 @@
+#!/bin/sh
+# Runs the tests that need a GPU, with the Python of this machine and from a plain checkout: nothing is installed.
+#   scripts/gpu_test.sh [pytest options]
+# PYTHON names another Python. What it lacks is looked for in .site (make gpu-site) and listed if it is not there.
+set -eu
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+# Only if need be: what lies in .site is for one version of Python, and would hide what this one has.
+"$python" -c 'import gguf, msgspec, pydantic, zmq' 2>/dev/null || PYTHONPATH="$PYTHONPATH:$PWD/.site"
+
+"$python" - <<'PYTHON'
+import importlib.util
+import sys
+
+needed = """torch triton numpy transformers tokenizers safetensors msgspec pydantic yaml gguf huggingface_hub jinja2
+filelock tqdm psutil zmq pytest pytest_timeout hypothesis""".split()
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(
+        f"{sys.executable} (Python {sys.version.split()[0]}) lacks: {', '.join(missing)}\n"
+        "'make gpu-site' on a machine with a network puts the small ones into .site; carry that folder along"
+    )
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit(f"torch {torch.__version__} sees no GPU")
+print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, Python {sys.version.split()[0]}")
+PYTHON
+
+# Other test files may need what this machine lacks, and pytest imports a file to know what is in it.
+files=$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
+# shellcheck disable=SC2086  # one word a file
+exec "$python" -m pytest -m gpu -p no:cacheprovider "$@" $files

@@ -1,0 +1,118 @@
+"""The pool of threads that the CPU kernels share: where its threads may run, and that they rest between steps."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_cpu: Any = pytest.importorskip("octavo._cpu")
+CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+
+TASKS = Path("/proc/self/task")
+linux = pytest.mark.skipif(not TASKS.exists(), reason="reads Linux's /proc")
+
+
+@pytest.fixture(autouse=True)
+def _pool() -> Iterator[None]:
+    threads = _cpu.num_threads()
+    yield
+    _cpu.set_threads(threads)
+
+
+def processors(task: str) -> set[int]:
+    """Those that a thread of this process may use."""
+    [line] = [x for x in (TASKS / task / "status").read_text().splitlines() if x.startswith("Cpus_allowed_list:")]
+    runs = [run.split("-") for run in line.split(":")[1].strip().split(",")]
+    return {cpu for run in runs for cpu in range(int(run[0]), int(run[-1]) + 1)}
+
+
+def new_threads(size: int, pin: bool) -> list[str]:
+    """Sets the pool's size; the threads that it started."""
+    _cpu.set_threads(1)
+    before = set(os.listdir(TASKS))
+    _cpu.set_threads(size, pin)
+    return sorted(set(os.listdir(TASKS)) - before, key=int)
+
+
+def settled(task: str, expected: set[int]) -> bool:
+    """Whether a thread comes to be bound so; a new thread binds itself when it first runs."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if processors(task) == expected:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@linux
+def test_pinned_threads_keep_to_a_processor_each_and_others_do_not() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    threads = new_threads(len(allowed) + 1, pin=True)
+    assert len(threads) == len(allowed)
+    for thread, processor in zip(threads[:-1], allowed[1:], strict=True):
+        assert settled(thread, {processor})
+    # There is one more than there are processors.
+    assert settled(threads[-1], set(allowed))
+    assert os.sched_getaffinity(0) == set(allowed)
+    for thread in new_threads(len(allowed), pin=False):
+        assert settled(thread, set(allowed))
+
+
+@linux
+@pytest.mark.parametrize("pin", [True, False])
+def test_the_caller_is_pinned_during_a_step_only(pin: bool) -> None:
+    allowed = os.sched_getaffinity(0)
+    _cpu.set_threads(2, pin)
+    rows = torch.zeros(20_000, 64)
+    tape = _cpu.Tape()
+    for _ in range(300):
+        tape.append(_cpu.silu(rows.data_ptr(), 64, rows.data_ptr(), 64, _cpu.Dtype.f32))
+    seen: list[set[int]] = []
+    running, done = threading.Event(), threading.Event()
+    me = str(threading.get_native_id())
+
+    def watch() -> None:
+        running.wait()
+        while not done.is_set():
+            seen.append(processors(me))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    running.set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 50 and time.monotonic() < deadline:
+        tape.run(_cpu.Step(len(rows)))
+    done.set()
+    watcher.join()
+    assert ({min(allowed)} in seen) == (pin or len(allowed) == 1)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_backend_says_whether_its_threads_are_pinned() -> None:
+    kernels = CpuKernels()
+    kernels.set_threads(2, pin=True)
+    assert kernels.describe().endswith("2 threads, pinned)")
+    kernels.set_threads(1)
+    assert kernels.describe().endswith("1 threads)")
+
+
+def test_threads_rest_between_steps() -> None:
+    _cpu.set_threads(4)
+    rows = torch.zeros(1000, 256)
+    tape = _cpu.Tape()
+    tape.append(_cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32))
+    # On its own, as an operation outside of a tape, too.
+    for run in (tape.run, _cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32).run):
+        for _ in range(10):
+            run(_cpu.Step(len(rows)))
+        before = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - before < 0.2

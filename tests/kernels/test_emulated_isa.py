@@ -1,0 +1,88 @@
+"""The kernel tests once more, with the AVX-512 kernels: on a processor without it their instructions are emulated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+_cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
+from octavo.kernels.cpu import linear  # noqa: E402
+
+EMULATED = ("avx512_bf16", "avx512")
+_AVX2 = {"avx2", "fma"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+#: The processor's features, as Linux names them, without which the kernels would end the process.
+NEEDED = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"}, "generic": set()}
+
+within_the_emulated_run = pytest.mark.skipif(
+    "OCTAVO_EMULATED_RUN" not in os.environ, reason="needs the emulated kernels, which the slow test builds"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_kernel_tests_pass_with_emulated_avx512(rebuilt_kernels: Any) -> None:
+    if "avx2" not in _cpu.available_isas():
+        pytest.skip("AVX-512 is emulated with AVX2, which this processor lacks or the kernels were not built for")
+    module = rebuilt_kernels.build("-DOCTAVO_EMULATE=ON", f"-DOCTAVO_INSTRUCTION_SETS={';'.join(EMULATED)}")
+    tests = [*sorted(Path(__file__).parent.glob("test_cpu_*.py")), Path(__file__)]
+    printed = rebuilt_kernels.run_tests(module, tests, {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": EMULATED[0]})
+    for isa in EMULATED:
+        assert f"[{isa}" in printed, f"no test ran with the instruction set {isa}"
+
+
+@pytest.mark.skipif("OCTAVO_EMULATED_RUN" in os.environ, reason="the emulated kernels run anywhere")
+def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    if not flags:
+        pytest.skip("needs the processor's features in /proc/cpuinfo")
+    present = set(flags[0].split())
+    for isa, needed in NEEDED.items():
+        if isa in _cpu.available_isas():
+            assert needed <= present
+        else:
+            with pytest.raises(ValueError, match=f"cannot run the instruction set '{isa}'"):
+                _cpu.choose_isa(isa)
+
+
+# ---- within the emulated run ----------------------------------------------------------------------------------------
+
+
+def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    _cpu.choose_isa("avx512_bf16")
+    packed, out = linear.pack(weight, None), torch.full((len(x), len(weight)), float("nan"))
+    f32, bf16 = _cpu.Dtype.f32, _cpu.Dtype.bf16
+    _cpu.linear(packed, x.data_ptr(), x.shape[1], bf16, out.data_ptr(), len(weight), f32).run(_cpu.Step(len(x)))
+    return out
+
+
+@within_the_emulated_run
+@pytest.mark.parametrize("k", [1, 2, 7, 64])
+def test_pairs_are_added_the_odd_one_first_with_a_rounding_after_each(k: int) -> None:
+    """Intel's manual of VDPBF16PS. Products of two bfloat16, and sums with them of like magnitude, fit a float64."""
+    generator = torch.Generator().manual_seed(k)
+    weight, x = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (40, 9))
+    terms = (x.double()[:, None] * weight.double()).numpy()
+    if k % 2:
+        terms = np.concatenate([terms, np.zeros((9, 40, 1))], axis=2)
+    sums = np.zeros((9, 40), dtype=np.float32)
+    for pair in range(0, k, 2):
+        for term in (terms[..., pair + 1], terms[..., pair]):
+            sums = (sums + term).astype(np.float32)
+    assert np.array_equal(product(weight, x).numpy(), sums)
+
+
+@within_the_emulated_run
+def test_what_is_not_normal_counts_as_zero() -> None:
+    least = 2.0**-126
+    x = torch.tensor([[least / 2, 0.0], [least, 0.0], [least, -least * 1.5], [2.0**-60, 0.0]]).bfloat16()
+    weight = torch.tensor([[1.0, 1.0], [1.5, 1.5], [2.0**-70, 0.0]]).bfloat16()
+    expected = [[0.0, 0.0, 0.0], [least, 1.5 * least, 0.0], [0.0, 0.0, 0.0], [2.0**-60, 1.5 * 2.0**-60, 0.0]]
+    # -1.5 + 1 of the least normal number is -0.5 of it, and 1.5 times that is less than it too.
+    assert torch.equal(product(weight, x), torch.tensor(expected))

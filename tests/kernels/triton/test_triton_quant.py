@@ -1,0 +1,182 @@
+"""Quantised weights and their products, against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, WeightError
+from octavo.kernels.triton.quant import quantized_matmul
+from octavo.kernels.triton.quantize import quantize
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = [("int8", None), ("fp8", None), ("int4", 128), ("int4", 32)]
+seeds = st.integers(0, 2**31)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize(("kind", "bits", "most"), [("int8", 8, 0.5), ("fp8", 8, None)])
+def test_codes_of_8_bits_are_the_nearest(kind: str, bits: int, most: float | None) -> None:
+    weight = randn(70, 300)
+    packed = quantize(weight, kind)
+    error = (packed.dequantize() - weight).abs()
+    scales = packed.scales[:70, None]
+    if most is not None:
+        assert bool((error <= scales * most * 1.0001).all())
+    else:  # e4m3: 3 bits after the first, down to 2 ** -6; below, steps of 2 ** -9
+        assert bool((error <= torch.maximum(weight.abs() * 2**-4, scales * 2**-10) * 1.0001).all())
+    assert torch.equal(packed.dequantize().abs().amax(1).sign(), torch.ones(70, device=DEVICE))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 12), st.sampled_from([None, 32]), seeds)
+def test_int4_is_no_worse_than_rounding_to_the_extreme(rows: int, groups: int, group: int | None, seed: int) -> None:
+    weight = randn(rows, 32 * groups, seed=seed)
+    packed = quantize(weight, "int4", group=group)
+    assert packed.group == (group or (128 if groups % 4 == 0 else 32))
+    groups_of = weight.view(rows, -1, packed.group)
+    scale = groups_of.abs().amax(2, keepdim=True) / 7
+    plain = ((groups_of / scale).round() * scale - groups_of).square().sum(2)
+    ours = (packed.dequantize().view_as(groups_of) - groups_of).square().sum(2)
+    assert bool((ours <= plain * 1.001).all())
+
+
+def test_rows_that_are_quantised_in_parts_are_as_those_quantised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = randn(300, 256)
+    whole = {kind: quantize(weight, kind).dequantize() for kind in ("int8", "int4", "fp8")}
+    monkeypatch.setattr("octavo.kernels.triton.quantize._AT_ONCE", 1)
+    for kind, expected in whole.items():
+        assert torch.equal(quantize(weight, kind).dequantize(), expected)
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_zeros_and_tiny_weights(kind: str, group: int | None) -> None:
+    weight = randn(3, 128)
+    weight[0] = 0
+    weight[1] *= 1e-36
+    out = quantize(weight, kind, group=group).dequantize()
+    assert torch.equal(out[:2], torch.zeros(2, 128, device=DEVICE))
+    assert float((out[2] - weight[2]).norm() / weight[2].norm()) < 0.2
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_no_number_is_refused(kind: str, group: int | None, bad: float) -> None:
+    weight = randn(3, 128)
+    weight[1, 70] = bad
+    with pytest.raises(WeightError, match="infinite"):
+        quantize(weight, kind, group=group)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "inputs"), [("int5", None, 128), ("int8", 32, 128), ("int4", 64, 128), ("int4", 128, 96)]
+)
+def test_unknown_kinds_and_groups_are_refused(kind: str, group: int | None, inputs: int) -> None:
+    with pytest.raises(ConfigError, match="int4"):
+        quantize(randn(3, inputs), kind, group=group)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.sampled_from([0, 1, 5, 16, 17, 64, 65, 130]),
+    st.sampled_from([1, 100, 128, 129]),
+    st.sampled_from([32, 96, 128, 320, 640]),
+    st.sampled_from(["int8", "int4", "fp8"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+    seeds,
+)
+def test_products(
+    rows: int,
+    columns: int,
+    depth: int,
+    kind: str,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_residual: bool,
+    seed: int,
+) -> None:
+    x = randn(rows, depth + 8, dtype=dtype, seed=seed)[:, :depth]
+    bias = randn(columns, dtype=dtype, seed=seed + 2) if has_bias else None
+    residual = randn(rows, columns, seed=seed + 3) if has_residual else None
+    packed = quantize(randn(columns, depth, dtype=dtype, seed=seed + 1), kind, bias)
+    weight = packed.dequantize().double()
+    expected = x.double() @ weight.T
+    expected += 0 if bias is None else bias.double()
+    expected += 0 if residual is None else residual.double()
+    bound = x.double().abs() @ weight.abs().T * 1e-6 + 1e-6
+    for deterministic in (True, False):
+        start = None if residual is None else residual.clone()
+        out = quantized_matmul(x, packed, torch.float32, start, deterministic=deterministic)
+        assert out.dtype == torch.float32
+        assert bool(((out - expected).abs() <= bound).all())
+    if residual is None:
+        assert torch.equal(quantized_matmul(x, packed, deterministic=False), out.to(dtype))
+    assert not packed.arrivals.any()
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_a_row_of_a_product_does_not_depend_on_the_others(kind: str, group: int | None) -> None:
+    x, packed = randn(80, 640, dtype=torch.bfloat16), quantize(randn(70, 640, seed=1), kind, group=group)
+    whole = quantized_matmul(x, packed, torch.float32)
+    for first, last in ((0, 1), (79, 80), (33, 34), (3, 75)):
+        assert torch.equal(quantized_matmul(x[first:last], packed, torch.float32), whole[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="too large for Triton's interpreter")
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("columns", [2048, 6144, 28672])
+def test_large_products(kind: str, group: int | None, columns: int) -> None:
+    x = randn(2000, 4096, dtype=torch.bfloat16)
+    packed = quantize(randn(columns, 4096, seed=1) / 64, kind, group=group)
+    weight = packed.dequantize().double()
+    expected, bound = x.double() @ weight.T, x.double().abs() @ weight.abs().T * 1e-6 + 1e-6
+    whole = quantized_matmul(x, packed, torch.float32)
+    assert bool(((whole - expected).abs() <= bound).all())
+    for first, last in ((0, 1), (1999, 2000), (77, 78), (3, 67), (1000, 1500)):
+        some = quantized_matmul(x[first:last], packed, torch.float32)
+        assert torch.equal(some, whole[first:last])
+        fast = quantized_matmul(x[first:last], packed, torch.float32, deterministic=False)
+        assert bool(((fast - expected[first:last]).abs() <= bound[first:last]).all())
+        for _ in range(50):  # programs meet in another order each time
+            assert torch.equal(quantized_matmul(x[first:last], packed, torch.float32), some)
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
+    kind: str, group: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, packed = randn(5, 640, dtype=torch.bfloat16), quantize(randn(140, 640, seed=1), kind, group=group)
+    met = quantized_matmul(x, packed, torch.float32)
+    monkeypatch.setattr("octavo.kernels.triton.tiles._MOST_SPLIT_PROGRAMS", 0)
+    assert torch.equal(quantized_matmul(x, packed, torch.float32), met)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_is_widened_exactly(kind: str, dtype: torch.dtype) -> None:
+    """Products with rows of the identity give back the codes."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if kind == "int8":
+        values = codes.view(torch.int8).float().clamp(-127, 127)
+    elif kind == "int4":
+        values = (codes % 16).float() - 8
+    else:
+        values = codes.view(torch.float8_e4m3fn).float().nan_to_num(448.0)
+    weight = values.view(2, 128).to(DEVICE)
+    packed = quantize(weight, kind)
+    identity = torch.eye(128, dtype=dtype, device=DEVICE)
+    assert torch.equal(quantized_matmul(identity, packed, torch.float32), packed.dequantize().T)
+    assert torch.allclose(packed.dequantize(), weight, rtol=0, atol=0.02 if kind == "int4" else 1e-4)

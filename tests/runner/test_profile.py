@@ -1,0 +1,157 @@
+"""Memory of a GPU, with one that only counts: what the largest step takes, and the blocks that are left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.errors import InsufficientMemoryError
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model
+from octavo.models.config import read_model_config
+from octavo.runner import memory
+from octavo.runner.profile import CudaMemory, largest_step, measure_peak
+
+GIB = 1 << 30
+
+
+class CountedMemory:
+    """A device on which the weights stay, steps take and give back, and the first one leaves a workspace behind."""
+
+    def __init__(self, weights: int, step: int, workspace: int, others: int) -> None:
+        self.held, self.step, self.workspace, self.others = weights, step, workspace, others
+        self.kept = 0
+        self.highest = weights
+
+    def run(self) -> None:
+        self.held += self.workspace
+        self.workspace = 0
+        self.highest = max(self.highest, self.held + self.step)
+        self.kept = self.step
+
+    def reset_peak(self) -> None:
+        self.kept = 0
+        self.highest = self.held
+
+    def peak(self) -> int:
+        return self.highest
+
+    def outside(self) -> int:
+        return self.others
+
+    def total(self) -> int:
+        return 80 * GIB
+
+    def free(self) -> int:
+        return self.total() - self.held - self.others
+
+
+def test_the_peak_counts_weights_workspaces_the_step_and_others_and_gives_the_step_back() -> None:
+    device = CountedMemory(weights=16 * GIB, step=3 * GIB, workspace=GIB // 2, others=GIB)
+    assert measure_peak(device.run, device) == 16 * GIB + GIB // 2 + 3 * GIB + GIB
+    assert device.kept == 0
+
+
+def test_a_peak_of_loading_does_not_count() -> None:
+    device = CountedMemory(weights=GIB, step=GIB, workspace=0, others=0)
+    device.highest = 50 * GIB
+    assert measure_peak(device.run, device) == 2 * GIB
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_to_lower() -> None:
+    device = CountedMemory(weights=GIB, step=GIB, workspace=0, others=0)
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(InsufficientMemoryError, match=r"80\.00 GiB; lower these: CUDA out of memory"):
+        measure_peak(too_large, device)
+
+
+def options(**values: Any) -> EngineConfig:
+    return make_config(model="m", max_num_seqs=1000, **values)
+
+
+def test_the_cache_gets_what_the_share_of_the_card_leaves_beside_the_peak() -> None:
+    block = 2 << 20
+
+    def blocks(**values: Any) -> int:
+        return memory.num_gpu_blocks(options(**values), block, 80 * GIB, 20 * GIB, 100_000)
+
+    assert blocks() == (72 - 20) * 512
+    assert blocks(gpu_memory_utilization=0.5) == (40 - 20) * 512
+    assert blocks(gpu_memory_utilization=1.0) == (80 - 20) * 512
+    assert blocks(num_gpu_blocks_override=7) == 7
+
+
+def test_no_more_blocks_than_the_sequences_could_use() -> None:
+    assert memory.num_gpu_blocks(options(), 1 << 20, 80 * GIB, GIB, 160) == 10 * 1000
+
+
+def test_a_card_that_is_too_small_is_refused_with_the_sums() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"0\.9 of the GPU's 16\.000 GiB, less 14\.390 GiB"):
+        memory.num_gpu_blocks(options(max_model_len=4096), 1 << 20, 16 * GIB, int(14.39 * GIB), 4096)
+    with pytest.raises(InsufficientMemoryError, match="one block needs"):
+        memory.num_gpu_blocks(options(), 1 << 20, 16 * GIB, 15 * GIB, 4096)
+
+
+def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: Path) -> None:
+    config = read_model_config(network)
+    whole = memory.weight_bytes(config, "bfloat16")
+    memory.check_weights_fit(config, "bfloat16", free=whole)
+    with pytest.raises(InsufficientMemoryError, match="in bfloat16"):
+        memory.check_weights_fit(config, "bfloat16", free=whole - 1)
+    memory.check_weights_fit(config, "bfloat16", "int4", free=whole // 4)
+    with pytest.raises(InsufficientMemoryError, match="in fp8"):
+        memory.check_weights_fit(config, "bfloat16", "fp8", free=whole // 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 300),
+    seqs=st.integers(1, 40),
+    length=st.integers(1, 200),
+    block_size=st.sampled_from([1, 3, 16]),
+)
+def test_the_largest_step_is_as_large_as_a_step_may_be(tokens: int, seqs: int, length: int, block_size: int) -> None:
+    ids, batch = largest_step(tokens, seqs, length, block_size, "cpu")
+    lens = batch.seq_lens.tolist()
+    assert len(lens) == min(seqs, tokens)
+    assert len(ids) == sum(lens) == min(tokens, len(lens) * length)
+    assert max(lens) <= length == batch.max_seq_len
+    assert lens[: batch.num_decodes] == [1] * batch.num_decodes
+    assert all(n > 1 for n in lens[batch.num_decodes :])
+    assert batch.query_start.diff().tolist() == lens
+    assert batch.block_tables.shape == (len(lens), -(-length // block_size))
+    assert 0 <= batch.slots.min() <= batch.slots.max() < block_size
+
+
+def test_the_largest_step_runs_with_a_cache_of_one_block(network: Path) -> None:
+    config, kernels = read_model_config(network), ReferenceKernels()
+    model = load_model(network, config, LayerContext(kernels, torch.float32))
+    for tokens, seqs in ((64, 5), (5, 8), (300, 2)):
+        ids, batch = largest_step(tokens, seqs, 128, 16, "cpu")
+        caches = kernels.make_cache(config.num_layers, 1, 16, config.num_kv_heads, config.head_dim, torch.float32)
+        with torch.inference_mode():
+            assert model.forward(ids, caches, batch).shape == (len(ids), config.hidden_size)
+
+
+@pytest.mark.gpu
+def test_the_driver_and_torch_count_the_same_memory() -> None:
+    device = CudaMemory("cuda")
+    device.reset_peak()
+    before = device.free()
+
+    def step() -> None:
+        torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+
+    peak = measure_peak(step, device)
+    assert device.outside() + (1 << 28) <= peak <= device.total()
+    assert abs(device.free() - before) < 64 << 20

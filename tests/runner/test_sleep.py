@@ -1,0 +1,184 @@
+"""Sleeping: memory is given back, the same tensors come back with the same content, and nobody notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels import interpreted, load_kernels
+from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model
+from octavo.models.config import read_model_config
+from octavo.models.llama import LlamaForCausalLM
+from octavo.runner.profile import largest_step
+from octavo.runner.sleep import _tensors, put_to_sleep, wake
+
+
+@pytest.fixture
+def model(network: Path) -> LlamaForCausalLM:
+    return load_model(network, read_model_config(network), LayerContext(ReferenceKernels(), torch.float32))
+
+
+def caches_of(model: LlamaForCausalLM, blocks: int = 8) -> list[LayerCache]:
+    c = model.config
+    return ReferenceKernels().make_cache(c.num_layers, blocks, 16, c.num_kv_heads, c.head_dim, torch.float32)
+
+
+@torch.inference_mode()
+def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
+    ids, batch = largest_step(20, 1, 128, 32, "cpu")
+    batch = AttentionBatch(
+        batch.query_start, batch.seq_lens, batch.block_tables, batch.slots, batch.positions, 0, 20, 20, 16
+    )
+    batch.block_tables[0, :2] = torch.tensor([3, 5])
+    batch.slots[:] = torch.tensor([3 * 16 + i if i < 16 else 5 * 16 + i - 16 for i in range(20)])
+    ids += torch.arange(20)
+    return model.logits(model.forward(ids, caches, batch))
+
+
+def test_a_network_that_slept_computes_the_same(model: LlamaForCausalLM) -> None:
+    caches = caches_of(model)
+    before = logits(model, caches)
+    tensors = model.embed.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
+    table = model.embed.table
+    assert table is not None
+    weights = sum(p.nbytes for p in (table, model.head.packed.weight, model.layers[0].attention.cos_sin))
+    slept = put_to_sleep(model, caches)
+    assert slept.bytes_on_host > weights
+    assert slept.bytes_freed > slept.bytes_on_host
+    assert table.untyped_storage().nbytes() == caches[0].key.untyped_storage().nbytes() == 0
+    wake(slept)
+    after = model.embed.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
+    assert all(a is b for a, b in zip(tensors, after, strict=True))
+    assert all(not cache.key.any() and cache.key.shape == (8, 16, 2, 8) for cache in caches)
+    assert logits(model, caches).equal(before)
+
+
+def test_it_can_sleep_again_and_again(model: LlamaForCausalLM) -> None:
+    caches = caches_of(model)
+    before = logits(model, caches)
+    freed = set()
+    for _ in range(3):
+        slept = put_to_sleep(model, caches)
+        freed.add(slept.bytes_freed)
+        wake(slept)
+    assert len(freed) == 1
+    assert logits(model, caches).equal(before)
+
+
+class Quantized(NamedTuple):
+    codes: Tensor
+    scales: Tensor | None
+
+
+@dataclass(slots=True)
+class Slotted:
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+def test_every_way_of_holding_a_tensor_is_found() -> None:
+    """One storage seen through several tensors is moved once; views and pools stay views."""
+    pool = torch.arange(64, dtype=torch.int32)
+    half = torch.arange(6, dtype=torch.float32)
+
+    class Odd(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernels = ReferenceKernels()
+            self.packed: Any = Quantized(pool[8:24].view(4, 4), None)
+            self.other = {"a": [Slotted(half), (torch.ones(3, dtype=torch.bfloat16),)]}
+            self.function = lambda x: x
+
+    root = Layer()
+    odd = root.attach("odd", Odd())
+    expected = odd.packed.codes.clone(), half.clone()
+    slept = put_to_sleep(root, [])
+    assert slept.bytes_on_host == 64 * 4 + 6 * 4 + 3 * 2
+    assert pool.untyped_storage().nbytes() == half.untyped_storage().nbytes() == 0
+    wake(slept)
+    assert odd.packed.codes.equal(expected[0])
+    assert half.equal(expected[1])
+    assert odd.packed.codes.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
+    assert pool.tolist() == list(range(64))
+
+
+@pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+def test_what_the_gpu_backend_holds_comes_back(
+    network: Path, quantization: str | None, cache_dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    config, kernels = read_model_config(network), load_kernels("triton", "cpu")
+    model = load_model(network, config, LayerContext(kernels, torch.bfloat16, quantization=quantization))
+    caches = kernels.make_cache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, cache_dtype)
+    held = list(_tensors([model, caches]))
+    before = [tensor.clone() for tensor in held]
+    in_cache = {id(tensor) for tensor in _tensors(caches)}
+    slept = put_to_sleep(model, caches)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+    wake(slept)
+    for tensor, expected in zip(held, before, strict=True):
+        assert tensor.shape == expected.shape
+        if id(tensor) not in in_cache:
+            assert tensor.view(torch.uint8).equal(expected.view(torch.uint8))
+        else:
+            assert not tensor.view(torch.uint8).any() if tensor.is_contiguous() else not tensor.float().any()
+
+
+def test_weights_that_are_not_torchs_are_refused_and_nothing_changes(network: Path) -> None:
+    pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
+    kernels = load_kernels("cpu", "cpu")
+    model = load_model(network, read_model_config(network), LayerContext(kernels, torch.float32))
+    table = model.embed.table
+    assert table is not None
+    before = table.clone()
+    with pytest.raises(ConfigError, match="kernels='reference'"):
+        put_to_sleep(model, [])
+    assert table.equal(before)
+
+
+def test_without_host_memory_it_stays_awake(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import octavo.runner.sleep as module
+
+    caches = caches_of(model)
+    before, calls, real = logits(model, caches), 0, module._host_memory
+
+    def scarce(size: int, pinned: bool) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise RuntimeError("no memory")
+        return real(size, pinned)
+
+    monkeypatch.setattr(module, "_host_memory", scarce)
+    with pytest.raises(RuntimeError, match="no memory"):
+        put_to_sleep(model, caches)
+    assert logits(model, caches).equal(before)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_its_memory_back(network: Path) -> None:
+    config = read_model_config(network)
+    kernels = ReferenceKernels("cuda")
+    model = load_model(network, config, LayerContext(kernels, torch.float32, "cuda"))
+    caches = kernels.make_cache(config.num_layers, 20000, 16, config.num_kv_heads, config.head_dim, torch.float32)
+    size = sum(c.key.nbytes + c.value.nbytes for c in caches)
+    table = model.embed.table
+    assert table is not None
+    before, used = table.cpu(), torch.cuda.memory_reserved()
+    slept = put_to_sleep(model, caches)
+    assert torch.cuda.memory_reserved() <= used - size
+    wake(slept)
+    assert table.cpu().equal(before)
+    assert not caches[0].key.any()

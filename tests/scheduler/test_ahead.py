@@ -1,0 +1,242 @@
+"""Planning ahead: the next step is planned and submitted while one is in flight, whose tokens nobody knows yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.plan import StepPlan
+from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.options import SchedulerOptions
+from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
+
+BLOCK = 4
+
+
+def make(blocks: int = 64, host: int = 0, *, ahead: bool = True, caching: bool = False, **options: Any) -> Engine:
+    manager = BlockManager(blocks, BLOCK, num_host_blocks=host, prefix_caching=caching)
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": blocks * BLOCK, "aging_limit": None}
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), ahead=ahead)
+
+
+def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> GroupRequest:
+    """Does not stop by itself; prompts have nothing in common."""
+    return GroupRequest(
+        group_id=group_id,
+        prompt_token_ids=[100 * group_id + i for i in range(prompt)],
+        params=SamplingParams(n=n, max_tokens=max_tokens, **params),
+        seed=group_id,
+    )
+
+
+def in_flight(engine: Engine) -> list[StepPlan]:
+    """Plans that the worker has, before the loop waits for the first."""
+    seen: list[StepPlan] = []
+    engine.step(lambda: seen.extend(engine.plans[-1:] + [s.plan for s in engine.worker.in_flight]))
+    return seen
+
+
+def finish(engine: Engine) -> None:
+    while engine.scheduler.has_work:
+        engine.step()
+        check_accounting(engine)
+    check_nothing_held(engine)
+    limit = engine.scheduler.options.max_model_len
+    for answer in engine.answers.values():
+        for index, tokens in answer.tokens.items():
+            alone = tokens_alone(answer.request, index, limit)
+            assert tokens == (alone if answer.reasons.get(index) in ("stop", "length") else alone[: len(tokens)])
+
+
+def computed(engine: Engine) -> int:
+    return sum(p.total_tokens for p in engine.plans)
+
+
+def test_the_next_step_is_submitted_before_the_first_is_known() -> None:
+    engine = make()
+    answer = engine.add(request(1, 6))
+    first, second = in_flight(engine)
+    assert (first.num_tokens, second.num_tokens) == ([6], [1])
+    assert answer.tokens == {0: tokens_alone(answer.request, 0, 256)[:1]}
+    second, third = in_flight(engine)
+    assert (second.num_tokens, third.num_tokens) == ([1], [1])
+    finish(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_step_computes_what_the_limit_rules_out(ahead: bool) -> None:
+    engine = make(ahead=ahead)
+    engine.add(request(1, 6, max_tokens=8))
+    engine.add(request(2, 5, max_tokens=1, n=3))
+    engine.add(request(3, 5, max_tokens=20))
+    finish(engine)
+    assert computed(engine) == (6 + 7) + 5 + (5 + 19)
+    assert all(p.seq_ids for p in engine.plans[:-1]), "an empty step"
+
+
+def test_a_stop_token_is_seen_one_step_late_and_what_was_computed_after_it_is_dropped() -> None:
+    engine = make(caching=True)
+    source = request(1, 6, max_tokens=40)
+    alone = tokens_alone(source, 0, 256)
+    end = next(i for i in range(5, 40) if alone[i] not in alone[:i] and (6 + i) % BLOCK == BLOCK - 1)
+    source.stop_token_ids = [alone[end]]  # it is the last of its block, and its own KV entry is computed by mistake
+    answer = engine.add(source)
+    finish(engine)
+    assert answer.tokens == {0: alone[: end + 1]} and answer.reasons == {0: "stop"}
+    assert computed(engine) == 6 + end + 1
+    assert engine.blocks.num_cached == (6 + end) // BLOCK, "a block with the dropped entry is known"
+
+
+def test_several_sequences_run_ahead_from_their_fork_on() -> None:
+    engine = make()
+    engine.add(request(1, 6, n=3))
+    first, second = in_flight(engine)
+    assert (first.num_tokens, second.num_tokens) == ([6], [1, 1, 1])
+    finish(engine)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logits_processors": [lambda tokens, logits: logits]},
+        {"bad_words": ["x"]},
+        {"beams": 2},
+    ],
+)
+def test_nothing_is_planned_ahead_of_tokens_that_sampling_looks_at(params: dict[str, Any]) -> None:
+    engine = make()
+    beams = params.pop("beams", None)
+    processors = params.pop("logits_processors", None)
+    tied = request(1, 6, max_tokens=4, n=beams or 1, **params)
+    if beams:
+        tied.beam = BeamSearchParams(beam_width=beams, max_tokens=4)
+        tied.params.logprobs = 4
+    if params.get("bad_words"):
+        tied.bad_words_ids = [[3]]
+    engine.add(request(2, 6, max_tokens=12))
+    assert len(in_flight(engine)) == 2
+    group = engine.add(tied).group
+    tied.params.logits_processors = None
+    if processors:
+        group.tied = True  # no processor can be sent to the fake worker
+    while group.status is not SequenceStatus.RUNNING:
+        engine.step()
+    while group.status is SequenceStatus.RUNNING:
+        assert len(in_flight(engine)) == 1
+    assert len(in_flight(engine)) == 2
+    finish(engine)
+
+
+@pytest.mark.parametrize("params", [{}, {"min_tokens": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [1, 2]}])
+def test_what_does_not_look_at_tokens_is_planned_ahead(params: dict[str, Any]) -> None:
+    engine = make()
+    engine.add(request(1, 6, **params))
+    assert len(in_flight(engine)) == 2
+    finish(engine)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_sequence_put_out_while_its_token_is_awaited_comes_back_with_it(mode: str) -> None:
+    engine = make(blocks=6, host=6, preemption_mode=mode)
+    engine.add(request(1, 7, max_tokens=12))
+    engine.add(request(2, 7, max_tokens=12))
+    awaited = False
+    while not awaited:
+        known = {i: len(a.tokens.get(0, ())) for i, a in engine.answers.items()}
+        engine.step()
+        group = engine.answers[2].group
+        awaited = group.num_preemptions > 0
+    assert group.status is not SequenceStatus.RUNNING
+    assert len(engine.answers[2].tokens[0]) == known[2] + 1, "it was put out after its last step was taken in"
+    finish(engine)
+    assert engine.answers[2].reasons == {0: "length"}
+
+
+def test_nobody_is_put_out_for_blocks_that_a_sequence_at_its_limit_is_about_to_leave() -> None:
+    engine = make(blocks=6, host=6, preemption_mode="swap")
+    engine.add(request(1, 7, max_tokens=6))
+    engine.add(request(2, 7, max_tokens=12))
+    finish(engine)
+    assert engine.scheduler.stats().preemptions_by_swap == 0
+
+
+def test_a_group_alone_is_not_given_up_before_its_tokens_are_known() -> None:
+    engine = make(blocks=6)
+    # A common block and four of their own hold 8 tokens each. All end with the ninth, which needs no place.
+    source = next(r for r in (request(1 + i, 6, None, n=4) for i in range(1000)) if ends_with_the_third(r))
+    answer = engine.add(source)
+    finish(engine)
+    assert answer.error is None and set(answer.reasons.values()) == {"stop"}
+    assert all(len(tokens) == 3 for tokens in answer.tokens.values())
+
+
+def ends_with_the_third(source: GroupRequest) -> bool:
+    """Makes the third token of each sequence a stop token; whether none comes before."""
+    first = [tokens_alone(source, index, 24)[:3] for index in range(4)]
+    source.stop_token_ids = [tokens[2] for tokens in first]
+    return not any(token in source.stop_token_ids for tokens in first for token in tokens[:2])
+
+
+def test_when_a_step_fails_the_one_after_it_fails_too() -> None:
+    engine = make()
+    one, two = engine.add(request(1, 6)), engine.add(request(2, 6))
+    engine.step()
+    engine.step(fail="before computing")  # as it will turn out when it is waited for
+    three, four = engine.add(request(3, 70)), engine.add(request(4, 70))
+    assert [a.group_reason for a in (one, two)] == [None] * 2
+    engine.step()  # the next one is in flight, with a part of the third prompt
+    assert [a.group_reason for a in (one, two, three, four)] == ["error", "error", "error", None]
+    assert one.error == three.error == "the step failed: InjectedFailure: before computing"
+    check_accounting(engine)
+    finish(engine)
+    assert four.reasons == {0: "length"}
+
+
+def test_when_a_step_cannot_be_submitted_the_one_before_it_counts() -> None:
+    engine = make()
+    answer = engine.add(request(1, 6))
+    engine.step()
+    known = len(answer.tokens[0])
+    engine.step(fail="before moving")
+    assert len(answer.tokens[0]) == known + 1 and answer.group_reason is None
+    engine.step()
+    assert answer.group_reason == "error"
+    finish(engine)
+
+
+def test_an_abort_of_all_leaves_nothing_in_flight() -> None:
+    engine = make()
+    engine.add(request(1, 6))
+    engine.step()
+    assert engine.worker.in_flight
+    engine.abort(1)
+    assert not engine.worker.in_flight
+    check_nothing_held(engine)
+
+
+def test_a_sequence_stopped_while_its_next_token_is_awaited_gets_none() -> None:
+    engine = make()
+    answer = engine.add(request(1, 6, n=2))
+    engine.step()
+    engine.stop(1, 0)
+    engine.step()
+    assert [len(answer.tokens[i]) for i in (0, 1)] == [1, 2]
+    finish(engine)
+
+
+def test_no_third_step_and_none_ahead_of_a_tied_one() -> None:
+    scheduler = make().scheduler
+    scheduler.add(request(1, 6))
+    scheduler.schedule()
+    assert scheduler.can_run_ahead
+    scheduler.schedule()
+    assert not scheduler.can_run_ahead
+    with pytest.raises(RuntimeError, match="step 1 is in flight and must be taken in first"):
+        scheduler.schedule()
