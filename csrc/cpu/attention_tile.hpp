@@ -1,5 +1,7 @@
 // The register tile of attention: rows of float32 times a panel of cached keys or values, for all types of cache.
 #pragma once
+#include <type_traits>
+
 #include "attention.hpp"
 #include "vec.hpp"
 
@@ -20,8 +22,9 @@ struct Pairs {
   static OCTAVO_INLINE F32 widen(const T* columns, int64_t pair_stride, int half) {
     return widen_plane(columns + half * (pair_stride / 2));
   }
-  static OCTAVO_INLINE void prefetch(const T* columns, int64_t pair_stride, int half) {
-    __builtin_prefetch(columns + half * (pair_stride / 2), 0, 2);
+  static OCTAVO_INLINE void prefetch(const T* columns, int64_t pair_stride) {
+    __builtin_prefetch(columns, 0, 2);
+    __builtin_prefetch(columns + pair_stride / 2, 0, 2);
   }
   static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
   static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {  // GCC 12 makes many small steps of a conversion
@@ -44,9 +47,7 @@ struct Pairs<uint16_t> {
   static OCTAVO_INLINE F32 widen(const uint16_t* columns, int64_t, int half) {
     return half ? load_odd_bf16(columns) : even_bf16(load_as<U32>(columns));
   }
-  static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t, int half) {
-    if (half == 0) __builtin_prefetch(columns, 0, 2);
-  }
+  static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t) { __builtin_prefetch(columns, 0, 2); }
 };
 
 constexpr int kSegments = 4;
@@ -57,8 +58,9 @@ template <typename T>
 struct Product {
   const float* rows;
   int64_t row_stride;
-  // Segments follow each other in the sums, each of so many pairs. Of each there are one or two panels of 16 columns
-  // (those of the second may be null), and what to fetch into the cache meanwhile: panels of the same kind.
+  // Segments, one or more, follow each other in the sums, each of so many pairs, one or more. Of each there are one or
+  // two panels of 16 columns (those of the second may be null), and what to fetch into the cache meanwhile: panels of
+  // the same kind.
   int segments;
   const T* panels[2][kSegments];
   const T* ahead[2][kSegments];
@@ -73,6 +75,63 @@ struct Product {
 // A row of zeros to start from, with a stride of 0.
 alignas(64) constexpr float kZeros[2 * kPanel] = {};
 
+// Adds a pair of a panel times the rows to their sums, of which those of the panel begin at `column`.
+template <typename T, int kRows, int kColumns>
+OCTAVO_INLINE void add_pair(F32 (&sums)[kRows][kColumns], int column, const T* pair, int64_t pair_stride,
+                            const float* rows, int64_t row_stride) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    F32 y[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      y[v] = Pairs<T>::widen(pair + v * kLanes * Pairs<T>::kColumn, pair_stride, half);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const F32 x = splat_anew(rows + r * row_stride + half);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) add_product(sums[r][column + v], x, y[v]);
+    }
+  }
+}
+
+#if defined(OCTAVO_ISA_avx2)
+// As add_pair for three rows, in one piece, with each operand in its register: left to itself GCC runs out of them, reads
+// the mask anew each time and moves sums about. The compiler does not know what memory is read, but nobody writes any
+// beside it.
+OCTAVO_INLINE void add_pair_to_three(F32& a0, F32& a1, F32& b0, F32& b1, F32& c0, F32& c1, const uint16_t* pair,
+                                     const float* rows, int64_t row_bytes, F32 mask) {
+  F32 x, y0, y1;
+  asm volatile(
+      "vmovdqu (%[pair]), %[y0]\n\t"
+      "vmovdqu 32(%[pair]), %[y1]\n\t"
+      "vpslld $16, %[y0], %[y0]\n\t"
+      "vpslld $16, %[y1], %[y1]\n\t"
+      "vbroadcastss (%[rows]), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[a0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[a1]\n\t"
+      "vbroadcastss (%[rows],%[step]), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[b0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[b1]\n\t"
+      "vbroadcastss (%[rows],%[step],2), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[c0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[c1]\n\t"
+      "vpand (%[pair]), %[mask], %[y0]\n\t"
+      "vpand 32(%[pair]), %[mask], %[y1]\n\t"
+      "vbroadcastss 4(%[rows]), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[a0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[a1]\n\t"
+      "vbroadcastss 4(%[rows],%[step]), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[b0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[b1]\n\t"
+      "vbroadcastss 4(%[rows],%[step],2), %[x]\n\t"
+      "vfmadd231ps %[y0], %[x], %[c0]\n\t"
+      "vfmadd231ps %[y1], %[x], %[c1]"
+      : [a0] "+x"(a0), [a1] "+x"(a1), [b0] "+x"(b0), [b1] "+x"(b1), [c0] "+x"(c0), [c1] "+x"(c1), [x] "=&x"(x),
+        [y0] "=&x"(y0), [y1] "=&x"(y1)
+      : [pair] "r"(pair), [rows] "r"(rows), [step] "r"(row_bytes), [mask] "x"(mask));
+}
+#endif
+
 template <typename T, int kRows, int kPanels>
 __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
   constexpr int kColumns = kPanels * kVectors;
@@ -81,37 +140,39 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int c = 0; c < kColumns; ++c) sums[r][c] = load(p.start + r * p.start_stride + c * kLanes);
+#if defined(OCTAVO_ISA_avx2)
+  [[maybe_unused]] const F32 mask = load_as<F32>(kOddMask);
+#endif
   const float* rows = p.rows;
   const int64_t row_stride = p.row_stride, pair_stride = p.pair_stride;
-  for (int segment = 0; segment < p.segments; ++segment) {
+  int segment = 0;
+  do {
     const T *first = p.panels[0][segment], *second = p.panels[kPanels - 1][segment];
     const T *ahead = p.ahead[0][segment], *second_ahead = p.ahead[kPanels - 1][segment];
-    for (int64_t pairs = p.pairs; pairs > 0; --pairs) {
+    int64_t pairs = p.pairs;
+    do {
+      Pairs<T>::prefetch(ahead, pair_stride);
+      if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride);
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        Pairs<T>::prefetch(ahead, pair_stride, half);
-        if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride, half);
-#pragma GCC unroll 2
-        for (int i = 0; i < kPanels; ++i) {
-          F32 y[kVectors];
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v)
-            y[v] = Pairs<T>::widen((i ? second : first) + v * kLanes * Pairs<T>::kColumn, pair_stride, half);
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) {
-            const F32 x = splat_anew(rows + r * row_stride + half);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) add_product(sums[r][i * kVectors + v], x, y[v]);
-          }
+      for (int i = 0; i < kPanels; ++i) {
+        const T* pair = i ? second : first;
+        const int c = i * kVectors;
+#if defined(OCTAVO_ISA_avx2)
+        if constexpr (std::is_same_v<T, uint16_t> && kRows == 3) {
+          add_pair_to_three(sums[0][c], sums[0][c + 1], sums[1][c], sums[1][c + 1], sums[2][c], sums[2][c + 1], pair,
+                            rows, 4 * row_stride, mask);
+          continue;
         }
+#endif
+        add_pair(sums, c, pair, pair_stride, rows, row_stride);
       }
       rows += 2;
       first += pair_stride;
       second += pair_stride;
       ahead += pair_stride;
       second_ahead += pair_stride;
-    }
-  }
+    } while (--pairs > 0);
+  } while (++segment < p.segments);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16

@@ -171,4 +171,5 @@ class StreamedCacheEngine(CacheEngine):
         self._leaving.clear()
 
     def finish_swaps(self) -> None:
+        """Returns when all that was queued on the device is done."""
         self._cuda.synchronize()

@@ -221,12 +221,9 @@ class ModelRunner:
         self._change_rows(plan)
         inputs = self._batch.build(plan) if plan.seq_ids else None
         step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
-        span = self._spans.begin() if self._spans is not None else None
         step.swap_seconds = self._cache.move(plan)
         if inputs is not None:
             self._compute(plan, inputs, step)
-        if self._spans is not None and span is not None:
-            step.span = self._spans.end(span)
         self._in_flight.append(step)
         step.result.seconds = time.perf_counter() - start
         step.result.kernel_seconds = self.clock.seconds - in_kernels
@@ -235,6 +232,8 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, inputs: StepInputs, step: PendingStep) -> None:
         """Runs the network, scores prompts, and samples."""
         device = to_device(inputs, self.options.block_size, self._hand_over(inputs), self._send)
+        # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
+        span = self._spans.begin() if self._spans is not None else None
         hidden = self._forward(device.token_ids, device.attention)
         if self._wants_prompt_logprobs:
             self._add_prompt_logprobs(plan, inputs, hidden, step.result)
@@ -243,6 +242,8 @@ class ModelRunner:
             self._sample(plan, inputs, self.model.logits(last), step)
         else:
             self._batch.advance(inputs, inputs.sampling)
+        if self._spans is not None and span is not None:
+            step.span = self._spans.end(span)
 
     def _hand_over(self, inputs: StepInputs) -> HandOver | None:
         """The tokens of this step that the step in flight samples."""

@@ -49,6 +49,7 @@ class Scheduler:
         self._in_flight: dict[int, Step] = {}
         self._refused: list[GroupUpdate] = []
         self._last_prompt_latency = 0.0
+        self._last_update = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -196,8 +197,10 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Takes in what the plan brought: appends sampled tokens, finishes, frees. Plans come back in their order."""
         step = self._in_flight.pop(plan.step)
-        if step.prefills:
-            self._last_prompt_latency = self._clock() - step.now
+        now = self._clock()
+        if step.prefills:  # a step planned ahead begins when the one before it is done
+            self._last_prompt_latency = now - max(step.now, self._last_update)
+        self._last_update = now
         self._observe(step, plan, result)
         outputs = self._results.take_in(step, result)
         outputs.groups += self._take_refused()

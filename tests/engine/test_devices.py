@@ -16,6 +16,8 @@ import torch
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
 INTERPRETED = {"device": "cpu", "kernels": "triton"}
 
 
@@ -113,8 +115,8 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
         assert agrees(truth, prompt, list(output.outputs[0].token_ids), tie=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("place", INVARIANT)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bit_for_bit_the_same_in_any_company(tiny_model: Path, place: Place, dtype: str) -> None:
     """Alone and whole, against together, in chunks, preempted, from the prefix cache."""
     asked, params = prompts(place.requests), greedy(place)

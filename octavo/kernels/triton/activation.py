@@ -15,23 +15,23 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu(x):  # type: ignore[no-untyped-def]
+def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _gelu(x):  # type: ignore[no-untyped-def]
+def _gelu(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
-def _gelu_tanh(x):  # type: ignore[no-untyped-def]
+def _gelu_tanh(x):
     # 0.5 * x * (1 + tanh(z)) is x * sigmoid(2 * z), with z = sqrt(2 / pi) * (x + 0.044715 * x**3).
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
-def _gated_kernel(x_ptr, out_ptr, row_stride, inner, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gated_kernel(x_ptr, out_ptr, row_stride, inner, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner

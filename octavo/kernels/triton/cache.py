@@ -222,7 +222,7 @@ def _check_capability(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _copy_kernel(pool_ptr, pairs_ptr, words, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_kernel(pool_ptr, pairs_ptr, words, CHUNK: tl.constexpr):
     """Program (i, j) copies piece j of the block that pair i names."""
     pair = tl.program_id(0)
     source = tl.load(pairs_ptr + 2 * pair)

@@ -31,7 +31,7 @@ _SINGLE = _Shape(64, 64, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
-def _matmul_kernel(  # type: ignore[no-untyped-def]
+def _matmul_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -76,7 +76,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(  # type: ignore[no-untyped-def]
+def _piece(
     x_ptrs,
     weight_ptrs,
     row_inside,
@@ -105,7 +105,7 @@ def _piece(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns):  # type: ignore[no-untyped-def]
+def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns):
     """Adds bias and residual, where there are any, rounds and stores."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, colum
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _combine_kernel(
     partial_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Adds the pieces of one row in order."""

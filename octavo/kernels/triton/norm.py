@@ -17,7 +17,7 @@ _ELEMENTS = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -45,7 +45,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+def _add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

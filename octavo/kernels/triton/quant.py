@@ -34,7 +34,7 @@ _SINGLE = _Shape(16, 8, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
-def _quantized_kernel(  # type: ignore[no-untyped-def]
+def _quantized_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
@@ -99,7 +99,7 @@ def _quantized_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(  # type: ignore[no-untyped-def]
+def _piece(
     x_ptrs,
     codes_ptr,
     scales_ptr,
@@ -155,14 +155,14 @@ def _piece(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):
     """Some inputs of x, transposed."""
     mask = row_inside if EVEN else row_inside & (k < depth - start)[None, :]
     return tl.trans(tl.load(x_ptrs + (start + k)[None, :], mask, other=0.0))
 
 
 @triton.jit
-def _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP: tl.constexpr):
     """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores."""
     if GROUP == 0:
         whole *= tl.load(scales_ptr + column)[None, :]

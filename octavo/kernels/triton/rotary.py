@@ -13,7 +13,7 @@ _HEADS = 8
 
 
 @triton.jit
-def _rotary_kernel(  # type: ignore[no-untyped-def]
+def _rotary_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,

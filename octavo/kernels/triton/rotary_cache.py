@@ -116,7 +116,7 @@ def _scale_stride(cache: TritonLayerCache) -> int:
 
 
 @triton.jit
-def _rotary_and_cache_kernel(  # type: ignore[no-untyped-def]
+def _rotary_and_cache_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -182,7 +182,7 @@ def _rotary_and_cache_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cache_kernel(  # type: ignore[no-untyped-def]
+def _cache_kernel(
     k_ptr,
     v_ptr,
     slots_ptr,
@@ -225,7 +225,7 @@ def _cache_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.constexpr):
     """Heads of one token [heads, DIM], rotated, of x's type; ``sin`` is negative in the first half."""
     partners = tl.where(dims < ROTATED // 2, dims + ROTATED // 2, dims - ROTATED // 2)
     rows = x_ptr + heads[:, None] * head_stride
@@ -236,7 +236,7 @@ def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.cons
 
 
 @triton.jit
-def _write(  # type: ignore[no-untyped-def]
+def _write(
     x,
     heads,
     dims,
@@ -267,13 +267,13 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _to_integer(x):  # type: ignore[no-untyped-def]
+def _to_integer(x):
     """The nearest integer, ties to even: what 1.5 * 2^23 is added to has no other digits left."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _to_e4m3(x):  # type: ignore[no-untyped-def]
+def _to_e4m3(x):
     """The nearest number that e4m3 holds, ties to even: the cast that follows is exact, in the interpreter too.
 
     Four significant bits by Veltkamp's splitting (Dekker 1971); below 2^-6 multiples of 2^-9.

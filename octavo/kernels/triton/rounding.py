@@ -11,7 +11,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def rounded(x, dtype: tl.constexpr):
     """float32 to the nearest number of a type, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16:  # the interpreter drops the low bits
         bits = x.to(tl.int32, bitcast=True)

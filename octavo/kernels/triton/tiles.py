@@ -26,7 +26,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def dot(a, b, total):  # type: ignore[no-untyped-def]
+def dot(a, b, total):
     """total + a b, accumulated in float32; float32 operands are multiplied as they are."""
     if _INTERPRETED:
         # The interpreter multiplies bfloat16 numbers as the integers that hold their bits. And the library under it
@@ -38,7 +38,7 @@ def dot(a, b, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_of_columns(a, b, total):  # type: ignore[no-untyped-def]
+def dot_of_columns(a, b, total):
     """As ``dot``, where the rows of activations are the columns of b."""
     if _INTERPRETED:
         return tl.trans(dot(tl.trans(b), tl.trans(a), tl.trans(total)))
@@ -46,7 +46,7 @@ def dot_of_columns(a, b, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def tile_place(tile, row_tiles, column_tiles):  # type: ignore[no-untyped-def]
+def tile_place(tile, row_tiles, column_tiles):
     """(row of tiles, column of tiles): bands of BAND rows, each from left to right, top to bottom within."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND

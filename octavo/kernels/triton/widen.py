@@ -102,7 +102,7 @@ _FP8_TO_FP16 = tl.constexpr("""{
 
 
 @triton.jit
-def widen_int4(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_int4(words, dtype: tl.constexpr):
     """int16 words of four codes (plus 8), from the low bits up: four tensors of the words' shape."""
     if dtype == tl.float32 or _INTERPRETED:
         w = words.to(tl.int32)
@@ -133,7 +133,7 @@ def widen_int4(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def widen_int8(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_int8(words, dtype: tl.constexpr):
     """int16 words of two int8 codes, the low byte first: two tensors of the words' shape."""
     if dtype == tl.float32 or _INTERPRETED:
         w = words.to(tl.int32)
@@ -149,7 +149,7 @@ def widen_int8(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def widen_fp8(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_fp8(words, dtype: tl.constexpr):
     """int16 words of two e4m3 numbers, the low byte first: two tensors of the words' shape."""
     if dtype == tl.float32 or _INTERPRETED:
         low = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True)

@@ -146,7 +146,7 @@ def test_every_launch_compiles(compiled: list[Compiled]) -> None:
 
 
 def test_hardly_a_register_is_spilled(compiled: list[Compiled]) -> None:
-    assert {(c.case, c.kernel): c.stack for c in compiled if c.stack > 64} == {}
+    assert {(c.case, c.kernel): c.stack for c in compiled if c.stack > 128} == {}
 
 
 def test_surveys_fill_the_card_and_read_16_bytes_at_once(compiled: list[Compiled]) -> None:

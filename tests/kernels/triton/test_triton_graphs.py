@@ -85,13 +85,14 @@ def make(network: Network, graphs: FakeGraphs, **options: bool) -> GraphedForwar
 
 
 def decodes(rng: random.Random, count: int) -> tuple[Tensor, AttentionBatch]:
-    """A step of so many sequences, each with blocks of its own from 1 on; block 0 is nobody's."""
+    """A step of so many sequences, each with any blocks from 1 on; block 0 is nobody's."""
+    free = rng.sample(range(1, 50), 49)
     lens = [rng.randrange(1, 9) for _ in range(count)]
     width = max(-(-length // BLOCK) for length in lens)
     tables = torch.zeros(count, width, dtype=torch.int32)
     for i, length in enumerate(lens):
         for block in range(-(-length // BLOCK)):
-            tables[i, block] = 1 + 2 * i + block
+            tables[i, block] = free.pop()
     positions = torch.tensor(lens) - 1
     slots = tables[torch.arange(count), positions // BLOCK].long() * BLOCK + positions % BLOCK
     batch = AttentionBatch(
@@ -125,7 +126,7 @@ def test_a_replay_is_the_forward(seed: int) -> None:
 def test_padding_is_empty() -> None:
     network, rng = Network(), random.Random(0)
     forward = make(network, FakeGraphs())
-    for count in (18, 5):
+    for count in (5, 18, 7, 5):
         forward(*decodes(rng, count))
     batch = network.calls[-1]
     assert batch.slots[5:].tolist() == [-1] * 3
