@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles, processors
 from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+from octavo.kernels.triton.rounding import rounded
 
 #: Programs that run side by side on one multiprocessor, and how many times these are wanted over.
 _RESIDENT = 3
@@ -96,7 +97,7 @@ def count_parts(programs: int, max_seq_len: int, tile: int, device: torch.device
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _decode_kernel(  # type: ignore[no-untyped-def]
+def _decode_kernel(
     q_ptr,
     out_ptr,
     partial_ptr,
@@ -177,11 +178,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     else:
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         at = (sequence * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _combine_kernel(
     partial_ptr, sums_ptr, out_ptr, parts, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Program r: row r of the flattened [sequences, heads], its parts ``CHUNK`` at a time."""
@@ -204,4 +205,4 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = total * kept + tl.sum(l * weights, 0)
         greatest = new_greatest
     acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out_ptr + row * HEAD_DIM + dims, rounded(acc, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -20,6 +20,7 @@ from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
 from octavo.kernels.triton.attention_prefill import count_tiles, find_tile
 from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of, merge
+from octavo.kernels.triton.rounding import rounded
 
 #: Tokens of a piece.
 PIECE = 512
@@ -95,7 +96,7 @@ def _tiling(context: Context) -> Tiling:
 
 
 @triton.jit(do_not_specialize=["table_stride", "sequences", "pieces"])
-def _pieces_kernel(  # type: ignore[no-untyped-def]
+def _pieces_kernel(
     q_ptr,
     out_ptr,
     partial_ptr,
@@ -199,11 +200,11 @@ def _pieces_kernel(  # type: ignore[no-untyped-def]
     if not SPLIT:
         total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
         at = flat_row[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_ptr + at, total_acc.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "pieces"])
-def _merge_kernel(  # type: ignore[no-untyped-def]
+def _merge_kernel(
     partial_ptr,
     sums_ptr,
     out_ptr,
@@ -249,6 +250,5 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
     inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
-    tl.store(
-        out_ptr + flat_row[:, None] * HEAD_DIM + dims[None, :], total_acc.to(out_ptr.dtype.element_ty), mask=inside
-    )
+    at = flat_row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)

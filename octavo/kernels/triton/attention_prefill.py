@@ -9,6 +9,7 @@ from torch import Tensor
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+from octavo.kernels.triton.rounding import rounded
 
 
 def prefill(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
@@ -66,7 +67,7 @@ def count_tiles(tokens: int, sequences: int, tile: int) -> int:
 
 
 @triton.jit
-def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
     """(sequence, its tile) of the flat number ``tile``: sequences follow each other, each with a tile to spare."""
     origin = tl.load(query_start_ptr + first)
     low = first
@@ -83,7 +84,7 @@ def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):  #
 
 
 @triton.jit(do_not_specialize=["table_stride", "first", "sequences"])
-def _prefill_kernel(  # type: ignore[no-untyped-def]
+def _prefill_kernel(
     q_ptr,
     out_ptr,
     query_start_ptr,
@@ -175,4 +176,4 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         block = following
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     at = flat[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)

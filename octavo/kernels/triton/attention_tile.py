@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import interpreted
+from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -35,7 +36,7 @@ NOTHING = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """The blocks that hold a tile's keys: int32 [TILE], or one for all of them; block 0 past the context.
 
     A loop looks them up an iteration ahead: keys and values are then loads whose addresses are known, of which as many
@@ -49,7 +50,7 @@ def blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def attend(  # type: ignore[no-untyped-def]
+def attend(
     acc,
     l,  # noqa: E741
     m,
@@ -143,12 +144,12 @@ def attend(  # type: ignore[no-untyped-def]
             p *= tl.load(value_scale_ptr + scale_at, mask=keys < length, other=0.0)[None, :]
         else:
             p *= tl.load(value_scale_ptr + scale_at)[None, :]
-    acc = dot(p.to(q.dtype), _widened(v, q.dtype), acc)
+    acc = dot(rounded(p, q.dtype), _widened(v, q.dtype), acc)
     return acc, l, new_m
 
 
 @triton.jit
-def merge(acc, l, m, other_acc, other_l, other_m):  # type: ignore[no-untyped-def]  # noqa: E741
+def merge(acc, l, m, other_acc, other_l, other_m):  # noqa: E741
     """The state after two stretches of keys that were attended to apart."""
     new_m = tl.maximum(m, other_m)
     kept = tl.exp2(m - new_m)
@@ -157,7 +158,7 @@ def merge(acc, l, m, other_acc, other_l, other_m):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _widened(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _widened(x, dtype: tl.constexpr):
     """Numbers of a cache in the type that is computed in; exact."""
     if x.dtype == tl.int8:
         if dtype == tl.bfloat16 and not _INTERPRETED:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.interface import LayerCache
 from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
+from octavo.kernels.triton.rounding import rounded
 
 #: Query elements that one program rotates, about: with the launch below 16 a thread, which fit its registers.
 _PROGRAM_ELEMENTS = 2048
@@ -232,7 +233,7 @@ def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.cons
     x = tl.load(rows + dims[None, :], mask=inside, other=0.0)
     partner = tl.load(rows + partners[None, :], mask=inside & (dims[None, :] < ROTATED), other=0.0)
     rotated = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
-    return rotated.to(x.dtype)
+    return rounded(rotated, x.dtype)
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def _write(
         x = x * (LARGEST / largest)[:, None]
         x = _to_integer(x) if cache_ptr.dtype.element_ty == tl.int8 else _to_e4m3(x)
     at = block * block_stride + heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + offset * HEAD_DIM + dims[None, :]
-    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(cache_ptr + at, rounded(x.to(tl.float32), cache_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

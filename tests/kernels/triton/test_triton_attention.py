@@ -173,9 +173,8 @@ def test_attention_is_that_of_each_token_over_its_own_context(deterministic: boo
     np.testing.assert_allclose(out.cpu().numpy(), attend(case, step, scale), atol=3e-6, rtol=2e-5)
 
 
-#: Weights are rounded to the type of the activations before they meet the values, and so is the result. The
-#: interpreter cuts bfloat16 off instead of rounding it.
-BOUNDS = {torch.float16: 2**-10, torch.bfloat16: 2**-6}
+#: Weights are rounded to the type of the activations before they meet the values, and so is the result.
+BOUNDS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -196,7 +195,7 @@ def test_a_cache_of_another_16_bit_type_loses_nothing(deterministic: bool) -> No
     case = Case([(40, 1), (0, 20)])
     step = build(case, torch.bfloat16, torch.float16)
     out = compute(case, step, 0.25, deterministic)
-    np.testing.assert_allclose(out.double().cpu().numpy(), attend(case, step, 0.25), atol=2**-6)
+    np.testing.assert_allclose(out.double().cpu().numpy(), attend(case, step, 0.25), atol=2**-7)
 
 
 @pytest.mark.parametrize(("parts", "window"), [(2, 70), (3, None), (18, None), (7, 1)])
@@ -309,7 +308,7 @@ def check_folds(case: Case, dtype: torch.dtype, folds: list[tuple[Fold, list[tup
     total = case.lengths[0][1]
     whole = build(case, dtype)
     results = [folded(case, whole, total, *fold) for fold in folds]
-    bound = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}[dtype]
+    bound = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
     np.testing.assert_allclose(results[0].double().cpu().numpy(), attend(case, whole, 0.25), atol=bound)
     for result in results[1:]:
         assert torch.equal(result, results[0])
