@@ -44,6 +44,9 @@ class TritonKernels(Kernels):
         """See ``EngineConfig`` for the options."""
         self.device = torch.device(device)
         self.deterministic = deterministic
+        if self.device.type == "cuda":  # sums of parts of K are added in float32, not in the result's type
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._graphed = self.device.type == "cuda" and not enforce_eager
         self._capture_at_start = graph_capture == "start"
 
@@ -165,13 +168,13 @@ class TritonKernels(Kernels):
 
 
 def _torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-    """x W^T (+ residual) accumulated in float32."""
+    """x W^T accumulated in float32; with a residual (then ``dtype`` is float32) added into it, in its own memory."""
     transposed = weight.t()
     if dtype == x.dtype:
-        return x @ transposed if residual is None else torch.addmm(residual, x, transposed)
+        return x @ transposed if residual is None else residual.addmm_(x, transposed)
     if not x.is_cuda:  # torch has products with results of another type on GPUs only
         product = x.float() @ transposed.float()
-        return product if residual is None else product.add_(residual)
+        return product if residual is None else residual.add_(product)
     if residual is None:
         return torch.mm(x, transposed, out_dtype=dtype)
-    return torch.addmm(residual, x, transposed, out_dtype=dtype)
+    return torch.addmm(residual, x, transposed, out_dtype=dtype, out=residual)

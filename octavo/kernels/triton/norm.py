@@ -1,4 +1,4 @@
-"""Root mean square norm (Zhang & Sennrich 2019), alone and after an addition to the residual stream.
+"""Root mean square norm (Zhang & Sennrich 2019). What is normed is added up by the product before.
 
 A row is reduced by one program, in a tree that its length alone decides: its result does not depend on the other rows.
 """
@@ -44,23 +44,6 @@ def _rms_norm_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    place = row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + place, inside, other=0.0).to(tl.float32)
-    x += tl.load(residual_ptr + place, inside, other=0.0).to(tl.float32)
-    tl.store(sum_ptr + place, x, inside)
-    weight = tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps)
-    out = x * scale[:, None] * weight[None, :]
-    tl.store(out_ptr + place, rounded(out, out_ptr.dtype.element_ty), inside)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm over the last dimension, in float32, rounded to the weight's type.
 
@@ -94,23 +77,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         num_warps=warps,
     )
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual): the norm of the weight's type, the sum float32.
-
-    x and residual are [T, E], contiguous; a float32 residual holds the sum afterwards.
-    """
-    total = residual if residual.dtype == torch.float32 else torch.empty_like(residual, dtype=torch.float32)
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    if not out.numel():
-        return out, total
-    rows, width = x.shape
-    tile_rows, block, warps = _tile(width)
-    _add_rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
-        x, residual, weight, total, out, rows, width, eps, ROWS=tile_rows, BLOCK=block, num_warps=warps
-    )
-    return out, total
 
 
 def _tile(width: int) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.triton import tiles
 from octavo.kernels.triton.activation import gelu_and_mul, silu_and_mul
 from octavo.kernels.triton.matmul import matmul
-from octavo.kernels.triton.norm import add_rms_norm, rms_norm
+from octavo.kernels.triton.norm import rms_norm
 from octavo.kernels.triton.rotary import rotary
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -60,19 +60,6 @@ def test_rms_norm_of_heads_that_are_strided(tokens: int, before: int, heads: int
     weight = randn(head_dim, dtype=torch.bfloat16, seed=seed + 1)
     x = qkv[:, before:]
     assert_near(rms_norm(x, weight, 1e-6), F.rms_norm(x.double(), (head_dim,), weight.double(), 1e-6))
-
-
-@few
-@given(st.integers(0, 20), st.integers(1, 700), dtypes, dtypes, seeds)
-def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual_dtype: torch.dtype, seed: int) -> None:
-    x = randn(rows, width, dtype=dtype, seed=seed)
-    residual = randn(rows, width, dtype=residual_dtype, seed=seed + 1)
-    weight = randn(width, dtype=torch.bfloat16, seed=seed + 2)
-    expected = x.double() + residual.double()
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert total.dtype == torch.float32
-    assert_near(total, expected)
-    assert_near(normed, F.rms_norm(expected, (width,), weight.double(), 1e-5))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -142,7 +129,9 @@ def product_bound(x: Tensor, weight: Tensor) -> Tensor:
 def test_matmul(
     rows: int, columns: int, depth: int, dtype: torch.dtype, has_bias: bool, has_residual: bool, seed: int
 ) -> None:
-    x = randn(rows, depth + 8, dtype=dtype, seed=seed)[:, :depth]
+    x = randn(rows, depth + 8, dtype=dtype, seed=seed)
+    x[:, depth:] = float("nan")  # not x's: nothing may come of it
+    x = x[:, :depth]
     weight = randn(columns, depth, dtype=dtype, seed=seed + 1)
     bias = randn(columns, dtype=dtype, seed=seed + 2) if has_bias else None
     residual = randn(rows, columns, seed=seed + 3) if has_residual else None
