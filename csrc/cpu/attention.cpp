@@ -19,11 +19,10 @@ class Tile {
  public:
   Tile(const Attention& a, const Step& step, const AttentionItem& item)
       : a_(a),
+        step_(step),
         item_(item),
-        panels_(a, step.block_tables + item.sequence * step.block_table_stride, step.seq_lens[item.sequence],
-                item.kv_head),
-        first_token_(step.query_start[item.sequence] + item.first_query),
-        first_position_(step.seq_lens[item.sequence] - (step.query_start[item.sequence + 1] - first_token_)),
+        panels_(a, table_of(item), step.seq_lens[item.sequence], item.kv_head),
+        sight_(a, step, item),
         group_(a.group()),
         rows_(item.queries * group_),
         head_dim_(a.shape.head_dim),
@@ -44,11 +43,16 @@ class Tile {
     query_ = take(rows_ * head_dim_);
   }
 
-  void run() {
+  void run(const AttentionItem* next) {
     load_queries();
     bool first = true;
     for (int64_t piece = item_.first_piece; piece < item_.end_piece; ++piece) {
       float* states = item_.states ? item_.states + (piece - item_.first_piece) * rows_ * state_floats(a_) : state_;
+      panels_.find(sight_.panels(piece));
+      if (piece + 1 < item_.end_piece)
+        find_next(item_, sight_, piece + 1);
+      else if (next)
+        find_next(*next, Sight(a_, step_, *next), next->first_piece);
       fold_piece(piece, !item_.states && first ? total_ : states);
       if (!item_.states && !first) fold(total_, state_);
       first = false;
@@ -67,21 +71,12 @@ class Tile {
  private:
   static constexpr bool kScaled = std::is_same_v<T, int8_t>;  // keys and values of a token have a scale
 
-  // ---- what a row sees ----------------------------------------------------------------------------------------
-
-  Range seen(int64_t query) const {
-    const int64_t end = first_position_ + query + 1;
-    return {a_.window > 0 ? larger(0, end - a_.window) : 0, end};
+  const int32_t* table_of(const AttentionItem& item) const {
+    return step_.block_tables + item.sequence * step_.block_table_stride;
   }
 
-  // The queries that see any position of [begin, end), and those that see all of them.
-  Range seeing_any(int64_t begin, int64_t end) const {
-    const int64_t last = a_.window > 0 ? end - 1 + a_.window - first_position_ : item_.queries;
-    return cut({begin - first_position_, last}, {0, item_.queries});
-  }
-  Range seeing_all(int64_t begin, int64_t end) const {
-    const int64_t last = a_.window > 0 ? begin + a_.window - first_position_ : item_.queries;
-    return cut({end - 1 - first_position_, last}, {0, item_.queries});
+  void find_next(const AttentionItem& item, const Sight& sight, int64_t piece) {
+    panels_.find_next(table_of(item), item.kv_head, sight.panels(piece));
   }
 
   // ---- rows -----------------------------------------------------------------------------------------------------
@@ -94,7 +89,7 @@ class Tile {
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
         const auto* q = static_cast<const std::remove_pointer_t<decltype(type)>*>(a_.q) +
-                        (first_token_ + row / group_) * a_.q_stride + head_of(row) * head_dim_;
+                        (sight_.first_token + row / group_) * a_.q_stride + head_of(row) * head_dim_;
         float* target = query_ + row * head_dim_;
         for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(target + i, load(q + i, lanes) * scale, lanes); });
       }
@@ -126,7 +121,7 @@ class Tile {
   void write(float* totals) const {
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
-        const int64_t token = first_token_ + row / group_;
+        const int64_t token = sight_.first_token + row / group_;
         auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * head_dim_;
         const float* total = totals + row * state_floats(a_);
         const float sum = sum_of(totals, row);
@@ -140,9 +135,7 @@ class Tile {
   // Every row's state of one piece of the context.
   void fold_piece(int64_t piece, float* states) {
     const int64_t begin = piece * kPiece;
-    const Range positions = cut({begin, begin + kPiece}, {seen(0).begin, seen(item_.queries - 1).end});
-    const Range panels = {positions.begin / kPanel, (positions.end + kPanel - 1) / kPanel};
-    panels_.find(panels);
+    const Range positions = sight_.positions(piece), panels = sight_.panels(piece);
     score(panels, begin);
     if constexpr (kScaled) {
       panels_.gather_key_scales(positions, begin, key_scales_);
@@ -154,33 +147,33 @@ class Tile {
 
   // Scores of the rows and panels of which a row sees anything.
   void score(Range panels, int64_t piece_begin) {
+    Product<T> p;
+    p.row_stride = head_dim_;
+    p.segments = 1;
+    p.pair_stride = 2 * kPanel;
+    p.pairs = head_dim_ / 2;
+    p.sum_stride = kPiece;
+    p.start_stride = 0;
     for (int64_t panel_index = panels.begin; panel_index < panels.end; panel_index += 2) {
       const int64_t position = panel_index * kPanel;
       const bool two = panel_index + 1 < panels.end;
-      const Range queries = seeing_any(position, position + (two ? 2 : 1) * kPanel);
+      const Range queries = sight_.seeing_any(position, position + (two ? 2 : 1) * kPanel);
       if (queries.empty()) continue;
-      Product<T> p;
       p.rows = query_ + queries.begin * group_ * head_dim_;
-      p.row_stride = head_dim_;
-      p.segments = 1;
       p.panels[0][0] = panels_.keys(panel_index, 0);
       p.panels[1][0] = two ? panels_.keys(panel_index + 1, 1) : nullptr;
       for (int i = 0; i < 2; ++i)
-        p.ahead[i][0] = panels_.keys_ahead(panel_index + kSegments + i, panels, p.panels[i][0]);
-      p.pair_stride = 2 * kPanel;
-      p.pairs = head_dim_ / 2;
+        p.ahead[i][0] = panels_.keys_ahead(panel_index + i, p.panels[i][0]);
       p.sums = scores_ + queries.begin * group_ * kPiece + position - piece_begin;
-      p.sum_stride = kPiece;
       p.start = kZeros;
-      p.start_stride = 0;
       multiply(p, (queries.end - queries.begin) * group_);
     }
   }
 
   // Turns the scores of a row into weights, 2^(score - top), zero where it does not see; leaves top and sum in states.
   void weigh(int64_t row, int64_t piece_begin, float* states) {
-    const Range range = cut(seen(row / group_), {piece_begin, piece_begin + kPiece});
-    F32 tops = splat(-kInfinity), sums = {};
+    const Range range = cut(sight_.seen(row / group_), {piece_begin, piece_begin + kPiece});
+    F32 sums = {};
     if (!range.empty()) {
       const int32_t begin = static_cast<int32_t>(range.begin - piece_begin);
       const int32_t end = static_cast<int32_t>(range.end - piece_begin);
@@ -191,8 +184,7 @@ class Tile {
         const I32 index = counting() + i;
         store(scores + i, (index >= begin) & (index < end) ? load(scores + i) : splat(-kInfinity));
       }
-      for (int32_t i = first; i < end; i += kLanes) tops = max(load(scores + i), tops);
-      const float highest = max(tops);
+      const float highest = largest(scores, first, end);
       top(states, row) = highest;
       for (int32_t i = first; i < end; i += kLanes) {
         const F32 w = exp2_not_above_zero(load(scores + i) - highest);
@@ -207,10 +199,24 @@ class Tile {
     for (int64_t i = 0; i < padded_; i += kLanes) store(result + i, F32{});
   }
 
+  // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
+  static float largest(const float* scores, int32_t begin, int32_t end) {
+    F32 a = splat(-kInfinity), b = a, c = a, d = a;
+    int32_t i = begin;
+    for (; i + 3 * kLanes < end; i += 4 * kLanes) {
+      a = max(load(scores + i), a);
+      b = max(load(scores + i + kLanes), b);
+      c = max(load(scores + i + 2 * kLanes), c);
+      d = max(load(scores + i + 3 * kLanes), d);
+    }
+    for (; i < end; i += kLanes) a = max(load(scores + i), a);
+    return max(max(max(a, b), max(c, d)));
+  }
+
   // What a score is besides the product of query and key.
   void finish_scores(int64_t row, int64_t piece_begin, int32_t begin, int32_t end) {
     float* scores = scores_ + row * kPiece;
-    const int32_t distance = static_cast<int32_t>(piece_begin - (first_position_ + row / group_));
+    const int32_t distance = static_cast<int32_t>(piece_begin - (sight_.first_position + row / group_));
     const float slope = a_.alibi ? a_.alibi[head_of(row)] * kLog2e : 0.0f;
     for (int32_t i = begin; i < end; i += kLanes) {
       F32 s = load(scores + i);
@@ -236,37 +242,37 @@ class Tile {
       int count = 0;
       while (count < kSegments && index + count < panels.end && seen_by_all(position + count * kPanel)) ++count;
       if (count > 0)
-        add_panels(index, count, panels, piece_begin, states);
+        add_panels(index, count, piece_begin, states);
       else
-        add_edge(index, panels, piece_begin, states);
+        add_edge(index, piece_begin, states);
       index += count > 0 ? count : 1;
     }
   }
 
   bool seen_by_all(int64_t position) const {
-    return seen(0).end >= position + kPanel && seen(item_.queries - 1).begin <= position;
+    return sight_.seen(0).end >= position + kPanel && sight_.seen(item_.queries - 1).begin <= position;
   }
 
-  void add_panels(int64_t index, int count, Range panels, int64_t piece_begin, float* states) {
+  void add_panels(int64_t index, int count, int64_t piece_begin, float* states) {
     const T *values[kSegments], *next[kSegments];
     for (int s = 0; s < count; ++s) {
       values[s] = panels_.values(index + s, s);
-      next[s] = panels_.values_ahead(index + s + kSegments, panels, values[s]);
+      next[s] = panels_.values_ahead(index + s, values[s]);
     }
     multiply_values(values, next, count, kPanel / 2, scores_ + index * kPanel - piece_begin, item_.queries, states);
   }
 
   // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
-  void add_edge(int64_t index, Range panels, int64_t piece_begin, float* states) {
+  void add_edge(int64_t index, int64_t piece_begin, float* states) {
     const int64_t position = index * kPanel;
     const T* values = panels_.values(index, 0);
-    const T* next = panels_.values_ahead(index + 1, panels, values);
-    const Range any = seeing_any(position, position + kPanel);
-    const Range all = seeing_all(position, position + kPanel);
+    const T* next = panels_.values_ahead(index, values);
+    const Range any = sight_.seeing_any(position, position + kPanel);
+    const Range all = sight_.seeing_all(position, position + kPanel);
     for (int64_t query = any.begin; query < any.end;) {
       const bool together = query >= all.begin && query < all.end;
       const int64_t count = together ? all.end - query : 1;
-      const Range tokens = cut(seen(query), {position, position + kPanel});
+      const Range tokens = cut(sight_.seen(query), {position, position + kPanel});
       add_tokens(values, next, {tokens.begin - position, tokens.end - position}, query, count,
                  scores_ + position - piece_begin, states);
       query += count;
@@ -296,7 +302,6 @@ class Tile {
   void multiply_values(const T* const* values, const T* const* next, int count, int64_t pairs, const float* weights,
                        int64_t queries, float* sums) {
     Product<T> p;
-    p.rows = weights;
     p.row_stride = kPiece;
     p.segments = count;
     p.pair_stride = 2 * padded_;
@@ -312,6 +317,7 @@ class Tile {
           p.ahead[i][s] = beyond ? nullptr : next[s] + column;
         }
       }
+      p.rows = weights;
       p.sums = sums + d;
       p.start = p.sums;
       multiply(p, queries * group_);
@@ -319,9 +325,10 @@ class Tile {
   }
 
   const Attention& a_;
+  const Step& step_;
   const AttentionItem& item_;
   Panels<T> panels_;
-  int64_t first_token_, first_position_;
+  Sight sight_;
   int64_t group_, rows_, head_dim_, padded_;
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
 };
@@ -336,8 +343,8 @@ void with_cache_type(Dtype dtype, const F& f) {
     f(int8_t{});
 }
 
-void attend(const Attention& a, const Step& step, const AttentionItem& item) {
-  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).run(); });
+void attend(const Attention& a, const Step& step, const AttentionItem& item, const AttentionItem* next) {
+  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).run(next); });
 }
 
 void combine(const Attention& a, const Step& step, const AttentionItem& item) {

@@ -78,7 +78,8 @@ inline int64_t state_floats(const Attention& a) { return a.shape.padded() + 16; 
 
 struct AttentionTable {
   void (*write)(const CacheWrite&, const Step&, int64_t begin, int64_t end);
-  void (*attend)(const Attention&, const Step&, const AttentionItem&);
+  // `next`, or null, is what the thread will most likely attend after: its first keys are fetched meanwhile.
+  void (*attend)(const Attention&, const Step&, const AttentionItem&, const AttentionItem* next);
   // Folds the states of an item's pieces, [end_piece - first_piece][rows][state_floats], and writes the result.
   void (*combine)(const Attention&, const Step&, const AttentionItem&);
 };

@@ -1,7 +1,8 @@
-// The arithmetic of a softmax in powers of two, and ranges of positions.
+// The arithmetic of a softmax in powers of two, and the ranges of positions that rows see.
 #pragma once
 #include <limits>
 
+#include "attention.hpp"
 #include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -46,6 +47,41 @@ struct Range {
 };
 
 Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
+
+// What the queries of an item see.
+struct Sight {
+  Sight(const Attention& a, const Step& step, const AttentionItem& item)
+      : queries(item.queries),
+        window(a.window),
+        first_token(step.query_start[item.sequence] + item.first_query),
+        first_position(step.seq_lens[item.sequence] - (step.query_start[item.sequence + 1] - first_token)) {}
+
+  Range seen(int64_t query) const {
+    const int64_t end = first_position + query + 1;
+    return {window > 0 ? larger(0, end - window) : 0, end};
+  }
+
+  // Those that any query sees of a piece, and the panels where they are.
+  Range positions(int64_t piece) const {
+    return cut({piece * kPiece, (piece + 1) * kPiece}, {seen(0).begin, seen(queries - 1).end});
+  }
+  Range panels(int64_t piece) const {
+    const Range range = positions(piece);
+    return {range.begin / kPanel, (range.end + kPanel - 1) / kPanel};
+  }
+
+  // The queries that see any position of [begin, end), and those that see all of them.
+  Range seeing_any(int64_t begin, int64_t end) const {
+    const int64_t last = window > 0 ? end - 1 + window - first_position : queries;
+    return cut({begin - first_position, last}, {0, queries});
+  }
+  Range seeing_all(int64_t begin, int64_t end) const {
+    const int64_t last = window > 0 ? begin + window - first_position : queries;
+    return cut({end - 1 - first_position, last}, {0, queries});
+  }
+
+  int64_t queries, window, first_token, first_position;
+};
 
 }  // namespace
 

@@ -15,7 +15,8 @@ class Panels {
       : shape_(a.shape), caches_{a.key_cache, a.value_cache}, table_(table), seq_len_(seq_len), kv_head_(kv_head) {}
 
   static constexpr int kBuffers = kSegments;
-  static constexpr int kAhead = 2 * kSegments;
+  // How many panels before its use one is fetched.
+  static constexpr int kAhead = 8;
 
   // Of each buffer.
   static int64_t floats(const CacheShape& shape) {
@@ -30,21 +31,18 @@ class Panels {
     }
   }
 
-  // Looks up where these panels are, and those after them that are fetched ahead; all below are of them.
+  // Looks up where the panels of a piece are; all below are of them.
   void find(Range panels) {
     first_ = panels.begin;
-    count_ = smaller(panels.end + kAhead, (seq_len_ + kPanel - 1) / kPanel) - first_;
-    if (!shape_.panelled()) return;
-    const int64_t block_bytes = shape_.kv_heads * shape_.tile_bytes();
-    const int64_t panel_bytes = kPanel * shape_.padded() * static_cast<int64_t>(sizeof(T));
-    int64_t block = first_ * kPanel / shape_.block_size;
-    int64_t panel = first_ * kPanel % shape_.block_size / kPanel;
-    for (int64_t i = 0; i < count_; ++i) {
-      offsets_[i] = table_[block] * block_bytes + kv_head_ * shape_.tile_bytes() + panel * panel_bytes;
-      if (++panel * kPanel < shape_.block_size) continue;
-      panel = 0;
-      ++block;
-    }
+    count_ = panels.end - panels.begin;
+    next_count_ = 0;
+    locate(table_, kv_head_, panels, offsets_);
+  }
+
+  // Looks up the keys that are read after this piece: the first of those panels of a sequence.
+  void find_next(const int32_t* table, int64_t kv_head, Range panels) {
+    next_count_ = smaller(kAhead, panels.end - panels.begin);
+    locate(table, kv_head, {panels.begin, panels.begin + next_count_}, next_);
   }
 
   const T* keys(int64_t index, int buffer) const {
@@ -62,17 +60,12 @@ class Panels {
     });
   }
 
-  // What to fetch while `in_use`, kAhead panels or fewer before, is used: blocks lie anywhere, so the processor cannot
+  // What to fetch while `in_use` is used, kAhead panels before its turn: blocks lie anywhere, so the processor cannot
   // guess where the next one is. After a piece's keys come its values, and after those the next piece's keys. A panel
   // of keys takes as much memory as one of values, so that one can be fetched, in the same order, while the other is
   // read.
-  const T* keys_ahead(int64_t index, Range piece, const T* in_use) const {
-    if (index < piece.end) return ahead(kKeys, index, in_use);
-    return ahead(kValues, piece.begin + index - piece.end, in_use);
-  }
-  const T* values_ahead(int64_t index, Range piece, const T* in_use) const {
-    return ahead(index < piece.end ? kValues : kKeys, index, in_use);
-  }
+  const T* keys_ahead(int64_t index, const T* in_use) const { return ahead(index - first_, in_use); }
+  const T* values_ahead(int64_t index, const T* in_use) const { return ahead(count_ + index - first_, in_use); }
 
   // The scales of an int8 cache: scales[i] for position begin + i, of those in the range.
   void gather_key_scales(Range positions, int64_t begin, float* scales) const {
@@ -95,12 +88,30 @@ class Panels {
     return reinterpret_cast<const T*>(tile(which, position)) + position % shape_.block_size * shape_.padded();
   }
 
-  const T* found(Which which, int64_t index) const {
-    return reinterpret_cast<const T*>(caches_[which] + offsets_[index - first_]);
+  void locate(const int32_t* table, int64_t kv_head, Range panels, int64_t* offsets) const {
+    if (!shape_.panelled()) return;
+    const int64_t block_bytes = shape_.kv_heads * shape_.tile_bytes();
+    const int64_t panel_bytes = kPanel * shape_.padded() * static_cast<int64_t>(sizeof(T));
+    int64_t block = panels.begin * kPanel / shape_.block_size;
+    int64_t panel = panels.begin * kPanel % shape_.block_size / kPanel;
+    for (int64_t i = 0; i < panels.end - panels.begin; ++i) {
+      offsets[i] = table[block] * block_bytes + kv_head * shape_.tile_bytes() + panel * panel_bytes;
+      if (++panel * kPanel < shape_.block_size) continue;
+      panel = 0;
+      ++block;
+    }
   }
 
-  const T* ahead(Which which, int64_t index, const T* in_use) const {
-    return shape_.panelled() && index - first_ < count_ ? found(which, index) : in_use;
+  const T* at(Which which, int64_t offset) const { return reinterpret_cast<const T*>(caches_[which] + offset); }
+  const T* found(Which which, int64_t index) const { return at(which, offsets_[index - first_]); }
+
+  // kAhead panels after the `turn`-th that the piece reads.
+  const T* ahead(int64_t turn, const T* in_use) const {
+    if (!shape_.panelled()) return in_use;
+    turn += kAhead;
+    if (turn < count_) return at(kKeys, offsets_[turn]);
+    if (turn < 2 * count_) return at(kValues, offsets_[turn - count_]);
+    return turn - 2 * count_ < next_count_ ? at(kKeys, next_[turn - 2 * count_]) : in_use;
   }
 
   // place(token, d) says where in the panel an element goes.
@@ -129,8 +140,8 @@ class Panels {
   const int32_t* table_;
   int64_t seq_len_, kv_head_;
   T* buffers_[kBuffers];
-  int64_t first_ = 0, count_ = 0;
-  int64_t offsets_[kPiece / kPanel + kAhead];  // bytes, of keys in their array as of values in theirs
+  int64_t first_ = 0, count_ = 0, next_count_ = 0;
+  int64_t offsets_[kPiece / kPanel], next_[kAhead];  // bytes, of keys in their array as of values in theirs
 };
 
 }  // namespace

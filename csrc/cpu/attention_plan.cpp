@@ -1,7 +1,6 @@
 #include "attention_plan.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -43,13 +42,12 @@ struct Work {
   int64_t cost;
 };
 
-// Hands items out to threads as they become free, `at_once` neighbours at a time.
+// Calls f(i) for each item, `at_once` neighbours in one thread; most often the next ones are that thread's too.
 template <typename F>
 void for_items(int64_t count, int64_t threads, int64_t at_once, const F& f) {
-  std::atomic<int64_t> next{0};
-  parallel_for(std::min(count, threads), [&](int64_t) {
-    for (int64_t i = next.fetch_add(at_once); i < count; i = next.fetch_add(at_once))
-      for (int64_t j = i; j < std::min(count, i + at_once); ++j) f(j);
+  if (threads == 1) at_once = std::max<int64_t>(1, count);
+  parallel_for((count + at_once - 1) / at_once, [&](int64_t group) {
+    for (int64_t i = group * at_once; i < std::min(count, (group + 1) * at_once); ++i) f(i);
   });
 }
 
@@ -130,7 +128,9 @@ void run_attention(const Attention& a, const Step& step) {
   // The heads of a block lie side by side, and what a processor fetches ahead of one head belongs to the next: it is lost
   // if another thread reads that. So a thread takes all heads of a tile, if there are tiles enough.
   const int64_t at_once = count >= kTilesOfThread * threads * heads ? heads : 1;
-  for_items(count, threads, at_once, [&](int64_t i) { kernels.attend(a, step, items[i].item); });
+  for_items(count, threads, at_once, [&](int64_t i) {
+    kernels.attend(a, step, items[i].item, i + 1 < count ? &items[i + 1].item : nullptr);
+  });
   for_items(static_cast<int64_t>(cut.size()), threads, 1, [&](int64_t i) { kernels.combine(a, step, cut[i]); });
 }
 

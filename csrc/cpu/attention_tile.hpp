@@ -190,9 +190,9 @@ void multiply_exactly(const Product<T>& p, int rows) {
 // The most rows of which sums of two panels fit into the registers.
 constexpr int kRowsOfTwoPanels = kSums / (2 * kVectors);
 
-// Any number of rows, which are shared out evenly over tiles.
+// Rows shared out evenly over tiles.
 template <typename T>
-void multiply(Product<T> p, int64_t rows) {
+__attribute__((noinline)) void multiply_tiles(Product<T>& p, int64_t rows) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const float* first_row = p.rows;
   const float* first_start = p.start;
@@ -218,6 +218,16 @@ void multiply(Product<T> p, int64_t rows) {
     second.start += kPanel;
     multiply_exactly<T, 1, kTileRows>(second, count);
   }
+}
+
+// Any number of rows. Changes rows, sums and start of `p`: a copy would read with wide loads what was just written
+// piecemeal, and wait for it.
+template <typename T>
+OCTAVO_INLINE void multiply(Product<T>& p, int64_t rows) {
+  if (p.panels[1][0] && rows <= kRowsOfTwoPanels)
+    multiply_exactly<T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, static_cast<int>(rows));
+  else
+    multiply_tiles(p, rows);
 }
 
 // One token of a panel of values, for the end of a range that is not a whole number of pairs.
