@@ -11,18 +11,19 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs gpu-site gpu-test gpu-bench gpu-smoke clean
+.PHONY: help demo test lint format docs gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
 
 help:
-	@echo "make demo     set up, fetch the demo model and let it answer a few questions"
-	@echo "make test     set up and run the test suite"
-	@echo "make lint     check style and types"
-	@echo "make format   format the code and sort the imports"
-	@echo "make docs     write docs/options.md anew"
-	@echo "make gpu-test   run the tests that need a GPU, with $(PYTHON) as it is: nothing is installed"
-	@echo "make gpu-bench  measure on a GPU, likewise; figures in build/gpu-bench (make gpu-smoke: try it on the CPU)"
-	@echo "make gpu-site   fetch what a GPU machine without a network may lack into .site (GPU_PYTHON=3.12)"
-	@echo "make clean    remove the virtual environment and what tools left behind"
+	@echo "make demo          set up, fetch the demo model and let it answer a few questions"
+	@echo "make test          set up and run the test suite"
+	@echo "make lint          check style and types"
+	@echo "make format        format the code and sort the imports"
+	@echo "make docs          write docs/options.md anew"
+	@echo "make gpu-test      run the tests that need a GPU, with $(PYTHON) as it is: nothing is installed"
+	@echo "make gpu-memcheck  those of the kernels, under compute-sanitizer: reads and writes out of bounds (slow)"
+	@echo "make gpu-bench     measure on a GPU, likewise; figures in build/gpu-bench (make gpu-smoke: try it on the CPU)"
+	@echo "make gpu-site      fetch what a GPU machine without a network may lack into .site (GPU_PYTHON=3.12)"
+	@echo "make clean         remove the virtual environment and what tools left behind"
 	@echo
 	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
 
@@ -50,6 +51,11 @@ docs: $(VENV)/.installed
 
 gpu-test:
 	@PYTHON=$(PYTHON) scripts/gpu_test.sh $(ARGS)
+
+# Torch's pool of memory would hide what is read past a tensor's end.
+gpu-memcheck:
+	@PYTHON=$(PYTHON) PYTORCH_NO_CUDA_MEMORY_CACHING=1 LAUNCHER="compute-sanitizer --tool memcheck --error-exitcode 9" \
+	  scripts/gpu_test.sh -k "triton and not graph" --timeout=3000 $(ARGS)
 
 gpu-bench:
 	@$(PYTHON) scripts/gpu_bench.py $(ARGS)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the tests that need a GPU, with the Python of this machine and from a plain checkout: nothing is installed.
 #   scripts/gpu_test.sh [pytest options]
-# PYTHON names another Python. What it lacks is looked for in .site (make gpu-site) and listed if it is not there.
+# PYTHON names another Python, LAUNCHER a program to run it under (compute-sanitizer). What it lacks is looked for in .site (make gpu-site) and listed if it is not there.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -32,4 +32,4 @@ PYTHON
 # Other test files may need what this machine lacks, and pytest imports a file to know what is in it.
 files=$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
 # shellcheck disable=SC2086  # one word a file
-exec "$python" -m pytest -m gpu -p no:cacheprovider "$@" $files
+exec ${LAUNCHER:-} "$python" -m pytest -m gpu -p no:cacheprovider "$@" $files
