@@ -157,32 +157,46 @@ def bench(server: FakeServer, tmp_path: Path, *words: str, code: int = 0) -> dic
 
 
 def test_latencies_are_those_of_the_server(server: FakeServer, tmp_path: Path) -> None:
+    for _ in range(3):  # a busy machine may delay one side of a request alone, but hardly three times over
+        server.arrivals.clear()
+        server.sent.clear()
+        wrong = latencies_that_differ(server, tmp_path)
+        if not wrong:
+            break
+    assert not wrong
+
+
+def latencies_that_differ(server: FakeServer, tmp_path: Path) -> list[str]:
+    """Measures twelve requests; which latencies are not those that the server noted itself."""
     server.behaviour = Behaviour(first=0.1, gap=0.02)
     report = bench(
         server, tmp_path, "--concurrency", "4", "--num-requests", "12", "--input-len", "7", "--output-len", "11"
     )
     assert (report["completed"], report["rejected"], report["errors"]) == (12, 0, {})
     assert (report["prompt_tokens"], report["output_tokens"]) == (84, 132)
-    # What the server noted itself: a machine that is busy delays both sides alike, but for a request now and then.
+    assert report["ttft_ms"]["p50"] >= 100 and report["e2e_ms"]["p50"] >= 300
+    assert report["output_tokens_per_s"] == pytest.approx(132 / report["seconds"], rel=0.01)
+    assert server.most_open == 4
+    # A machine that is busy delays both sides alike.
     sent = 1000 * np.array([server.sent[number] for number in range(12)])
     arrived = 1000 * np.array(server.arrivals)
+    # Three rounds of four clients.
+    seconds = (sent.max() - arrived.min()) / 1000
+    same = {
+        "seconds": report["seconds"] == pytest.approx(seconds, rel=0.1),
+        "mean tpot": report["tpot_ms"]["mean"] == pytest.approx(20, rel=0.1),
+        "mean itl": report["itl_ms"]["mean"] == pytest.approx(20, rel=0.1),
+    }
     for name, values in (
         ("ttft", sent[:, 0] - arrived),
         ("tpot", (sent[:, -1] - sent[:, 0]) / 10),
         ("itl", np.diff(sent).ravel()),
         ("e2e", sent[:, -1] - arrived),
     ):
-        for share, tolerance in ((50, 10), (90, 60)):
-            expected = np.percentile(values, share)
-            assert report[f"{name}_ms"][f"p{share}"] == pytest.approx(expected, rel=0.05, abs=tolerance), (name, share)
-    assert report["ttft_ms"]["p50"] >= 100 and report["e2e_ms"]["p50"] >= 300
-    assert report["tpot_ms"]["mean"] == pytest.approx(20, rel=0.1)
-    assert report["itl_ms"]["mean"] == pytest.approx(20, rel=0.1)
-    # Three rounds of four clients.
-    assert report["seconds"] == pytest.approx((sent.max() - arrived.min()) / 1000, rel=0.1)
-    assert report["requests_per_s"] == pytest.approx(12 / report["seconds"], rel=0.01)
-    assert report["output_tokens_per_s"] == pytest.approx(132 / report["seconds"], rel=0.01)
-    assert server.most_open == 4
+        for share in (50, 90):
+            expected = pytest.approx(np.percentile(values, share), rel=0.05, abs=10)
+            same[f"{name} p{share}"] = report[f"{name}_ms"][f"p{share}"] == expected
+    return [name for name, equal in same.items() if not equal]
 
 
 def test_what_is_sent(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

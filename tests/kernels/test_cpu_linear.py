@@ -305,6 +305,7 @@ def test_limits_are_plausible() -> None:
     limits = measure_limits(1)
     assert limits.threads == 1 and limits.instruction_set == _cpu.isa()
     assert 0.1 < limits.read_gb_s < 2000
-    assert 0.001 < limits.fma_gflops < 2000  # emulated instructions are slow
+    slowest = 0.001 if "OCTAVO_EMULATED_RUN" in os.environ else 0.1  # instructions in plain C++ are slow
+    assert slowest < limits.fma_gflops < 2000
     with pytest.raises(ValueError, match="not 0"):
         measure_limits(0)
