@@ -175,6 +175,7 @@ def latencies_that_differ(server: FakeServer, tmp_path: Path) -> list[str]:
     assert (report["completed"], report["rejected"], report["errors"]) == (12, 0, {})
     assert (report["prompt_tokens"], report["output_tokens"]) == (84, 132)
     assert report["ttft_ms"]["p50"] >= 100 and report["e2e_ms"]["p50"] >= 300
+    assert report["requests_per_s"] == pytest.approx(12 / report["seconds"], rel=0.01)
     assert report["output_tokens_per_s"] == pytest.approx(132 / report["seconds"], rel=0.01)
     assert server.most_open == 4
     # A machine that is busy delays both sides alike.
