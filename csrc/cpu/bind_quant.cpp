@@ -28,27 +28,34 @@ constexpr int64_t kWorkOfValue = 2;
 // Room for quantised rows; one a thread that runs operations, as they come one after the other.
 class RowBuffer {
  public:
-  QuantRows take(int64_t rows, int64_t num_groups) {
-    const int64_t tiled = (rows + kQuantTile - 1) / kQuantTile * kQuantTile * num_groups;
-    if (tiled > capacity_) {
-      free();
-      codes_ = static_cast<int8_t*>(::operator new(static_cast<size_t>(tiled) * kQuantGroup, kAlignment));
-      groups_ = static_cast<QuantGroup*>(::operator new(static_cast<size_t>(tiled) * sizeof(QuantGroup), kAlignment));
-      capacity_ = tiled;
-    }
-    return {codes_, groups_, num_groups};
+  QuantRows take(int64_t rows, int64_t num_groups, bool narrow, bool wide) {
+    const auto tiled = static_cast<size_t>((rows + kQuantTile - 1) / kQuantTile * kQuantTile * num_groups);
+    return {narrow ? static_cast<int8_t*>(narrow_.take(tiled * kQuantGroup)) : nullptr,
+            wide ? static_cast<int16_t*>(wide_.take(tiled * kQuantGroup * 2)) : nullptr,
+            static_cast<QuantGroup*>(groups_.take(tiled * sizeof(QuantGroup))), num_groups};
   }
-  ~RowBuffer() { free(); }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
-  void free() {
-    ::operator delete(codes_, kAlignment);
-    ::operator delete(groups_, kAlignment);
-  }
-  int64_t capacity_ = 0;
-  int8_t* codes_ = nullptr;
-  QuantGroup* groups_ = nullptr;
+  // Memory that grows to what was asked for; what was in it is lost.
+  class Memory {
+   public:
+    void* take(size_t bytes) {
+      if (bytes > capacity_) {
+        ::operator delete(data_, kAlignment);
+        data_ = nullptr;  // in case that the next line throws
+        data_ = ::operator new(bytes, kAlignment);
+        capacity_ = bytes;
+      }
+      return data_;
+    }
+    ~Memory() { ::operator delete(data_, kAlignment); }
+
+   private:
+    static constexpr std::align_val_t kAlignment{64};
+    size_t capacity_ = 0;
+    void* data_ = nullptr;
+  };
+  Memory narrow_, wide_, groups_;
 };
 
 // One input times the matrices of one or more parts, whose outputs stand one after the other.
@@ -79,7 +86,7 @@ class LinearQuant : public Op {
     thread_local RowBuffer buffer;
     for (int64_t first = 0; first < step.tokens; first += kRowsAtOnce) {
       const int64_t rows = step.tokens - first < kRowsAtOnce ? step.tokens - first : kRowsAtOnce;
-      run_rows(first, rows, buffer.take(rows, parts_[0]->groups));
+      run_rows(first, rows, buffer.take(rows, parts_[0]->groups, any_part_wants(false), any_part_wants(true)));
     }
   }
 
@@ -102,6 +109,12 @@ class LinearQuant : public Op {
   int64_t tasks_ = 0;   // what run_task is called for
 
  private:
+  bool any_part_wants(bool wide) const {
+    return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {
+      return isa().quant->wants_wide(layout_of(part->format).bits) == wide;
+    });
+  }
+
   size_t part_of(int64_t panel) const {
     size_t part = parts_.size() - 1;
     while (panel < first_panel_[part]) --part;

@@ -1,6 +1,8 @@
 // Products of quantised rows and packed quantised weights.
 #include "quant.hpp"
 
+#include <type_traits>
+
 #include "quant_dot.hpp"
 #include "quant_encode.hpp"
 #include "quant_rows.hpp"
@@ -10,11 +12,17 @@ namespace octavo::OCTAVO_ISA {
 
 namespace {
 
+// Of rows that are multiplied with codes of so many bits.
+template <int Bits>
+using RowCode = std::conditional_t<Bits == 8, CodeFor8bit, int8_t>;
+
+bool wants_wide(int bits) { return (bits == 8 ? sizeof(RowCode<8>) : sizeof(RowCode<4>)) == 2; }
+
 void quantize(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row) {
   if (dtype == Dtype::f32) {
-    quantize_row(static_cast<const float*>(x), k, rows.codes_of(row), rows.groups_of(row));
+    quantize_row(static_cast<const float*>(x), k, rows, row);
   } else {
-    quantize_row(static_cast<const uint16_t*>(x), k, rows.codes_of(row), rows.groups_of(row));
+    quantize_row(static_cast<const uint16_t*>(x), k, rows, row);
   }
 }
 
@@ -32,8 +40,8 @@ OCTAVO_INLINE Columns minima_of(const uint8_t* header, int i) {
 
 // Adds a group to the sums of each row.
 template <QuantFormat Format, int Rows>
-OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, const int8_t* x, const QuantGroup* groups,
-                             Columns (&sums)[Rows]) {
+OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, const RowCode<layout_of(Format).bits>* x,
+                             const QuantGroup* groups, Columns (&sums)[Rows]) {
   constexpr bool has_minima = Format == QuantFormat::q4_1 || Format == QuantFormat::q4_k;
   Dots<Rows> dots;
   if constexpr (layout_of(Format).bits == 8) {
@@ -55,12 +63,23 @@ OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, con
   }
 }
 
+// What is fetched into the first-level cache meanwhile: so many bytes more from there on with each group.
+struct Ahead {
+  const uint8_t* from;
+  int64_t step;
+  OCTAVO_INLINE void fetch() {
+    for (int64_t at = 0; at < step; at += 64) __builtin_prefetch(from + at);
+    from += step;
+  }
+};
+
 // Products of a panel and a tile's first rows.
 template <QuantFormat Format, int Rows>
-void multiply_tile(const uint8_t* panel, int64_t num_groups, const int8_t* x, const QuantGroup* groups,
-                   float (*out)[kPanel]) {
+void multiply_tile(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahead ahead, float (*out)[kPanel]) {
   constexpr QuantLayout layout = layout_of(Format);
-  const int64_t groups_a_block = layout.groups == 0 ? num_groups : layout.groups;
+  const int64_t num_groups = rows.num_groups, groups_a_block = layout.groups == 0 ? num_groups : layout.groups;
+  const auto* x = rows.codes_of<RowCode<layout.bits>>(row);
+  const QuantGroup* groups = rows.groups_of(row);
   Columns sums[Rows];
   for (int r = 0; r < Rows; ++r) sums[r] = spread(0);
   const uint8_t* w = panel;
@@ -68,6 +87,7 @@ void multiply_tile(const uint8_t* panel, int64_t num_groups, const int8_t* x, co
     const uint8_t* header = w;
     w += layout.header;
     for (int64_t i = 0; i < groups_a_block; ++i) {
+      ahead.fetch();
       add_group<Format, Rows>(header, static_cast<int>(i), w, x, groups, sums);
       w += layout.group_bytes();
       x += kQuantGroup * kQuantTile;
@@ -81,14 +101,13 @@ void multiply_tile(const uint8_t* panel, int64_t num_groups, const int8_t* x, co
 }
 
 template <QuantFormat Format>
-void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, int count, float (*out)[kPanel]) {
-  const int8_t* x = rows.codes_of(row);
-  const QuantGroup* groups = rows.groups_of(row);
+void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, int count, Ahead ahead,
+                   float (*out)[kPanel]) {
   switch (count) {
-    case 1: return multiply_tile<Format, 1>(panel, rows.num_groups, x, groups, out);
-    case 2: return multiply_tile<Format, 2>(panel, rows.num_groups, x, groups, out);
-    case 3: return multiply_tile<Format, 3>(panel, rows.num_groups, x, groups, out);
-    default: return multiply_tile<Format, 4>(panel, rows.num_groups, x, groups, out);
+    case 1: return multiply_tile<Format, 1>(panel, rows, row, ahead, out);
+    case 2: return multiply_tile<Format, 2>(panel, rows, row, ahead, out);
+    case 3: return multiply_tile<Format, 3>(panel, rows, row, ahead, out);
+    default: return multiply_tile<Format, 4>(panel, rows, row, ahead, out);
   }
 }
 
@@ -114,10 +133,13 @@ void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, 
   const int64_t first = panel * kPanel;
   const int columns = static_cast<int>(weight.n - first < kPanel ? weight.n - first : kPanel);
   const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
-  for (int64_t row = 0; row < count; row += kQuantTile) {
+  // Each tile fetches an equal part of the next panel, but a single one leaves it to the processor: it reads steadily.
+  const int64_t tiles = (count + kQuantTile - 1) / kQuantTile;
+  Ahead ahead{weight.panel(panel + 1), tiles == 1 ? 0 : layout_of(Format).group_bytes() / tiles};
+  for (int64_t row = 0; row < count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
     const int tile = static_cast<int>(count - row < kQuantTile ? count - row : kQuantTile);
     float sums[kQuantTile][kPanel];
-    multiply_rows<Format>(weight.panel(panel), rows, row, tile, sums);
+    multiply_rows<Format>(weight.panel(panel), rows, row, tile, ahead, sums);
     for (int r = 0; r < tile; ++r) {
       const int64_t at = (row + r) * out.stride + first;
       if (out.add) {
@@ -146,7 +168,7 @@ void panel(const PackedQuant& weight, int64_t i, const QuantRows& rows, int64_t 
 }  // namespace
 
 const QuantTable* quant_table() {
-  static const QuantTable table{encode_weights, quantize, panel};
+  static const QuantTable table{encode_weights, wants_wide, quantize, panel};
   return &table;
 }
 

@@ -83,13 +83,21 @@ struct QuantGroup {
   int32_t offset;    // both: -8 times the sum of all codes
 };
 
-// Quantised rows. Rows are laid out four together, so that a tile of rows is read through one pointer.
+// Quantised rows. Rows are laid out four together, so that a tile of rows is read through one pointer. Codes are there
+// in 8 bits, in 16, or both, as the weights that they are multiplied with want them.
 struct QuantRows {
-  int8_t* codes;       // [rows / 4][groups * 8 quads][4 rows][4 of K], aligned to 16 bytes
+  int8_t* narrow;      // [rows / 4][groups * 8 quads][4 rows][4 of K], aligned to 16 bytes; or null
+  int16_t* wide;       // the same, each quad's values in the order 0, 2, 1, 3; or null
   QuantGroup* groups;  // [rows / 4][groups][4 rows]
   int64_t num_groups;
-  int8_t* codes_of(int64_t row) const {
-    return codes + row / kQuantTile * num_groups * (kQuantGroup * kQuantTile) + row % kQuantTile * 4;
+  template <typename Code>
+  Code* codes_of(int64_t row) const {
+    const int64_t at = row / kQuantTile * num_groups * (kQuantGroup * kQuantTile) + row % kQuantTile * 4;
+    if constexpr (sizeof(Code) == 1) {
+      return narrow + at;
+    } else {
+      return wide + at;
+    }
   }
   QuantGroup* groups_of(int64_t row) const {
     return groups + row / kQuantTile * num_groups * kQuantTile + row % kQuantTile;
@@ -109,6 +117,8 @@ struct QuantTable {
   // Quantises a row of weights w[k], float32 or bfloat16, to 8 or 4 bits in groups of `group` values, a divisor of k.
   // Scales are float16, but float32 if `group` is k; not a number if a weight is infinite or not a number.
   void (*encode)(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales);
+  // Whether weights of so many bits are multiplied with rows of wide codes, or else with narrow ones.
+  bool (*wants_wide)(int bits);
   // Quantises a row x[k], float32 or bfloat16, into row `row`.
   void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
   // Computes a panel's columns for the first `count` rows.

@@ -17,6 +17,13 @@ struct Dots {
 // dot_4bit: codes of 4 bits; Offset: they stand for code - 8. dot_8bit: codes of 8 bits, which have 128 added. w: the
 // group's codes; x: its quads of row 0; groups: that of row 0.
 
+// Of rows that dot_8bit takes.
+#if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
+using CodeFor8bit = int16_t;
+#else
+using CodeFor8bit = int8_t;
+#endif
+
 #if defined(OCTAVO_ISA_avx512_bf16)
 
 // The instruction multiplies 8 bits without sign by 8 with one, and sums quads in 32 bits: no step can overflow.
@@ -42,7 +49,7 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
 }
 
 template <int Rows>
-OCTAVO_INLINE void dot_8bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
+OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantGroup* groups, Dots<Rows>& dots) {
   for (int r = 0; r < Rows; ++r) dots.value[r][0] = 16 * groups[r].offset - I32{};
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
@@ -55,25 +62,25 @@ OCTAVO_INLINE void dot_8bit(const uint8_t* w, const int8_t* x, const QuantGroup*
 
 #elif defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
 
-// All codes are multiplied as numbers of 4 bits without sign, as 8 x 8 bit products would overflow the 16 bits that
-// their pair sums have: 16 products of 15 * 127 fit. An 8-bit code is 16 * (high half - 8) + low half. The offset 8 is
-// taken off by starting from -8 times the sum of the row's codes: no step overflows, as each product with its share of
-// the start is at most 8 * 127.
+// Codes of 4 bits are multiplied in 8 bits and summed in 16: 16 products of at most 15 * 127 fit. The offset 8 is taken
+// off by starting from -8 times the sum of the row's codes: no step overflows, as each product with its share of the
+// start is at most 8 * 127. Codes of 8 bits would overflow such sums. They are multiplied in 16 bits, bytes at even
+// places and at odd ones apart, and summed in 32.
 
-typedef uint16_t Sums __attribute__((vector_size(4 * kLanes), may_alias));  // two of 16 bits for each column
+typedef uint16_t Halves __attribute__((vector_size(4 * kLanes), may_alias));  // two of 16 bits for each column
 
-OCTAVO_INLINE U32 low_halves(U32 codes) { return codes & 0x0f0f0f0fu; }
-OCTAVO_INLINE U32 high_halves(U32 codes) { return low_halves(codes >> 4); }
+OCTAVO_INLINE U32 low_nibbles(U32 codes) { return codes & 0x0f0f0f0fu; }
+OCTAVO_INLINE U32 high_nibbles(U32 codes) { return low_nibbles(codes >> 4); }
 OCTAVO_INLINE U32 quad_of(const int8_t* x) {
   uint32_t quad;
   std::memcpy(&quad, x, 4);
   return splat(quad);
 }
-OCTAVO_INLINE Sums add_products(Sums sums, U32 codes, U32 x) {
+OCTAVO_INLINE Halves add_products(Halves sums, U32 codes, U32 x) {
 #if defined(OCTAVO_ISA_avx2)
-  sums += (Sums)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+  sums += (Halves)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
 #else
-  sums += (Sums)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+  sums += (Halves)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
 #endif
   // Hides the sums from the compiler, which would add all products pairwise and have no registers left to hold them.
 #if !defined(OCTAVO_EMULATED)
@@ -81,26 +88,26 @@ OCTAVO_INLINE Sums add_products(Sums sums, U32 codes, U32 x) {
 #endif
   return sums;
 }
-OCTAVO_INLINE I32 sum_pairs(Sums sums, uint16_t factor) {
+OCTAVO_INLINE I32 sum_pairs(Halves sums) {
 #if defined(OCTAVO_ISA_avx2)
-  return (I32)_mm256_madd_epi16((__m256i)sums, (__m256i)(factor - Sums{}));
+  return (I32)_mm256_madd_epi16((__m256i)sums, (__m256i)(1 - Halves{}));
 #else
-  return (I32)_mm512_madd_epi16((__m512i)sums, (__m512i)(factor - Sums{}));
+  return (I32)_mm512_madd_epi16((__m512i)sums, (__m512i)(1 - Halves{}));
 #endif
 }
 
 template <int Rows, bool Offset>
 OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
-  Sums sums[Rows][kVectors];
+  Halves sums[Rows][kVectors];
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = (Sums)splat(static_cast<uint32_t>(Offset ? groups[r].pairs : 0));
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = (Halves)splat(static_cast<uint32_t>(Offset ? groups[r].pairs : 0));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i, w += 64, x += 8 * kQuantTile) {
     U32 even[kVectors], odd[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const U32 codes = load_as<U32>(w + 4 * kLanes * v);
-      even[v] = low_halves(codes);
-      odd[v] = high_halves(codes);
+      even[v] = low_nibbles(codes);
+      odd[v] = high_nibbles(codes);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
@@ -112,33 +119,41 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < kVectors; ++v) dots.value[r][v] = sum_pairs(sums[r][v], 1);
+    for (int v = 0; v < kVectors; ++v) dots.value[r][v] = sum_pairs(sums[r][v]);
+}
+
+OCTAVO_INLINE void add_wide_products(I32& sums, U32 codes, F32 x) {
+#if defined(OCTAVO_ISA_avx2)
+  sums += (I32)_mm256_madd_epi16((__m256i)codes, (__m256i)x);
+#else
+  sums += (I32)_mm512_madd_epi16((__m512i)codes, (__m512i)x);
+#endif
+#if !defined(OCTAVO_EMULATED)
+  asm("" : "+v"(sums));  // as above
+#endif
 }
 
 template <int Rows>
-OCTAVO_INLINE void dot_8bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
-  // One vector of columns after the other: with AVX2, both would need more registers than there are.
-#pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) {
-    Sums low[Rows], high[Rows];
-    for (int r = 0; r < Rows; ++r) {
-      low[r] = Sums{};
-      high[r] = (Sums)splat(static_cast<uint32_t>(groups[r].pairs));
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      const U32 codes = load_as<U32>(w + 64 * i + 4 * kLanes * v);
-      const U32 low_codes = low_halves(codes), high_codes = high_halves(codes);
+OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantGroup* groups, Dots<Rows>& dots) {
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        const U32 quad = quad_of(x + 4 * kQuantTile * i + 4 * r);
-        low[r] = add_products(low[r], low_codes, quad);
-        high[r] = add_products(high[r], high_codes, quad);
-      }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < kVectors; ++v) dots.value[r][v] = 16 * groups[r].offset - I32{};
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    U32 even[kVectors], odd[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const U32 codes = load_as<U32>(w + 64 * i + 4 * kLanes * v);
+      even[v] = codes & 0x00ff00ffu;
+      odd[v] = (U32)((Halves)codes >> 8);
     }
-    for (int r = 0; r < Rows; ++r) dots.value[r][v] = sum_pairs(low[r], 1) + sum_pairs(high[r], 16);
-    // Makes the second vector read the row's codes again, rather than keep them all on the stack.
-    asm volatile("" ::: "memory");
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const auto* pairs = reinterpret_cast<const float*>(x + 4 * (kQuantTile * i + r));
+      const F32 x_even = splat_anew(pairs);
+      for (int v = 0; v < kVectors; ++v) add_wide_products(dots.value[r][v], even[v], x_even);
+      const F32 x_odd = splat_anew(pairs + 1);
+      for (int v = 0; v < kVectors; ++v) add_wide_products(dots.value[r][v], odd[v], x_odd);
+    }
   }
 }
 
@@ -160,7 +175,7 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
 }
 
 template <int Rows>
-OCTAVO_INLINE void dot_8bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
+OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantGroup* groups, Dots<Rows>& dots) {
   for (int r = 0; r < Rows; ++r) {
     for (int c = 0; c < kPanel; ++c) {
       int32_t sum = 16 * groups[r].offset;

@@ -52,6 +52,14 @@ OCTAVO_INLINE void encode(const Activations& x, float inverse, int8_t (&codes)[k
   sums[1] = static_cast<int16_t>(_mm_extract_epi16(two, 1));
 }
 
+// Two quads in 16 bits, each in the order 0, 2, 1, 3, the second so many values after the first.
+OCTAVO_INLINE void write_wide_quads(const int8_t* codes, int16_t* out, int step) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  const __m128i ordered = _mm_shufflehi_epi16(_mm_shufflelo_epi16(wide, 0xd8), 0xd8);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), ordered);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out + step), _mm_unpackhi_epi64(ordered, ordered));
+}
+
 #else
 
 struct Activations {
@@ -88,18 +96,30 @@ OCTAVO_INLINE void encode(const Activations& x, float inverse, int8_t (&codes)[k
   }
 }
 
+OCTAVO_INLINE void write_wide_quads(const int8_t* codes, int16_t* out, int step) {
+  constexpr int order[] = {0, 2, 1, 3};
+  for (int i = 0; i < 8; ++i) out[i / 4 * step + i % 4] = codes[i / 4 * 4 + order[i % 4]];
+}
+
 #endif
 
 // A group whose greatest magnitude is below this counts as zeros: 127 / magnitude must be finite.
 constexpr float kLeastMagnitude = 1e-35f;
 
-// Writes the quads of a group 16 bytes apart, among those of the other rows of the tile.
-OCTAVO_INLINE void quantize_group(const Activations& x, int8_t* out, QuantGroup& group) {
+// A group's quads, among those of the other rows of the tile.
+OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int8_t* out) {
+  for (int i = 0; i < kQuantGroup; i += 4) std::memcpy(out + i * kQuantTile, codes + i, 4);
+}
+OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int16_t* out) {
+  for (int i = 0; i < kQuantGroup; i += 8) write_wide_quads(codes + i, out + i * kQuantTile, 4 * kQuantTile);
+}
+
+OCTAVO_INLINE void quantize_group(const Activations& x, int8_t (&codes)[kQuantGroup], QuantGroup& group) {
   const uint32_t bits = greatest_magnitude(x);
   float magnitude;
   std::memcpy(&magnitude, &bits, 4);
-  int8_t codes[kQuantGroup] = {};
   int sums[2] = {0, 0};
+  std::memset(codes, 0, sizeof codes);
   if (!(magnitude <= __FLT_MAX__)) {
     group.scale = __builtin_nanf("");
   } else if (magnitude < kLeastMagnitude) {
@@ -108,7 +128,6 @@ OCTAVO_INLINE void quantize_group(const Activations& x, int8_t* out, QuantGroup&
     group.scale = magnitude / 127.0f;
     encode(x, 127.0f / magnitude, codes, sums);
   }
-  for (int i = 0; i < kQuantGroup; i += 4) std::memcpy(out + i * kQuantTile, codes + i, 4);
   group.scaled_sum = group.scale * static_cast<float>(sums[0] + sums[1]);
   group.offset = -8 * (sums[0] + sums[1]);
   const uint16_t first = static_cast<uint16_t>(-8 * sums[0]), second = static_cast<uint16_t>(-8 * sums[1]);
@@ -116,15 +135,19 @@ OCTAVO_INLINE void quantize_group(const Activations& x, int8_t* out, QuantGroup&
 }
 
 template <typename T>
-void quantize_row(const T* x, int64_t k, int8_t* codes, QuantGroup* groups) {
-  for (; k > 0; k -= kQuantGroup, x += kQuantGroup, codes += kQuantGroup * kQuantTile, groups += kQuantTile) {
-    if (k >= kQuantGroup) {
-      quantize_group(load_activations(x), codes, *groups);
+void quantize_row(const T* x, int64_t k, const QuantRows& rows, int64_t row) {
+  QuantGroup* group = rows.groups_of(row);
+  for (int64_t at = 0; at < k; at += kQuantGroup, group += kQuantTile) {
+    int8_t codes[kQuantGroup];
+    if (k - at >= kQuantGroup) {
+      quantize_group(load_activations(x + at), codes, *group);
     } else {
       T padded[kQuantGroup] = {};
-      std::memcpy(padded, x, static_cast<size_t>(k) * sizeof(T));
-      quantize_group(load_activations(padded), codes, *groups);
+      std::memcpy(padded, x + at, static_cast<size_t>(k - at) * sizeof(T));
+      quantize_group(load_activations(padded), codes, *group);
     }
+    if (rows.narrow != nullptr) write_codes(codes, rows.codes_of<int8_t>(row) + at * kQuantTile);
+    if (rows.wide != nullptr) write_codes(codes, rows.codes_of<int16_t>(row) + at * kQuantTile);
   }
 }
 
