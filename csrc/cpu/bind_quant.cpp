@@ -29,10 +29,10 @@ constexpr int64_t kWorkOfValue = 2;
 class RowBuffer {
  public:
   QuantRows take(int64_t rows, int64_t num_groups, bool narrow, bool wide) {
-    const auto tiled = static_cast<size_t>((rows + kQuantTile - 1) / kQuantTile * kQuantTile * num_groups);
-    return {narrow ? static_cast<int8_t*>(narrow_.take(tiled * kQuantGroup)) : nullptr,
-            wide ? static_cast<int16_t*>(wide_.take(tiled * kQuantGroup * 2)) : nullptr,
-            static_cast<QuantGroup*>(groups_.take(tiled * sizeof(QuantGroup))), num_groups};
+    const auto all_groups = static_cast<size_t>(rows * num_groups);
+    return {narrow ? static_cast<int8_t*>(narrow_.take(all_groups * kQuantGroup)) : nullptr,
+            wide ? static_cast<int16_t*>(wide_.take(all_groups * kQuantGroup * 2)) : nullptr,
+            static_cast<QuantGroup*>(groups_.take(all_groups * sizeof(QuantGroup))), num_groups, rows};
   }
 
  private:
@@ -86,7 +86,7 @@ class LinearQuant : public Op {
     thread_local RowBuffer buffer;
     for (int64_t first = 0; first < step.tokens; first += kRowsAtOnce) {
       const int64_t rows = step.tokens - first < kRowsAtOnce ? step.tokens - first : kRowsAtOnce;
-      run_rows(first, rows, buffer.take(rows, parts_[0]->groups, any_part_wants(false), any_part_wants(true)));
+      run_rows(first, buffer.take(rows, parts_[0]->groups, any_part_wants(false), any_part_wants(true)));
     }
   }
 
@@ -96,13 +96,13 @@ class LinearQuant : public Op {
     if (dtype == Dtype::i8) throw std::invalid_argument("rows of a quantised product are float32 or bfloat16");
   }
 
-  // Panel `panel` of all parts' for `rows` rows, into memory of its own [rows][stride].
-  void multiply(int64_t panel, int64_t rows, const QuantRows& quantized, float* sums, int64_t stride) const {
+  // Panel `panel` of all parts' for all rows, into memory of its own [rows][stride].
+  void multiply(int64_t panel, const QuantRows& quantized, float* sums, int64_t stride) const {
     const size_t part = part_of(panel);
     const int64_t own = panel - first_panel_[part];
     const auto first_column = reinterpret_cast<uintptr_t>(sums) - own * kPanel * sizeof(float);
     const QuantOutput out{reinterpret_cast<void*>(first_column), stride, Dtype::f32, outputs_[part].bias, false};
-    isa().quant->panel(*parts_[part], own, quantized, rows, out);
+    isa().quant->panel(*parts_[part], own, quantized, out);
   }
 
   int64_t panels_ = 0;  // of all parts
@@ -121,10 +121,10 @@ class LinearQuant : public Op {
     return part;
   }
 
-  void run_rows(int64_t first, int64_t rows, const QuantRows& quantized) const {
+  void run_rows(int64_t first, const QuantRows& quantized) const {
     const QuantTable& table = *isa().quant;
     const int64_t k = parts_[0]->k;
-    for_row_ranges(rows, kWorkOfValue * k, [&](int64_t begin, int64_t end) {
+    for_row_ranges(quantized.count, kWorkOfValue * k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
       }
@@ -132,16 +132,16 @@ class LinearQuant : public Op {
     const int64_t chunk = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
     parallel_for((tasks_ + chunk - 1) / chunk, [&](int64_t chunk_index) {
       for (int64_t i = chunk_index * chunk; i < std::min(tasks_, (chunk_index + 1) * chunk); ++i) {
-        run_task(i, first, rows, quantized);
+        run_task(i, first, quantized);
       }
     });
   }
 
-  virtual void run_task(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const {
+  virtual void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const {
     const size_t part = part_of(panel);
     QuantOutput out = outputs_[part];
     out.data = static_cast<char*>(out.data) + first * out_stride_;
-    isa().quant->panel(*parts_[part], panel - first_panel_[part], quantized, rows, out);
+    isa().quant->panel(*parts_[part], panel - first_panel_[part], quantized, out);
   }
 
   std::vector<std::shared_ptr<PackedQuant>> parts_;
@@ -164,14 +164,14 @@ class GatedQuant : public LinearQuant {
   }
 
  private:
-  void run_task(int64_t panel, int64_t first, int64_t rows, const QuantRows& quantized) const override {
+  void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const override {
     alignas(64) float sums[kRowsAtOnce][2 * kPanel];
-    multiply(panel, rows, quantized, sums[0], 2 * kPanel);
-    multiply(panel + tasks_, rows, quantized, sums[0] + kPanel, 2 * kPanel);
+    multiply(panel, quantized, sums[0], 2 * kPanel);
+    multiply(panel + tasks_, quantized, sums[0] + kPanel, 2 * kPanel);
     char* out = out_ + (first * out_stride_ + panel * kPanel) * size_of(out_dtype_);
     const Activate activation{sums,   2 * kPanel,  Dtype::f32,       out, out_stride_, out_dtype_,
                               kPanel, Activation::silu, true};
-    isa().pointwise->activate(activation, Step{}, 0, rows);
+    isa().pointwise->activate(activation, Step{}, 0, quantized.count);
   }
 
   char* out_;

@@ -90,8 +90,8 @@ void multiply_tile(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahe
       ahead.fetch();
       add_group<Format, Rows>(header, static_cast<int>(i), w, x, groups, sums);
       w += layout.group_bytes();
-      x += kQuantGroup * kQuantTile;
-      groups += kQuantTile;
+      x += kQuantGroup * Rows;
+      groups += Rows;
     }
   }
   for (int r = 0; r < Rows; ++r) {
@@ -101,9 +101,8 @@ void multiply_tile(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahe
 }
 
 template <QuantFormat Format>
-void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, int count, Ahead ahead,
-                   float (*out)[kPanel]) {
-  switch (count) {
+void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahead ahead, float (*out)[kPanel]) {
+  switch (rows.rows_of_tile(row)) {
     case 1: return multiply_tile<Format, 1>(panel, rows, row, ahead, out);
     case 2: return multiply_tile<Format, 2>(panel, rows, row, ahead, out);
     case 3: return multiply_tile<Format, 3>(panel, rows, row, ahead, out);
@@ -129,18 +128,17 @@ OCTAVO_INLINE void add_row(const float* sums, const float* bias, int columns, fl
 }
 
 template <QuantFormat Format>
-void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t count, const QuantOutput& out) {
+void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out) {
   const int64_t first = panel * kPanel;
   const int columns = static_cast<int>(weight.n - first < kPanel ? weight.n - first : kPanel);
   const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
   // Each tile fetches an equal part of the next panel, but a single one leaves it to the processor: it reads steadily.
-  const int64_t tiles = (count + kQuantTile - 1) / kQuantTile;
+  const int64_t tiles = (rows.count + kQuantTile - 1) / kQuantTile;
   Ahead ahead{weight.panel(panel + 1), tiles == 1 ? 0 : layout_of(Format).group_bytes() / tiles};
-  for (int64_t row = 0; row < count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
-    const int tile = static_cast<int>(count - row < kQuantTile ? count - row : kQuantTile);
+  for (int64_t row = 0; row < rows.count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
     float sums[kQuantTile][kPanel];
-    multiply_rows<Format>(weight.panel(panel), rows, row, tile, ahead, sums);
-    for (int r = 0; r < tile; ++r) {
+    multiply_rows<Format>(weight.panel(panel), rows, row, ahead, sums);
+    for (int r = 0; r < rows.rows_of_tile(row); ++r) {
       const int64_t at = (row + r) * out.stride + first;
       if (out.add) {
         add_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
@@ -153,15 +151,15 @@ void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, 
   }
 }
 
-void panel(const PackedQuant& weight, int64_t i, const QuantRows& rows, int64_t count, const QuantOutput& out) {
+void panel(const PackedQuant& weight, int64_t i, const QuantRows& rows, const QuantOutput& out) {
   switch (weight.format) {
-    case QuantFormat::q8_channel: return run_panel<QuantFormat::q8_channel>(weight, i, rows, count, out);
-    case QuantFormat::q8_32: return run_panel<QuantFormat::q8_32>(weight, i, rows, count, out);
-    case QuantFormat::q8_128: return run_panel<QuantFormat::q8_128>(weight, i, rows, count, out);
-    case QuantFormat::q4_32: return run_panel<QuantFormat::q4_32>(weight, i, rows, count, out);
-    case QuantFormat::q4_128: return run_panel<QuantFormat::q4_128>(weight, i, rows, count, out);
-    case QuantFormat::q4_1: return run_panel<QuantFormat::q4_1>(weight, i, rows, count, out);
-    case QuantFormat::q4_k: return run_panel<QuantFormat::q4_k>(weight, i, rows, count, out);
+    case QuantFormat::q8_channel: return run_panel<QuantFormat::q8_channel>(weight, i, rows, out);
+    case QuantFormat::q8_32: return run_panel<QuantFormat::q8_32>(weight, i, rows, out);
+    case QuantFormat::q8_128: return run_panel<QuantFormat::q8_128>(weight, i, rows, out);
+    case QuantFormat::q4_32: return run_panel<QuantFormat::q4_32>(weight, i, rows, out);
+    case QuantFormat::q4_128: return run_panel<QuantFormat::q4_128>(weight, i, rows, out);
+    case QuantFormat::q4_1: return run_panel<QuantFormat::q4_1>(weight, i, rows, out);
+    case QuantFormat::q4_k: return run_panel<QuantFormat::q4_k>(weight, i, rows, out);
   }
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "isa.hpp"
@@ -58,7 +59,6 @@ class PackedQuant {
  public:
   // Throws std::invalid_argument if k is no multiple of the format's block.
   PackedQuant(QuantFormat format, int64_t n, int64_t k, const QuantSource& source);
-  ~PackedQuant();
   PackedQuant(const PackedQuant&) = delete;
   PackedQuant& operator=(const PackedQuant&) = delete;
 
@@ -72,6 +72,7 @@ class PackedQuant {
 
  private:
   void pack_panel(int64_t panel, const QuantSource& source);
+  std::shared_ptr<void> memory_;
   uint8_t* data_;
 };
 
@@ -83,16 +84,22 @@ struct QuantGroup {
   int32_t offset;    // both: -8 times the sum of all codes
 };
 
-// Quantised rows. Rows are laid out four together, so that a tile of rows is read through one pointer. Codes are there
-// in 8 bits, in 16, or both, as the weights that they are multiplied with want them.
+// Quantised rows. Four rows make a tile, the last ones perhaps a smaller one, and lie together, so that a tile is read
+// through one pointer. Codes are there in 8 bits, in 16, or both, as the weights that they are multiplied with want them.
 struct QuantRows {
-  int8_t* narrow;      // [rows / 4][groups * 8 quads][4 rows][4 of K], aligned to 16 bytes; or null
+  int8_t* narrow;      // [tiles][groups * 8 quads][rows of the tile][4 of K], aligned to 16 bytes; or null
   int16_t* wide;       // the same, each quad's values in the order 0, 2, 1, 3; or null
-  QuantGroup* groups;  // [rows / 4][groups][4 rows]
+  QuantGroup* groups;  // [tiles][groups][rows of the tile]
   int64_t num_groups;
+  int64_t count;
+  int64_t first_of_tile(int64_t row) const { return row / kQuantTile * kQuantTile; }
+  int rows_of_tile(int64_t row) const {
+    const int64_t rest = count - first_of_tile(row);
+    return static_cast<int>(rest < kQuantTile ? rest : kQuantTile);
+  }
   template <typename Code>
   Code* codes_of(int64_t row) const {
-    const int64_t at = row / kQuantTile * num_groups * (kQuantGroup * kQuantTile) + row % kQuantTile * 4;
+    const int64_t at = first_of_tile(row) * num_groups * kQuantGroup + row % kQuantTile * 4;
     if constexpr (sizeof(Code) == 1) {
       return narrow + at;
     } else {
@@ -100,7 +107,7 @@ struct QuantRows {
     }
   }
   QuantGroup* groups_of(int64_t row) const {
-    return groups + row / kQuantTile * num_groups * kQuantTile + row % kQuantTile;
+    return groups + first_of_tile(row) * num_groups + row % kQuantTile;
   }
 };
 
@@ -121,8 +128,8 @@ struct QuantTable {
   bool (*wants_wide)(int bits);
   // Quantises a row x[k], float32 or bfloat16, into row `row`.
   void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
-  // Computes a panel's columns for the first `count` rows.
-  void (*panel)(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t count, const QuantOutput& out);
+  // Computes a panel's columns for all rows.
+  void (*panel)(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out);
 };
 
 }  // namespace octavo

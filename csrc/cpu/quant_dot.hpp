@@ -37,13 +37,13 @@ template <int Rows, bool Offset>
 OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
   for (int r = 0; r < Rows; ++r) dots.value[r][0] = (Offset ? groups[r].offset : 0) - I32{};
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i, w += 64, x += 8 * kQuantTile) {
+  for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
     const U32 codes = load_as<U32>(w);
     const U32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       dots.value[r][0] = add_products(dots.value[r][0], even, x + 4 * r);
-      dots.value[r][0] = add_products(dots.value[r][0], odd, x + 4 * kQuantTile + 4 * r);
+      dots.value[r][0] = add_products(dots.value[r][0], odd, x + 4 * Rows + 4 * r);
     }
   }
 }
@@ -56,7 +56,7 @@ OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantG
     const U32 codes = load_as<U32>(w + 64 * i);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
-      dots.value[r][0] = add_products(dots.value[r][0], codes, x + 4 * kQuantTile * i + 4 * r);
+      dots.value[r][0] = add_products(dots.value[r][0], codes, x + 4 * Rows * i + 4 * r);
   }
 }
 
@@ -102,7 +102,7 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = (Halves)splat(static_cast<uint32_t>(Offset ? groups[r].pairs : 0));
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i, w += 64, x += 8 * kQuantTile) {
+  for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
     U32 even[kVectors], odd[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const U32 codes = load_as<U32>(w + 4 * kLanes * v);
@@ -111,7 +111,7 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const U32 x_even = quad_of(x + 4 * r), x_odd = quad_of(x + 4 * kQuantTile + 4 * r);
+      const U32 x_even = quad_of(x + 4 * r), x_odd = quad_of(x + 4 * Rows + 4 * r);
       for (int v = 0; v < kVectors; ++v) {
         sums[r][v] = add_products(sums[r][v], even[v], x_even);
         sums[r][v] = add_products(sums[r][v], odd[v], x_odd);
@@ -148,7 +148,7 @@ OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantG
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const auto* pairs = reinterpret_cast<const float*>(x + 4 * (kQuantTile * i + r));
+      const auto* pairs = reinterpret_cast<const float*>(x + 4 * (Rows * i + r));
       const F32 x_even = splat_anew(pairs);
       for (int v = 0; v < kVectors; ++v) add_wide_products(dots.value[r][v], even[v], x_even);
       const F32 x_odd = splat_anew(pairs + 1);
@@ -166,8 +166,8 @@ OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup*
       int32_t sum = Offset ? groups[r].offset : 0;
       for (int i = 0; i < 16; ++i) {
         const uint8_t codes = w[i / 4 * 64 + c * 4 + i % 4];
-        const int8_t* pair = x + i / 4 * 8 * kQuantTile + 4 * r + i % 4;
-        sum += (codes & 15) * pair[0] + (codes >> 4) * pair[4 * kQuantTile];
+        const int8_t* pair = x + i / 4 * 8 * Rows + 4 * r + i % 4;
+        sum += (codes & 15) * pair[0] + (codes >> 4) * pair[4 * Rows];
       }
       dots.value[r][c / kLanes][c % kLanes] = sum;
     }
@@ -180,7 +180,7 @@ OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantG
     for (int c = 0; c < kPanel; ++c) {
       int32_t sum = 16 * groups[r].offset;
       for (int i = 0; i < kQuantGroup; ++i) {
-        sum += w[i / 4 * 64 + c * 4 + i % 4] * x[i / 4 * 4 * kQuantTile + 4 * r + i % 4];
+        sum += w[i / 4 * 64 + c * 4 + i % 4] * x[i / 4 * 4 * Rows + 4 * r + i % 4];
       }
       dots.value[r][c / kLanes][c % kLanes] = sum;
     }

@@ -1,16 +1,14 @@
 // Packing of quantised weights; done once, at load.
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
+#include "arena.hpp"
 #include "quant.hpp"
 #include "threads.hpp"
 
 namespace octavo {
 
 namespace {
-constexpr std::align_val_t kAlignment{64};
-
 int64_t panel_size(const QuantLayout& layout, int64_t groups) {
   const int64_t blocks = layout.groups == 0 ? 1 : groups / layout.groups;
   return blocks * layout.header + groups * layout.group_bytes();
@@ -44,12 +42,10 @@ PackedQuant::PackedQuant(QuantFormat format, int64_t n, int64_t k, const QuantSo
       groups(count_groups(layout_of(format), n, k)),
       panels((n + kPanel - 1) / kPanel),
       panel_bytes(panel_size(layout_of(format), groups)) {
-  data_ = static_cast<uint8_t*>(::operator new(static_cast<size_t>(bytes()), kAlignment));
-  std::memset(data_, 0, static_cast<size_t>(bytes()));
+  memory_ = allocate_weights(static_cast<size_t>(bytes()));
+  data_ = static_cast<uint8_t*>(memory_.get());
   parallel_for(panels, [&](int64_t i) { pack_panel(i, source); });
 }
-
-PackedQuant::~PackedQuant() { ::operator delete(data_, kAlignment); }
 
 void PackedQuant::pack_panel(int64_t panel, const QuantSource& source) {
   const QuantLayout layout = layout_of(format);

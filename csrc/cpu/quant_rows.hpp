@@ -106,12 +106,12 @@ OCTAVO_INLINE void write_wide_quads(const int8_t* codes, int16_t* out, int step)
 // A group whose greatest magnitude is below this counts as zeros: 127 / magnitude must be finite.
 constexpr float kLeastMagnitude = 1e-35f;
 
-// A group's quads, among those of the other rows of the tile.
-OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int8_t* out) {
-  for (int i = 0; i < kQuantGroup; i += 4) std::memcpy(out + i * kQuantTile, codes + i, 4);
+// A group's quads, so many values apart.
+OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int8_t* out, int step) {
+  for (int i = 0; i < kQuantGroup; i += 4) std::memcpy(out + i / 4 * step, codes + i, 4);
 }
-OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int16_t* out) {
-  for (int i = 0; i < kQuantGroup; i += 8) write_wide_quads(codes + i, out + i * kQuantTile, 4 * kQuantTile);
+OCTAVO_INLINE void write_codes(const int8_t (&codes)[kQuantGroup], int16_t* out, int step) {
+  for (int i = 0; i < kQuantGroup; i += 8) write_wide_quads(codes + i, out + i / 4 * step, step);
 }
 
 OCTAVO_INLINE void quantize_group(const Activations& x, int8_t (&codes)[kQuantGroup], QuantGroup& group) {
@@ -136,8 +136,9 @@ OCTAVO_INLINE void quantize_group(const Activations& x, int8_t (&codes)[kQuantGr
 
 template <typename T>
 void quantize_row(const T* x, int64_t k, const QuantRows& rows, int64_t row) {
+  const int tile = rows.rows_of_tile(row);
   QuantGroup* group = rows.groups_of(row);
-  for (int64_t at = 0; at < k; at += kQuantGroup, group += kQuantTile) {
+  for (int64_t at = 0; at < k; at += kQuantGroup, group += tile) {
     int8_t codes[kQuantGroup];
     if (k - at >= kQuantGroup) {
       quantize_group(load_activations(x + at), codes, *group);
@@ -146,8 +147,8 @@ void quantize_row(const T* x, int64_t k, const QuantRows& rows, int64_t row) {
       std::memcpy(padded, x + at, static_cast<size_t>(k - at) * sizeof(T));
       quantize_group(load_activations(padded), codes, *group);
     }
-    if (rows.narrow != nullptr) write_codes(codes, rows.codes_of<int8_t>(row) + at * kQuantTile);
-    if (rows.wide != nullptr) write_codes(codes, rows.codes_of<int16_t>(row) + at * kQuantTile);
+    if (rows.narrow != nullptr) write_codes(codes, rows.codes_of<int8_t>(row) + at * tile, 4 * tile);
+    if (rows.wide != nullptr) write_codes(codes, rows.codes_of<int16_t>(row) + at * tile, 4 * tile);
   }
 }
 
