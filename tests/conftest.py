@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Helpers are imported as ``tests.busy_machine``, however pytest was started.
+ROOT = str(Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)  # after the installed package, if it is not this one
+
+# How long an example takes says nothing of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if "TRITON_INTERPRET" not in os.environ:
     import torch

@@ -15,6 +15,7 @@ import octavo
 import octavo.cli.sampling_flags
 from octavo.core import errors
 from octavo.core.sampling_params import SamplingParams
+from tests.busy_machine import PATIENCE, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +25,7 @@ HEAVY = ("torch", "pydantic", "transformers", "numpy", "yaml", "jinja2", "msgspe
 def python(code: str) -> str:
     """Standard output of code run by a fresh interpreter that finds the package in this checkout."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -39,8 +40,16 @@ def script(name: str) -> ModuleType:
 
 
 def test_importing_the_package_is_quick() -> None:
-    code = "import time; t = time.perf_counter(); import octavo; print(time.perf_counter() - t)"
-    assert min(float(python(code)) for _ in range(5)) < 0.2
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from tests.busy_machine import held_up\n"
+        "held, t = held_up(), time.perf_counter(); import octavo; print(time.perf_counter() - t - held_up() + held)"
+    )
+
+    def measure() -> dict[str, bool]:
+        seconds = [float(python(code)) for _ in range(5)]
+        return {f"one of {seconds} s is below 0.2 s": min(seconds) < 0.2}
+
+    once_in_three(measure)
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

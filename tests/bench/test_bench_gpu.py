@@ -23,6 +23,7 @@ from octavo.bench.steady import run_batch
 from octavo.bench.work import kv_bytes_per_token, layer_weights, prefill_operations, weight_bytes_read
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
+from tests.busy_machine import once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"
@@ -259,9 +260,15 @@ def test_bytes_and_operations_of_a_network_that_is_counted_by_hand(tiny: Path) -
 
 
 def test_device_timing_on_a_cpu() -> None:
-    calls = []
-    assert 0 <= seconds_per_call(lambda: calls.append(1), "cpu", budget=0.01) < 0.01
-    assert len(calls) >= 6
+    calls: list[int] = []
+
+    def measure() -> dict[str, bool]:
+        calls.clear()
+        seconds = seconds_per_call(lambda: calls.append(1), "cpu", budget=0.01)
+        assert len(calls) >= 6
+        return {f"a call takes from 0 to 10 ms, not {seconds} s": 0 <= seconds < 0.01}
+
+    once_in_three(measure)
     work = calls.clear
     assert graphed(work, "cpu") is work
     limits = measure_device("cpu", 1 << 20, 32)

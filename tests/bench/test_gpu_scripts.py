@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy_machine import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -19,7 +21,7 @@ def gpu_test(python: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHON": str(python)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

@@ -16,6 +16,7 @@ from octavo.cli.chat import Conversation
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
+from tests.busy_machine import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -187,11 +188,11 @@ def test_a_question_beyond_the_context_is_an_error_and_the_next_is_answered(
 
 
 def read_until(terminal: int, wanted: bytes, each_second: Callable[[], None] = lambda: None) -> None:
-    """Reads up to ``wanted``, for a minute at most; ``each_second`` is called while nothing comes."""
+    """Reads up to ``wanted``, as long as there is hope; ``each_second`` is called while nothing comes."""
     seen = b""
     silent = 0
     while wanted not in seen:
-        assert silent < 60, f"waited in vain for {wanted!r} after {seen!r}"
+        assert silent < PATIENCE, f"waited in vain for {wanted!r} after {seen!r}"
         ready, _, _ = select.select([terminal], [], [], 1)
         if ready:
             seen += os.read(terminal, 4096)
@@ -215,7 +216,7 @@ def test_in_a_terminal_ctrl_c_drops_the_line_and_ctrl_d_leaves(tiny_model: Path)
         # A signal that comes just before readline waits is not seen by it until the next one.
         read_until(ours, b"> ", each_second=lambda: process.send_signal(signal.SIGINT))
         os.write(ours, b"\x04")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

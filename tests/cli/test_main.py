@@ -12,6 +12,7 @@ import pytest
 
 import octavo as package
 from octavo.cli.main import COMMANDS
+from tests.busy_machine import PATIENCE, held_up, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(("OCTAVO_", "PYTHON"))} | {"PYTHONPATH": str(ROOT)}
@@ -22,18 +23,25 @@ Run = Callable[..., int]
 def program(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "octavo", *argv]
     return subprocess.run(  # type: ignore[call-overload]
-        command, capture_output=True, text=True, timeout=120, **{"env": ENVIRON, **options}
+        command, capture_output=True, text=True, timeout=PATIENCE, **{"env": ENVIRON, **options}
     )
 
 
 def test_help_is_shown_within_half_a_second() -> None:
-    seconds = []
-    for _ in range(5):
+    def once() -> float:
         start = time.perf_counter()
-        result = program("--help")
-        seconds.append(time.perf_counter() - start)
-        assert result.returncode == 0
-    assert min(seconds) < 0.5
+        command = [sys.executable, "-m", "octavo", "--help"]
+        process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.DEVNULL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # what it leaves to be read goes with ``wait``
+        seconds = time.perf_counter() - start - held_up(process.pid)
+        assert process.wait() == 0
+        return seconds
+
+    def measure() -> dict[str, bool]:
+        seconds = [once() for _ in range(5)]
+        return {f"one of {seconds} s is below 0.5 s": min(seconds) < 0.5}
+
+    once_in_three(measure)
 
 
 def test_the_top_level_parser_imports_nothing_heavy() -> None:
@@ -152,7 +160,7 @@ def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=PATIENCE) != 0
     assert errors == b""
 
 

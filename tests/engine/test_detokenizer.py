@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from octavo.engine.detokenizer import IncrementalDetokenizer, StopMatch
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
+from tests.busy_machine import once_in_three
 
 # Ids in the SentencePiece tokenizer: byte 0, "▁hello".
 BYTE, HELLO = 3, 260
@@ -303,9 +304,12 @@ def test_time_grows_with_the_length_and_not_faster(pattern: str) -> None:
         stop = ["a" * (n // 2) + "b", "a" * n + "b"] if pattern == "stop" else ["xyz"]
         return min(seconds(unit(n), tokenizer, stop) for _ in range(3))
 
+    def measure() -> dict[str, bool]:
+        small, large = cost(4000), cost(32000)
+        return {f"{small} s for 4000 tokens, {large} s for 32000": large < 8 * small * 3 + 0.02}
+
     cost(1000)
-    small, large = cost(4000), cost(32000)
-    assert large < 8 * small * 3 + 0.02, f"{small} s for 4000 tokens, {large} s for 32000"
+    once_in_three(measure)
 
 
 def test_folder_tokenizers_load(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.busy_machine import PATIENCE, once_in_three
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
@@ -44,7 +46,7 @@ def new_threads(size: int, pin: bool) -> list[str]:
 
 def settled(task: str, expected: set[int]) -> bool:
     """Whether a thread comes to be bound so; a new thread binds itself when it first runs."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if processors(task) == expected:
             return True
@@ -87,7 +89,7 @@ def test_the_caller_is_pinned_during_a_step_only(pin: bool) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     running.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while len(seen) < 50 and time.monotonic() < deadline:
         tape.run(_cpu.Step(len(rows)))
     done.set()
@@ -111,8 +113,13 @@ def test_threads_rest_between_steps() -> None:
     tape.append(_cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32))
     # On its own, as an operation outside of a tape, too.
     for run in (tape.run, _cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32).run):
-        for _ in range(10):
-            run(_cpu.Step(len(rows)))
-        before = time.process_time()
-        time.sleep(1)
-        assert time.process_time() - before < 0.2
+
+        def measure(run: Callable[[Any], object] = run) -> dict[str, bool]:
+            for _ in range(10):
+                run(_cpu.Step(len(rows)))
+            before = time.process_time()
+            time.sleep(1)
+            seconds = time.process_time() - before
+            return {f"less than 0.2 s of processor time in a second, not {seconds} s": seconds < 0.2}
+
+        once_in_three(measure)

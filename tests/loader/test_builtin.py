@@ -14,6 +14,7 @@ import pytest
 
 from octavo.core.errors import DownloadError
 from octavo.loader.builtin import BUILTIN, BuiltinModel, fetch_builtin
+from tests.busy_machine import PATIENCE
 
 CONTENT = bytes(range(256)) * 400
 
@@ -142,7 +143,7 @@ def test_processes_at_once_download_once(cache: Path, tiny: BuiltinModel) -> Non
     )
     command = [sys.executable, "-c", script]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert "".join(outputs).count("DOWNLOAD") == 1
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -69,6 +70,25 @@ def test_a_config_is_enough_and_the_seed_decides(folder: Path) -> None:
     assert tokens(0) == tokens(0) != tokens(1)
 
 
+def test_of_a_model_of_the_hub_only_the_description_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def snapshot(repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer_config.json"]
+        taken.extend(
+            huggingface_hub.utils.filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    options = {**SMALL, "load_format": "dummy", "kernels": "reference", "max_num_seqs": 8, "device": "cpu"}
+    (output,) = LLM("owner/name", **options).generate([[5, 6, 7]], IDS, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 6
+    assert taken == ["config.json", "tokenizer_config.json"]
+
+
 def test_what_needs_text_is_refused_with_what_would_be_right(folder: Path) -> None:
     llm = load(folder)
     with pytest.raises(InvalidRequestError, match=r"no tokenizer .*: give the prompt as token ids"):
@@ -102,6 +122,11 @@ def test_dummy_weights_are_quantised_like_others(folder: Path, quantization: str
     llm = LLM(str(folder), load_format="dummy", device="cpu", quantization=quantization, **SMALL, max_num_seqs=8)
     (output,) = llm.generate([[3, 4]], IDS, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 6
+
+
+def test_weights_are_not_quantised_to_a_type_of_other_devices(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="int8 and int4, not 'fp8'"):
+        LLM(str(folder), load_format="dummy", device="cpu", quantization="fp8", **SMALL, max_num_seqs=8)
 
 
 def test_there_is_no_file_to_take_blocks_from(folder: Path) -> None:

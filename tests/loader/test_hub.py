@@ -43,21 +43,35 @@ def test_the_hubs_errors_become_ours(
         resolve_model("owner/name", revision="v9")
 
 
+class Hub:
+    """Stands in for ``snapshot_download``: writes, into a folder, those of a repository's files that are asked for."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self.folder = folder
+        self.files = files
+        self.asked: tuple[str, str | None] | None = None
+        self.taken: list[str] = []
+
+    def __call__(
+        self, repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        self.asked = (repo, revision)
+        self.taken = [
+            *huggingface_hub.utils.filter_repo_objects(
+                self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        ]
+        for file in self.taken:
+            (self.folder / file).parent.mkdir(exist_ok=True)
+            (self.folder / file).write_text("{}")
+        return str(self.folder)
+
+
 def test_only_harmless_files_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot(repo: str, **options: Any) -> str:
-        asked.update(options, repo=repo)
-        (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "model.safetensors").write_text("")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert resolve_model("owner/name", revision="main") == tmp_path
-    assert (asked["repo"], asked["revision"]) == ("owner/name", "main")
     files = [
         "config.json",
         "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
         "tokenizer.json",
         "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja",
@@ -70,10 +84,24 @@ def test_only_harmless_files_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_
         "onnx/model.safetensors",
         "model.gguf",
     ]
-    taken = huggingface_hub.utils.filter_repo_objects(
-        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-    )
-    assert list(taken) == files[:5]
+    hub = Hub(tmp_path, files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert resolve_model("owner/name", revision="main") == tmp_path
+    assert hub.asked == ("owner/name", "main")
+    assert hub.taken == files[:6]
+
+
+def test_without_weights_only_descriptions_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    described = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors", "model.safetensors.index.json"]
+    hub = Hub(tmp_path, described + weights)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert resolve_model("owner/name", weights=False) == tmp_path
+    assert hub.taken == described
+    # Offline, what was fetched then is all there is.
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="not fetched when the hub could be reached"):
+        resolve_model("owner/name")
 
 
 def test_a_repository_of_pickles_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.models.registry import make_network
+from tests.busy_machine import PATIENCE
 
 #: 300 MB in bfloat16, a ninth of it the embedding, which serves as the head too.
 SHAPE = ("LlamaForCausalLM", 16384, 1024, 3584, 10, 16, 4, 64, 128)
@@ -54,7 +55,7 @@ def test_the_peak_while_loading_is_little_more_than_the_weights(tmp_path: Path) 
     weights = sum(tensor.nbytes for tensor in tensors.values())
     del tensors
     command = [sys.executable, "-c", LOAD, str(tmp_path), json.dumps(SHAPE)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     peak, left = (int(word) for word in printed.split())
     assert left > 0.9 * weights  # else the peak was not measured
     assert peak < 1.3 * weights, f"{peak / weights:.2f} times the weights at the peak, {left / weights:.2f} after it"

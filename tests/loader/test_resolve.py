@@ -16,6 +16,7 @@ from safetensors import safe_open
 from octavo.core.errors import ConfigError, DownloadError, ModelNotFoundError, WeightError
 from octavo.loader.cache import cache_dir, publish
 from octavo.loader.resolve import convert_cached, pull, resolve_model
+from tests.busy_machine import PATIENCE
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_
     path = tiny_llama(tmp_path / "m.gguf")
     code = f"from octavo.loader.resolve import resolve_model; print(resolve_model({str(path)!r}))"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    outputs = {process.communicate(timeout=PATIENCE)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(outputs) == 1
     assert dtype_of(Path(outputs.pop())) == "BF16"

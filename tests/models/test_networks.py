@@ -17,6 +17,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.models.llama import LlamaForCausalLM
+from tests.busy_machine import PATIENCE
 
 SMALL = {
     "vocab_size": 101,
@@ -165,7 +166,7 @@ class Group:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
         self._parts: list[Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-# Helpers are imported as ``tests.server.running_server``, however pytest was started.
-ROOT = str(Path(__file__).resolve().parents[2])
-if ROOT not in sys.path:
-    sys.path.append(ROOT)  # after the installed package, if it is not this one
-
-from tests.server.running_server import TINY, Running, running  # noqa: E402
+from tests.server.running_server import TINY, Running, running
 
 
 @pytest.fixture(scope="session")

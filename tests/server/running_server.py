@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from tests.busy_machine import PATIENCE, eventually
+
 #: Small, so that runs of several servers at once do not fight for the machine.
 TINY = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seqs", "64", "--status-interval", "0")
 
@@ -30,10 +32,12 @@ class Running:
     log: Path
 
     def client(self, **options: Any) -> OpenAI:
-        return OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+        return OpenAI(
+            **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
+        )
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(**{"base_url": self.url, "timeout": 60, **options})
+        return httpx.Client(**{"base_url": self.url, "timeout": PATIENCE, **options})
 
     @property
     def address(self) -> tuple[str, int]:
@@ -49,16 +53,26 @@ class Running:
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name} {labels} in\n{page}")
 
-    def wait_until_idle(self, seconds: float = 20) -> None:
+    def wait_until_running(self) -> None:
+        """Waits until a request runs."""
+        eventually(lambda: self.metric("octavo_requests", state="running") > 0)
+
+    def wait_until_idle(self) -> None:
         """Waits until no request runs and no block is in use."""
-        end = time.monotonic() + seconds
-        while True:
-            held = self.metric("octavo_kv_cache_blocks", state="used")
-            running = self.metric("octavo_requests", state="running")
-            if not held and not running:
-                return
-            assert time.monotonic() < end, f"{held} blocks and {running} requests are left\n{self.log.read_text()}"
-            time.sleep(0.1)
+
+        def held() -> tuple[float, float]:
+            blocks = self.metric("octavo_kv_cache_blocks", state="used")
+            return blocks, self.metric("octavo_requests", state="running")
+
+        eventually(
+            lambda: held() == (0, 0),
+            lambda: f"blocks in use, and requests that run: {held()}\n{self.log.read_text()}",
+        )
+
+    def wait_for_log(self, words: str) -> str:
+        """Waits for words in the log, which a thread of its own writes; all that is logged."""
+        eventually(lambda: words in self.log.read_text(), lambda: f"no {words!r} in\n{self.log.read_text()}")
+        return self.log.read_text()
 
     def core_pid(self) -> int:
         """The process of the engine."""
@@ -67,10 +81,10 @@ class Running:
         )
         return int(found.stdout.split()[0])
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal; the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(seconds)
+        return self.process.wait(PATIENCE)
 
 
 def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Running:
@@ -83,7 +97,7 @@ def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None 
             stderr=stream,
             env={**clean, **(env or {})},
         )
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not (found := re.search(r"serving .* on (https?://\S+)", log.read_text(errors="replace"))):
         if process.poll() is not None or time.monotonic() > end:
             process.kill()

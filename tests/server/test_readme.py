@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running, running
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -34,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.parametrize("words", examples(), ids=lambda words: next(w for w in words if w.startswith("http")))
 def test_an_example_with_curl(server: Running, words: list[str]) -> None:
     ours = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
-    answer = subprocess.run([*ours, "--fail"], capture_output=True, text=True, timeout=60, check=True).stdout
+    answer = subprocess.run([*ours, "--fail"], capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     if "/metrics" in ours[-1]:
         assert "octavo_requests" in answer
     elif '"stream": true' in ours[-1]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
+from tests.busy_machine import PATIENCE
 from tests.server.openai_judge import events
 from tests.server.running_server import Running
 
@@ -73,7 +74,7 @@ def test_no_part_of_a_character_is_ever_shown(tiny_server: Running) -> None:
 
 
 def ask(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
-    with server.http(timeout=120) as http:
+    with server.http() as http:
         answer = http.post("/v1/completions", json={"prompt": prompt, **fields})
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
@@ -159,8 +160,8 @@ def make_up(server: Running, *options: str) -> None:
     program = Path(sys.executable).with_name("schemathesis")
     result = subprocess.run(
         [str(program), "run", f"{server.url}/openapi.json", "--checks", checks, "--seed", "1", "--generation-database",
-         "none", *options],
-        cwd=server.log.parent, capture_output=True, text=True, timeout=280,
+         "none", "--request-timeout", str(PATIENCE), "--suppress-health-check", "too_slow", *options],
+        cwd=server.log.parent, capture_output=True, text=True, timeout=3 * PATIENCE,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     server.wait_until_idle()
