@@ -148,7 +148,8 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
-    config = read_model_config(resolve_model(options.model, dtype=options.dtype, revision=options.revision))
+    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision, weights=False)
+    config = read_model_config(folder)
     device = resolve_device(options.device)
     kernels = load_kernels(options.kernels, device, head_dim=config.head_dim, deterministic=options.deterministic)
     kernels.set_threads(options.num_threads, options.pin_threads)

@@ -94,7 +94,7 @@ class ParallelLinear(Layer):
             for name, blocks in self._blocks.items():  # a file may hold one part quantised and another not
                 start = self._offsets[name]
                 self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
-            if quantization in ("int8", "int4"):
+            if quantization in ("int8", "int4", "fp8"):
                 self.packed = self.kernels.quantize_linear(self._weight, self._bias, quantization)
             else:
                 self.packed = self.pack(self._weight, self._bias)

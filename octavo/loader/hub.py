@@ -9,28 +9,35 @@ from octavo.core.errors import DownloadError, ModelNotFoundError, UnsupportedMod
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 #: Second copies of the weights in other layouts, which many repositories carry.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
-def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True) -> Path:
+def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
     """The folder of a snapshot; one that was downloaded before is used when the hub cannot be reached.
+
+    Without ``weights`` what describes the model and its tokenizer is fetched alone.
 
     ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` mean what they mean to huggingface_hub.
 
     Raises:
         ModelNotFoundError: no such repository or revision.
         DownloadError: not authorised, or neither reachable nor downloaded before.
-        UnsupportedModelError: the repository has no config.json with safetensors beside it.
+        UnsupportedModelError: there is no config.json, or, with ``weights``, no safetensors beside it.
     """
-    folder = _snapshot(repo, revision, progress)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    folder = _snapshot(repo, revision, progress, _UNWANTED if weights else [*_UNWANTED, *_WEIGHTS])
+    if not (folder / "config.json").is_file():
         raise UnsupportedModelError(
-            f"the hub repository {repo!r} has no config.json with *.safetensors weights (pickled weights are never "
-            "loaded); for a repository of GGUF files, download one and give its path"
+            f"the hub repository {repo!r} has no config.json; for one of GGUF files, download one and give its path"
+        )
+    if weights and not any(folder.glob("*.safetensors")):
+        raise UnsupportedModelError(
+            f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded), or they "
+            "were not fetched when the hub could be reached (load_format='dummy' needs none)"
         )
     return folder
 
 
-def _snapshot(repo: str, revision: str | None, progress: bool) -> Path:
+def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -46,7 +53,7 @@ def _snapshot(repo: str, revision: str | None, progress: bool) -> Path:
         disable_progress_bars()
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted))
     except GatedRepoError as e:
         raise DownloadError(
             f"the hub model {repo!r} asks for consent: accept its terms on its page, then set HF_TOKEN"

@@ -21,7 +21,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
 
 
-def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True) -> Path:
+def resolve_model(
+    name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True, weights: bool = True
+) -> Path:
     """The folder with config.json, tokenizer.json and safetensors for whatever ``name`` names.
 
     Args:
@@ -31,6 +33,7 @@ def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None
             Folders keep their own.
         revision: branch, tag or commit of a hub id.
         progress: shows downloads on standard error.
+        weights: false where they are not read (``load_format="dummy"``): they are then not fetched from the hub.
 
     Raises:
         ModelNotFoundError: nothing of that name exists.
@@ -52,7 +55,7 @@ def resolve_model(name: str, *, dtype: str = "auto", revision: str | None = None
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         from octavo.loader.hub import fetch_hub
 
-        return fetch_hub(name, revision=revision, progress=progress)
+        return fetch_hub(name, revision=revision, progress=progress, weights=weights)
     raise ModelNotFoundError(_not_found(name))
 
 

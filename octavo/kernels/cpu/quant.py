@@ -91,7 +91,12 @@ def quantize_linear(weight: Tensor, bias: Tensor | None, kind: str) -> Quantized
     """Quantises and packs a floating weight [n, k].
 
     "int8": one scale a row. "int4": one for 32 neighbours; where k is no multiple of 32, "int8" instead.
+
+    Raises:
+        ConfigError: another kind.
     """
+    if kind not in ("int8", "int4"):
+        raise ConfigError(f"the CPU kernels have quantization int8 and int4, not {kind!r}; fp8 is for GPUs")
     group = 32 if kind == "int4" and weight.shape[1] % 32 == 0 else None
     return pack_quantized([quantize_weight(weight, kind if group else "int8", group)], bias)
 

@@ -37,6 +37,25 @@ def choose_tokens(
     return out
 
 
+class SameFilters:
+    """``choose_tokens`` with filters that are the same in every step, and keys of zeros: for rows that do not draw.
+
+    Keeps the arguments and their addresses: to ask numpy for those takes longer than the kernel does for one row.
+    """
+
+    def __init__(self, filters: NDArray[np.void]) -> None:
+        """Filters: of as many rows as there will be at most."""
+        self.rows = len(filters)
+        self._filters, self._keys = filters, np.zeros((self.rows, 2), np.uint32)
+        self._out = np.empty(self.rows, np.int64)
+        self._addresses = self._filters.ctypes.data, self._keys.ctypes.data, self._out.ctypes.data
+
+    def choose_tokens(self, logits: int, stride: int, rows: int, vocab: int) -> NDArray[np.int64]:
+        """A token for each of at most ``self.rows`` rows [rows, vocab] at that address, ``stride`` elements apart."""
+        _cpu.choose_tokens(logits, stride, rows, vocab, *self._addresses)
+        return self._out[:rows].copy()
+
+
 def token_logprobs(
     logits: NDArray[np.float32], indices: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:

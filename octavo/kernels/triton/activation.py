@@ -15,7 +15,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
+    """Of float32 (Elfwing et al. 2017)."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -44,7 +45,7 @@ def _gated_kernel(x_ptr, out_ptr, row_stride, inner, ACTIVATION: tl.constexpr, B
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up: x [T, 2 * I], rows strided, to [T, I]."""
-    return _gated(x, _silu)
+    return _gated(x, silu)
 
 
 def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:

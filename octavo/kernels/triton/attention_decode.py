@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles, processors
-from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
 #: Programs that run side by side on one multiprocessor, and how many times these are wanted over.
@@ -151,24 +151,15 @@ def _decode_kernel(
     end = tl.minimum(begin + share * TILE, length)
 
     table_ptr = tables_ptr + sequence * table_stride
-    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    if QUANTIZED:
-        key_scale_ptr += kv_head * BLOCK_SIZE
-        value_scale_ptr += kv_head * BLOCK_SIZE
     positions = length - 1 + rows * 0
     acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
-    block = blocks_of(table_ptr, begin, length, BLOCK_SIZE, TILE)
-    for start in range(begin, end, TILE):
-        following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
-        acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-            block_stride, scale_block_stride, scale,
-            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
-        )  # fmt: skip
-        block = following
+    acc, l, m = attend(  # noqa: E741
+        acc, l, m, q, positions, begin, end, length, kv_head, table_ptr,
+        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
+        CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+    )  # fmt: skip
     if SPLIT:
         row = sequence * (KV_HEADS * GROUP) + heads
         at = (row[:, None] * parts + part) * DIM + dims[None, :]

@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
-from octavo.kernels.triton.attention_prefill import count_tiles, find_tile
-from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of, merge
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
+from octavo.kernels.triton.attention_tile import NOTHING, attend, merge
 from octavo.kernels.triton.rounding import rounded
 
 #: Tokens of a piece.
@@ -133,31 +133,17 @@ def _pieces_kernel(
     SPLIT: tl.constexpr,
 ):
     """Program (h, t, i): ``TOKENS`` tokens of a sequence, ``HEADS`` heads of one KV head, part i of the pieces."""
-    sequence, local = find_tile(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), 0, sequences, TOKENS)
-    row = tl.load(query_start_ptr + sequence)
-    queries = tl.load(query_start_ptr + sequence + 1) - row
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, local, row, queries = find_tile(query_start_ptr, tile, 0, sequences, TOKENS)
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
     kv_head = tl.program_id(0) % KV_HEADS
-    rows = tl.arange(0, ROWS)
-    tokens = local * TOKENS + rows // HEADS
-    group_heads = tl.program_id(0) // KV_HEADS * HEADS + rows % HEADS
-    positions = length - queries + tokens
-    dims = tl.arange(0, DIM)
-    valid = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < GROUP)
-    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
-    flat = (row + tokens).to(tl.int64)
-    heads = kv_head * GROUP + group_heads
-    q_at = flat[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
-
+    q, positions, flat, heads, valid = load_queries(
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, length, kv_head, tl.program_id(0) // KV_HEADS,
+        GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
+    )  # fmt: skip
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    if QUANTIZED:
-        key_scale_ptr += kv_head * BLOCK_SIZE
-        value_scale_ptr += kv_head * BLOCK_SIZE
 
     oldest = length - queries + local * TOKENS
     begin = 0
@@ -171,6 +157,7 @@ def _pieces_kernel(
     first += tl.program_id(2) * share
     last = tl.minimum(first + share, begin // PIECE_TOKENS + count)
 
+    dims = tl.arange(0, DIM)
     flat_row = flat * (KV_HEADS * GROUP) + heads
     total_acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
     total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
@@ -181,15 +168,11 @@ def _pieces_kernel(
         m = tl.full([ROWS], NOTHING, dtype=tl.float32)
         piece_begin = tl.maximum(piece * PIECE_TOKENS, begin)
         piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
-        block = blocks_of(table_ptr, piece_begin, length, BLOCK_SIZE, TILE)
-        for start in range(piece_begin, piece_end, TILE):
-            following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
-            acc, l, m = attend(  # noqa: E741
-                acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-                block_stride, scale_block_stride, scale,
-                CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
-            )  # fmt: skip
-            block = following
+        acc, l, m = attend(  # noqa: E741
+            acc, l, m, q, positions, piece_begin, piece_end, length, kv_head, table_ptr,
+            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
+            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        )  # fmt: skip
         if SPLIT:
             at = flat_row * pieces + piece
             tl.store(partial_ptr + at[:, None] * DIM + dims[None, :], acc, mask=valid[:, None])
@@ -199,6 +182,7 @@ def _pieces_kernel(
             total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     if not SPLIT:
         total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
+        inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
         at = flat_row[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
-from octavo.kernels.triton.attention_tile import NOTHING, attend, blocks_of
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
+from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
 
@@ -61,28 +62,6 @@ def _tiling(context: Context) -> Tiling:
     return Tiling(128, 128, 8, 3 if context.dim <= 64 else 2)
 
 
-def count_tiles(tokens: int, sequences: int, tile: int) -> int:
-    """Tiles that hold so many tokens, however they are shared between so many sequences; see ``find_tile``."""
-    return tokens // tile + sequences
-
-
-@triton.jit
-def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
-    """(sequence, its tile) of the flat number ``tile``: sequences follow each other, each with a tile to spare."""
-    origin = tl.load(query_start_ptr + first)
-    low = first
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = (tl.load(query_start_ptr + middle) - origin) // TOKENS + middle - first
-        if start <= tile:
-            low = middle
-        else:
-            high = middle
-    start = (tl.load(query_start_ptr + low) - origin) // TOKENS + low - first
-    return low, tile - start
-
-
 @triton.jit(do_not_specialize=["table_stride", "first", "sequences"])
 def _prefill_kernel(
     q_ptr,
@@ -120,32 +99,17 @@ def _prefill_kernel(
 
     The last tiles, which have the longest contexts, go first, so that the programs end together.
     """
-    sequence, local = find_tile(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), first, sequences, TOKENS)
-    row = tl.load(query_start_ptr + sequence)
-    queries = tl.load(query_start_ptr + sequence + 1) - row
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, local, row, queries = find_tile(query_start_ptr, tile, first, sequences, TOKENS)
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
     kv_head = tl.program_id(0) % KV_HEADS
-    rows = tl.arange(0, ROWS)
-    tokens = local * TOKENS + rows // HEADS
-    group_heads = tl.program_id(0) // KV_HEADS * HEADS + rows % HEADS
-    positions = length - queries + tokens
-    dims = tl.arange(0, DIM)
-    inside = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < GROUP)
-    inside = inside[:, None] & (dims[None, :] < HEAD_DIM)
-    flat = (row + tokens).to(tl.int64)
-    heads = kv_head * GROUP + group_heads
-    q_at = flat[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
-
+    q, positions, flat, heads, valid = load_queries(
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, length, kv_head, tl.program_id(0) // KV_HEADS,
+        GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
+    )  # fmt: skip
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    if QUANTIZED:
-        key_scale_ptr += kv_head * BLOCK_SIZE
-        value_scale_ptr += kv_head * BLOCK_SIZE
-
     acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
@@ -156,24 +120,18 @@ def _prefill_kernel(
     else:
         # What every row sees whole; the rest, a tile or two, lies across the diagonal.
         masked_from = (oldest + 1) // TILE * TILE
-        block = blocks_of(table_ptr, 0, length, BLOCK_SIZE, TILE)
-        for start in range(0, masked_from, TILE):
-            following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
-            acc, l, m = attend(  # noqa: E741
-                acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-                block_stride, scale_block_stride, scale,
-                CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
-            )  # fmt: skip
-            block = following
-    block = blocks_of(table_ptr, masked_from, length, BLOCK_SIZE, TILE)
-    for start in range(masked_from, end, TILE):
-        following = blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
         acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-            block_stride, scale_block_stride, scale,
-            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+            acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr,
+            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
+            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
         )  # fmt: skip
-        block = following
+    acc, l, m = attend(  # noqa: E741
+        acc, l, m, q, positions, masked_from, end, length, kv_head, table_ptr,
+        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
+        CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+    )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    dims = tl.arange(0, DIM)
+    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
     at = flat[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)

@@ -36,12 +36,84 @@ NOTHING = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The blocks that hold a tile's keys: int32 [TILE], or one for all of them; block 0 past the context.
+def attend(
+    acc,
+    l,  # noqa: E741
+    m,
+    q,
+    positions,
+    begin,
+    end,
+    length,
+    kv_head,
+    table_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_stride,
+    scale_block_stride,
+    scale,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """The state after the keys at positions ``begin .. end - 1``, tile by tile.
 
-    A loop looks them up an iteration ahead: keys and values are then loads whose addresses are known, of which as many
-    are kept in flight as there are stages.
+    Args:
+        acc: float32 [rows, DIM]
+        l: float32 [rows]
+        m: float32 [rows]
+        q: [rows, DIM] of the type that is computed in, 0 past ``HEAD_DIM``.
+        positions: int32 [rows]: a row sees keys up to its own position, and with a window the ``WINDOW`` last of them.
+        begin: first position of the first tile, a multiple of ``TILE``.
+        end: position past the last key; a tile that it cuts is attended to as a whole.
+        length: tokens in the context; nothing past them is let in, whatever lies there.
+        kv_head: whose keys and values.
+        table_ptr: the sequence's blocks.
+        key_ptr: block 0 of the keys; ``value_ptr`` and the scales likewise.
+        value_ptr: see above.
+        key_scale_ptr: float32 [KV heads, BLOCK_SIZE] a block, if ``QUANTIZED``.
+        value_scale_ptr: see above.
+        block_stride: elements from a block to the next; ``scale_block_stride`` likewise.
+        scale_block_stride: see above.
+        scale: of a score: times log2 e, or, with ``CAP``, over the cap.
+        CAP: scores become cap * tanh(score / cap); 0: they do not.
+        WINDOW: 0: none.
+        BLOCK_SIZE: tokens in a block.
+        HEAD_DIM: head size.
+        MASKED: not every row sees all of the keys.
+        QUANTIZED: the cache has scales.
+        TILE: keys, a power of two.
+        DIM: a power of two that holds ``HEAD_DIM``.
     """
+    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
+    if QUANTIZED:
+        key_scale_ptr += kv_head * BLOCK_SIZE
+        value_scale_ptr += kv_head * BLOCK_SIZE
+    # Blocks are looked up an iteration ahead: keys and values are then loads whose addresses are known, of which as
+    # many are kept in flight as there are stages.
+    block = _blocks_of(table_ptr, begin, length, BLOCK_SIZE, TILE)
+    for start in range(begin, end, TILE):
+        following = _blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+        acc, l, m = _attend_to_tile(  # noqa: E741
+            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+            block_stride, scale_block_stride, scale,
+            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, MASKED, QUANTIZED, TILE, DIM,
+        )  # fmt: skip
+        block = following
+    return acc, l, m
+
+
+@triton.jit
+def _blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The blocks that hold a tile's keys: int32 [TILE], or one for all of them; block 0 past the context."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < length, other=0)
     else:
@@ -50,7 +122,7 @@ def blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def attend(
+def _attend_to_tile(
     acc,
     l,  # noqa: E741
     m,
@@ -75,33 +147,7 @@ def attend(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """The state after the keys at positions ``start .. start + TILE - 1``, a multiple of ``TILE`` on.
-
-    Args:
-        acc: float32 [rows, DIM]
-        l: float32 [rows]
-        m: float32 [rows]
-        q: [rows, DIM] of the type that is computed in, 0 past ``HEAD_DIM``.
-        positions: int32 [rows]: a row sees keys up to its own position, and with a window the ``WINDOW`` last of them.
-        start: first position of the tile.
-        length: tokens in the context; nothing past them is let in, whatever lies there.
-        block: what ``blocks_of`` found for this tile.
-        key_ptr: the head's keys in block 0; ``value_ptr`` and the scales likewise.
-        value_ptr: see above.
-        key_scale_ptr: float32 [BLOCK_SIZE] a block, if ``QUANTIZED``.
-        value_scale_ptr: see above.
-        block_stride: elements from a block to the next; ``scale_block_stride`` likewise.
-        scale_block_stride: see above.
-        scale: of a score: times log2 e, or, with ``CAP``, over the cap.
-        CAP: scores become cap * tanh(score / cap); 0: they do not.
-        WINDOW: 0: none.
-        BLOCK_SIZE: tokens in a block.
-        HEAD_DIM: head size.
-        MASKED: not every row sees all of the tile.
-        QUANTIZED: the cache has scales.
-        TILE: keys, a power of two.
-        DIM: a power of two that holds ``HEAD_DIM``.
-    """
+    """As ``attend`` to the ``TILE`` keys from ``start`` on, in the blocks that ``_blocks_of`` found."""
     keys = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIM)
     offsets = keys % BLOCK_SIZE

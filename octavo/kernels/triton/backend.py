@@ -134,6 +134,12 @@ class TritonKernels(Kernels):
         """As ``linear_float32``, added to the residual within the product."""
         return self._product(x, weight, torch.float32, residual)
 
+    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
+        """One launch where the weight is quantised and its tiles hold as many gates as what they gate."""
+        if isinstance(weight, quantize.TritonQuantizedLinear) and weight.outputs % quantize.COLUMNS == 0:
+            return quant.quantized_silu_and_mul(x, weight, deterministic=self.deterministic)
+        return super().linear_silu_and_mul(x, weight)
+
     def _product(self, x: Tensor, weight: Any, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
         if isinstance(weight, quantize.TritonQuantizedLinear):
             return quant.quantized_matmul(x, weight, dtype, residual, deterministic=self.deterministic)

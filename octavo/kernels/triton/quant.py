@@ -2,6 +2,9 @@
 
 The weights are the left operand of the matrix unit and the activations, transposed, the right one, so that few rows
 cost little arithmetic. A scale of a row of weights is applied to the finished sum, that of a group to the group's sum.
+
+Where the outputs are gates and what they gate, a tile can hold as many of either, and apply the activation before it
+stores: the same additions and roundings as the product and the activation one after the other, so the same bits.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.activation import silu
 from octavo.kernels.triton.quantize import BLOCK, COLUMNS, TritonQuantizedLinear
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot_of_columns, pieces_of, splits, tile_place
@@ -58,19 +62,24 @@ def _quantized_kernel(
     EVEN: tl.constexpr,
     PIECES: tl.constexpr,
     SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """out = x weight^T (+ bias) (+ residual).
+    """out = x weight^T (+ bias) (+ residual); GATED, silu of its first half times the second.
 
-    With SPLIT a program multiplies one piece of K and leaves it in partial [PIECES, rows, columns]; the last of a tile
-    to come adds them all, in order.
+    With SPLIT a program multiplies one piece of K and leaves it in partial [PIECES, rows, columns], where a tile's
+    columns lie together; the last of a tile to come adds them all, in order.
     """
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, padded_columns // COLUMNS)
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, COLUMNS)
+    place_in_row = column_tile * COLUMNS + lane
+    column = place_in_row
+    if GATED:  # a gate, what it gates, the next gate
+        column = column_tile * (COLUMNS // 2) + lane // 2 + lane % 2 * (columns // 2)
     row_inside = (row < rows)[:, None]
     x_ptrs = x_ptr + row[:, None] * x_stride
-    place = row[:, None] * columns + column[None, :]
-    inside = row_inside & (column < columns)[None, :]
+    place = row[:, None] * columns + place_in_row[None, :]
+    inside = row_inside & (place_in_row < columns)[None, :]
     if SPLIT:
         piece = tl.program_id(1)
         total = _piece(
@@ -86,7 +95,10 @@ def _quantized_kernel(
             whole = tl.zeros((ROWS, COLUMNS), tl.float32)
             for other in range(PIECES):
                 whole += tl.load(partial_ptr + other * size + place, inside, other=0.0, cache_modifier=".cg")
-            _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP)
+            _finish(
+                whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, row_inside, column, column_tile, columns,
+                GROUP, GATED,
+            )  # fmt: skip
     else:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for piece in range(PIECES):
@@ -95,7 +107,10 @@ def _quantized_kernel(
                 KIND, ROWS, COLUMNS, BLOCK, GROUP, EVEN,
             )  # fmt: skip
         whole = tl.trans(total)
-        _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP)
+        _finish(
+            whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, row_inside, column, column_tile, columns,
+            GROUP, GATED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -162,12 +177,36 @@ def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns, GROUP: tl.constexpr):
-    """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores."""
+def _finish(
+    whole,
+    scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    row,
+    row_inside,
+    column,
+    column_tile,
+    columns,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores.
+
+    GATED, the rounded sums go through the activation, which leaves half of the columns.
+    """
     if GROUP == 0:
         whole *= tl.load(scales_ptr + column)[None, :]
     if bias_ptr is not None:
         whole += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        HALF: tl.constexpr = whole.shape[1] // 2
+        gate, up = tl.split(tl.reshape(rounded(whole, out_ptr.dtype.element_ty), (whole.shape[0], HALF, 2)))
+        whole = silu(gate.to(tl.float32)) * up.to(tl.float32)
+        column = column_tile * HALF + tl.arange(0, HALF)
+        columns = columns // 2
+    place = row[:, None] * columns + column[None, :]
+    inside = row_inside & (column < columns)[None, :]
     if residual_ptr is not None:
         whole += tl.load(residual_ptr + place, inside, other=0.0)
     tl.store(out_ptr + place, rounded(whole, out_ptr.dtype.element_ty), inside)
@@ -195,8 +234,39 @@ def quantized_matmul(
     Returns:
         [T, N]; float32 with a residual.
     """
+    if residual is None:
+        out = torch.empty((x.shape[0], packed.outputs), dtype=out_dtype or x.dtype, device=x.device)
+    else:
+        out = residual
+    return _product(x, packed, out, residual, gated=False, deterministic=deterministic)
+
+
+def quantized_silu_and_mul(x: Tensor, packed: TritonQuantizedLinear, *, deterministic: bool = True) -> Tensor:
+    """``silu_and_mul(quantized_matmul(x, packed))``, bit for bit, in one launch.
+
+    Args:
+        x: As ``quantized_matmul`` takes it.
+        packed: [2 * I, K], the gates' rows first; I is a multiple of half of ``COLUMNS``.
+        deterministic: See ``quantized_matmul``.
+
+    Returns:
+        [T, I] of x's type.
+    """
+    assert packed.outputs % COLUMNS == 0
+    out = torch.empty((x.shape[0], packed.outputs // 2), dtype=x.dtype, device=x.device)
+    return _product(x, packed, out, None, gated=True, deterministic=deterministic)
+
+
+def _product(
+    x: Tensor,
+    packed: TritonQuantizedLinear,
+    out: Tensor,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+    deterministic: bool,
+) -> Tensor:
     rows, columns, padded_columns = x.shape[0], packed.outputs, packed.scales.shape[-1]
-    out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device) if residual is None else residual
     if not out.numel():
         return out
     shape = _shape_of(x, deterministic)
@@ -231,6 +301,7 @@ def quantized_matmul(
         EVEN=packed.inputs % BLOCK == 0,
         PIECES=pieces,
         SPLIT=split,
+        GATED=gated,
         num_warps=shape.warps,
         # Two sums take so many registers that one program has the multiprocessor for itself, and its memory. Without
         # the second, two programs fit and hide each other's waits.

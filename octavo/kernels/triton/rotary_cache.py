@@ -170,8 +170,7 @@ def _rotary_and_cache_kernel(
         kv_heads = first + tl.arange(0, KV_TILE)
         inside = (kv_heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
         k = _rotated(k_ptr + token * k_token_stride, k_head_stride, kv_heads, dims, inside, cos, sin, ROTATED)
-        v_at = token * v_token_stride + kv_heads[:, None] * v_head_stride + dims[None, :]
-        v = tl.load(v_ptr + v_at, mask=inside, other=0.0)
+        v = _heads_of(v_ptr + token * v_token_stride, v_head_stride, kv_heads, dims, inside)
         _write(
             k, kv_heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
@@ -211,10 +210,8 @@ def _cache_kernel(
         heads = tl.arange(0, KV_TILE)
         dims = tl.arange(0, DIM)
         inside = (heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
-        k_at = token * k_token_stride + heads[:, None] * k_head_stride + dims[None, :]
-        k = tl.load(k_ptr + k_at, mask=inside, other=0.0)
-        v_at = token * v_token_stride + heads[:, None] * v_head_stride + dims[None, :]
-        v = tl.load(v_ptr + v_at, mask=inside, other=0.0)
+        k = _heads_of(k_ptr + token * k_token_stride, k_head_stride, heads, dims, inside)
+        v = _heads_of(v_ptr + token * v_token_stride, v_head_stride, heads, dims, inside)
         _write(
             k, heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
@@ -226,12 +223,17 @@ def _cache_kernel(
 
 
 @triton.jit
+def _heads_of(x_ptr, head_stride, heads, dims, inside):
+    """Heads of one token [heads, DIM]."""
+    return tl.load(x_ptr + heads[:, None] * head_stride + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.constexpr):
     """Heads of one token [heads, DIM], rotated, of x's type; ``sin`` is negative in the first half."""
     partners = tl.where(dims < ROTATED // 2, dims + ROTATED // 2, dims - ROTATED // 2)
-    rows = x_ptr + heads[:, None] * head_stride
-    x = tl.load(rows + dims[None, :], mask=inside, other=0.0)
-    partner = tl.load(rows + partners[None, :], mask=inside & (dims[None, :] < ROTATED), other=0.0)
+    x = _heads_of(x_ptr, head_stride, heads, dims, inside)
+    partner = _heads_of(x_ptr, head_stride, heads, partners, inside & (dims[None, :] < ROTATED))
     rotated = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
     return rounded(rotated, x.dtype)
 

@@ -16,38 +16,31 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 # (a & mask) | magic is lop3 with 0xea, (a & mask) ^ magic with 0x6a. In bfloat16 0x4300 is 128 and holds 7 more bits;
 # in float16 0x6400 is 1024 and holds 10.
-_INT4_TO_BF16 = tl.constexpr("""{
-    .reg .b32 s, one, eight;
-    mov.b32 one, 0x3f803f80;
-    mov.b32 eight, 0xc308c308;
-    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 s, $4, 4;
-    lop3.b32 $1, s, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 s, $4, 8;
-    lop3.b32 $2, s, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 s, $4, 12;
-    lop3.b32 $3, s, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 $0, $0, one, eight;
-    fma.rn.bf16x2 $1, $1, one, eight;
-    fma.rn.bf16x2 $2, $2, one, eight;
-    fma.rn.bf16x2 $3, $3, one, eight;
-}""")
-_INT4_TO_FP16 = tl.constexpr("""{
-    .reg .b32 s, one, eight;
-    mov.b32 one, 0x3c003c00;
-    mov.b32 eight, 0xe408e408;
-    lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-    shr.u32 s, $4, 4;
-    lop3.b32 $1, s, 0x000f000f, 0x64006400, 0xea;
-    shr.u32 s, $4, 8;
-    lop3.b32 $2, s, 0x000f000f, 0x64006400, 0xea;
-    shr.u32 s, $4, 12;
-    lop3.b32 $3, s, 0x000f000f, 0x64006400, 0xea;
-    fma.rn.f16x2 $0, $0, one, eight;
-    fma.rn.f16x2 $1, $1, one, eight;
-    fma.rn.f16x2 $2, $2, one, eight;
-    fma.rn.f16x2 $3, $3, one, eight;
-}""")
+
+
+def _int4_to(pair: str, one: str, magic: str, minus: str) -> tl.constexpr:
+    """Instructions for pairs of numbers of one type; ``minus`` takes away magic and the 8 that a code has more."""
+    return tl.constexpr(f"""{{
+        .reg .b32 s, one, minus;
+        mov.b32 one, {one};
+        mov.b32 minus, {minus};
+        lop3.b32 $0, $4, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 4;
+        lop3.b32 $1, s, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 8;
+        lop3.b32 $2, s, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 12;
+        lop3.b32 $3, s, 0x000f000f, {magic}, 0xea;
+        fma.rn.{pair} $0, $0, one, minus;
+        fma.rn.{pair} $1, $1, one, minus;
+        fma.rn.{pair} $2, $2, one, minus;
+        fma.rn.{pair} $3, $3, one, minus;
+    }}""")
+
+
+_INT4_TO_BF16 = _int4_to("bf16x2", one="0x3f803f80", magic="0x43004300", minus="0xc308c308")
+_INT4_TO_FP16 = _int4_to("f16x2", one="0x3c003c00", magic="0x64006400", minus="0xe408e408")
+
 # 128 + the low 7 bits, minus 128 or, with the sign bit set, 256.
 _INT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 s, sign, minus;

@@ -1,27 +1,17 @@
-"""The attention and cache kernels compile for Hopper, without a GPU, to what they are written for.
-
-Triton brings the assembler. Each case runs in a process of its own, without the interpreter, as a program: this file.
-What a launch would be given is recorded, compiled, and told as JSON.
-"""
+"""The attention and cache kernels compiled for a Hopper GPU, without one; see ``compiling``."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("no Triton here", allow_module_level=True)
+pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[3]
+import torch
+
+from tests.kernels.triton.compiling import SHARED_BYTES, Compiled, compiled, tell
 
 #: kernel: of what a launch may be; the rest are arguments of ``step``.
 CASES: dict[str, dict[str, Any]] = {
@@ -50,26 +40,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def compiled(case: str) -> dict[str, dict[str, Any]]:
-    """Facts of each kernel that the case launches, by the kernel's name."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    facts: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert facts
-    return facts
+def compile_case(case: str) -> dict[str, Compiled]:
+    """Each kernel that the case launches, by its name."""
+    launches = {launch.kernel: launch for launch in compiled(__file__, case)}
+    for launch in launches.values():
+        assert all(size > 0 for size in launch.programs) and all(size < 65536 for size in launch.programs[1:])
+    return launches
 
 
 def test_decode_loads_16_bytes_at_a_time_and_fits_three_times() -> None:
-    facts = compiled("decode")
-    kernel = facts["_decode_kernel"]
-    assert kernel["copies of 16 bytes"] and not kernel["smaller copies"]
-    assert kernel["matrix products"]
-    assert kernel["stack"] == 0
-    assert 3 * (kernel["shared"] + 1024) <= 228 * 1024
-    assert 3 * 128 * kernel["registers"] <= 65536
-    assert facts["_combine_kernel"]["stack"] == 0
+    launches = compile_case("decode")
+    kernel = launches["_decode_kernel"]
+    assert kernel.count("LDGSTS") == kernel.count("LDGSTS.E.BYPASS.128") > 0
+    assert kernel.matrix_instructions
+    assert kernel.stack == 0
+    assert kernel.programs_at_once >= 3
+    assert launches["_combine_kernel"].stack == 0
 
 
 @pytest.mark.slow
@@ -78,97 +64,19 @@ def test_kernels_compile_without_spills(case: str) -> None:
     # In a fixed order what lies over several pieces may wait in memory while one is attended to; Triton 3.6 keeps more
     # of an int8 tile in registers than there are.
     spilt = {"_pieces_kernel": 128, "_prefill_kernel": 64 if "int8" in case else 0}
-    for name, kernel in compiled(case).items():
-        assert kernel["stack"] <= spilt.get(name, 0), name
-        assert kernel["shared"] <= 227 * 1024
+    for name, kernel in compile_case(case).items():
+        assert kernel.stack <= spilt.get(name, 0), name
+        assert kernel.shared <= SHARED_BYTES
         if "float32" not in case and name in ("_prefill_kernel", "_pieces_kernel"):
-            assert kernel["products of warp groups"]
+            assert kernel.count("HGMMA")
         if name in ("_prefill_kernel", "_pieces_kernel", "_decode_kernel") and "float32" not in case:
-            assert kernel["copies of 16 bytes"] or "odd" in case
+            assert kernel.count("LDGSTS.E.BYPASS.128") or "odd" in case
         if name in ("_rotary_and_cache_kernel", "_copy_kernel"):
-            assert kernel["vector loads"] and kernel["vector stores"]
-
-
-# --- the program -----------------------------------------------------------------------------------------------------
-
-
-def record(module: Any, name: str, facts: dict[str, dict[str, Any]]) -> None:
-    """Puts something in a kernel's place that compiles it for what it is launched with."""
-    kernel = getattr(module, name)
-
-    class Launch:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            assert all(size > 0 for size in grid) and all(size < 65536 for size in grid[1:])
-            return lambda *args, **kwargs: facts.update({name: build(kernel, args, kwargs)})
-
-    setattr(module, name, Launch())
-
-
-def build(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    values = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in kwargs if name in names}
-    options = {name: kwargs[name] for name in kwargs if name not in names}
-    types = {
-        torch.float32: "fp32",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.int8: "i8",
-        torch.float8_e4m3fn: "fp8e4nv",
-        torch.int32: "i32",
-        torch.int64: "i64",
-    }
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        special = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(i,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name], aligned = "*" + types[value.dtype], value.data_ptr() % 16 == 0
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            aligned = isinstance(value, int) and special and value % 16 == 0
-        if aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return facts_of(result)
-
-
-def facts_of(result: Any) -> dict[str, Any]:
-    import tempfile
-
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(result.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
-    ptx = result.asm["ptx"]
-    return {
-        "registers": registers,
-        "stack": stack,
-        "shared": result.metadata.shared,
-        "matrix products": ptx.count("mma.sync") + ptx.count("wgmma.mma_async"),
-        "products of warp groups": ptx.count("wgmma.mma_async"),
-        "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10", ptx)),
-        "smaller copies": ptx.count("cp.async.ca"),
-        "vector loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
-        "vector stores": len(re.findall(r"st\.global\.v[24]", ptx)),
-    }
+            assert kernel.count("LDG.E.64") + kernel.count("LDG.E.128")
+            assert kernel.count("STG.E.64") + kernel.count("STG.E.128")
 
 
 def launch(
-    facts: dict[str, dict[str, Any]],
     call: str,
     *,
     dtype: str = "bfloat16",
@@ -181,21 +89,9 @@ def launch(
     max_seq_len: int = 8192,
 ) -> None:
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
-    import torch
-
     from octavo.kernels.interface import AttentionBatch
-    from octavo.kernels.triton import (
-        attention,
-        attention_decode,
-        attention_fixed,
-        attention_prefill,
-        cache,
-        rotary_cache,
-    )
+    from octavo.kernels.triton import attention, attention_decode, attention_fixed, cache, rotary_cache
 
-    for module in (attention_decode, attention_fixed, attention_prefill, cache, rotary_cache):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            record(module, name, facts)
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
     caches = cache.make_cache(2, 4, block_size, 8, head_dim, held, "cpu")
     each = 40 if call == "prefill" else 1
@@ -220,12 +116,13 @@ def launch(
             max_seq_len=max_seq_len,
             block_size=block_size,
         )
-        if max_seq_len > 64:  # else a GPU of one multiprocessor, as it seems to be without one, is full
-            attention_decode.count_parts = attention_fixed.count_parts = lambda *_: 4
-        attention.paged_attention(q, caches[1], batch, 0.1, window, soft_cap=cap, deterministic=call == "fixed")
+        parts = 4 if max_seq_len > 64 else 1
+        with (
+            mock.patch.object(attention_decode, "count_parts", lambda *_: parts),
+            mock.patch.object(attention_fixed, "count_parts", lambda *_: parts),
+        ):
+            attention.paged_attention(q, caches[1], batch, 0.1, window, soft_cap=cap, deterministic=call == "fixed")
 
 
 if __name__ == "__main__":
-    told: dict[str, dict[str, Any]] = {}
-    launch(told, **CASES[sys.argv[1]])
-    sys.stdout.write(json.dumps(told) + "\n")
+    tell((case, lambda case=case: launch(**CASES[case])) for case in CASES)  # type: ignore[misc]

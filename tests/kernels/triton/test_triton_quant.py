@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
-from octavo.kernels.triton.quant import quantized_matmul
+from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.backend import TritonKernels
+from octavo.kernels.triton.quant import quantized_matmul, quantized_silu_and_mul
 from octavo.kernels.triton.quantize import quantize
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -164,6 +168,35 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
     met = quantized_matmul(x, packed, torch.float32)
     monkeypatch.setattr("octavo.kernels.triton.tiles._MOST_SPLIT_PROGRAMS", 0)
     assert torch.equal(quantized_matmul(x, packed, torch.float32), met)
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize(("rows", "dtype", "most_programs"), [(1, torch.bfloat16, 1024), (17, torch.float16, 0)])
+def test_a_gated_product_has_the_bits_of_product_and_activation(
+    kind: str, group: int | None, rows: int, dtype: torch.dtype, most_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.kernels.triton.tiles._MOST_SPLIT_PROGRAMS", most_programs)
+    inputs = 544 if group == 32 else 640
+    x, bias = randn(rows, inputs, dtype=dtype), randn(256, dtype=dtype, seed=2)
+    packed = quantize(randn(256, inputs, seed=1) / 23, kind, bias, group=group)
+    for deterministic in (True, False):
+        apart = silu_and_mul(quantized_matmul(x, packed, deterministic=deterministic))
+        assert torch.equal(quantized_silu_and_mul(x, packed, deterministic=deterministic), apart)
+    assert not packed.arrivals.any()
+
+
+@pytest.mark.parametrize("inner", [64, 100])
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_the_backend_gates_products_of_any_width(inner: int, quantization: str | None) -> None:
+    kernels = TritonKernels(DEVICE, deterministic=True)
+    x, weight = randn(2, 96, dtype=torch.bfloat16), randn(2 * inner, 96, dtype=torch.bfloat16, seed=1) / 10
+    if quantization is None:
+        packed: Any = kernels.pack_gate_up(weight, None)
+    else:
+        packed = kernels.quantize_linear(weight, None, quantization)
+    apart = kernels.silu_and_mul(kernels.linear(x, packed))
+    assert torch.equal(kernels.linear_silu_and_mul(x, packed), apart)
+    assert kernels.linear_silu_and_mul(x[:0], packed).shape == (0, inner)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
