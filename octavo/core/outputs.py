@@ -60,6 +60,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     #: Why, if ``finish_reason`` is "error" or "ignored".
     error: str | None = None
+    #: Whether the error is that the request's sequences have outgrown the KV cache: no waiting would make them fit.
+    outgrown: bool = False
 
     @property
     def finished(self) -> bool:

@@ -5,25 +5,11 @@ from __future__ import annotations
 import msgspec
 
 
-class StepStats(msgspec.Struct, array_like=True, gc=False):
-    """One step, and the state after it. Totals are since the engine started; the rest is of this step or of now.
-
-    Also sent without a step (``steps`` is as before, times and tokens are 0) when an abort has emptied the engine.
-    """
+class SchedulerState(msgspec.Struct, gc=False):
+    """The queues and blocks now, and totals since the engine started."""
 
     #: Total of steps.
     steps: int = 0
-    #: Seconds of this step: schedule, execute, update.
-    seconds: float = 0.0
-    #: Of them, inside the worker, and there inside kernels (measured with ``time_kernels``; 0 without).
-    worker_seconds: float = 0.0
-    kernel_seconds: float = 0.0
-    #: Seconds between the end of the step before and the start of this one, if there was work to do meanwhile:
-    #: outputs encoded and sent, messages taken in.
-    between_seconds: float = 0.0
-    #: Tokens computed in this step.
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
     # Requests and blocks now:
     num_waiting: int = 0
     num_running: int = 0
@@ -43,3 +29,22 @@ class StepStats(msgspec.Struct, array_like=True, gc=False):
     #: Prompt tokens looked up in the prefix cache, and found there.
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+
+
+class StepStats(SchedulerState, array_like=True, gc=False):
+    """One step, and the state after it.
+
+    Also sent without a step (``steps`` is as before, times and tokens are 0) when an abort has emptied the engine.
+    """
+
+    #: Seconds of this step: schedule, execute, update.
+    seconds: float = 0.0
+    #: Of them, inside the worker, and there inside kernels (measured with ``time_kernels``; 0 without).
+    worker_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    #: Seconds between the end of the step before and the start of this one, if there was work to do meanwhile:
+    #: outputs encoded and sent, messages taken in.
+    between_seconds: float = 0.0
+    #: Tokens computed in this step.
+    prefill_tokens: int = 0
+    decode_tokens: int = 0

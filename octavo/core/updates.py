@@ -57,6 +57,8 @@ class GroupUpdate(msgspec.Struct, array_like=True):
     error: str | None = None
     #: Of a beam search, best first.
     hypotheses: list[Hypothesis] | None = None
+    #: Whether the failure is that the group has outgrown all KV cache blocks: it asks for too much.
+    outgrown: bool = False
 
 
 class StepOutputs(msgspec.Struct):

@@ -164,7 +164,13 @@ class AsyncLLM:
     async def _start(cls, config: EngineConfig, process: CoreProcess) -> AsyncLLM:
         client = CoreClient(process)
         try:
-            folder = await asyncio.to_thread(resolve_model, config.model, dtype=config.dtype, revision=config.revision)
+            folder = await asyncio.to_thread(
+                resolve_model,
+                config.model,
+                dtype=config.dtype,
+                revision=config.revision,
+                weights=config.load_format != "dummy",
+            )
             client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             ready = await client.ready

@@ -10,10 +10,10 @@ the front end does with a step (1.2 ms) costs it nothing on either.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import logging
+import operator
 import os
 import shutil
 import signal
@@ -45,9 +45,8 @@ from octavo.core.messages import (
     Stop,
     ToCore,
 )
-from octavo.core.stats import StepStats
+from octavo.core.stats import SchedulerState, StepStats
 from octavo.core.updates import StepOutputs
-from octavo.scheduler.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -58,11 +57,8 @@ TO_CORE, FROM_CORE = "to_core", "from_core"
 MAX_WAITING_STEPS = 64
 #: Most milliseconds that the process waits, at its end, for its messages to be taken.
 LINGER = 500
-#: Fields of ``SchedulerStats`` that ``StepStats`` takes over as they are; these two it counts by the step.
-_SHARED = {f.name for f in dataclasses.fields(SchedulerStats)} & set(StepStats.__struct_fields__) - {
-    "prefill_tokens",
-    "decode_tokens",
-}
+#: What the scheduler says of the state after a step; the first fields of ``StepStats``, in their order.
+_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 
 logger = logging.getLogger("octavo")
 
@@ -188,7 +184,7 @@ class CoreLoop:
     def _state(self) -> StepStats:
         """Queues, blocks and totals as they are now, and what was computed since the last time."""
         counts, times = self._core.scheduler.counts(), self._core.times
-        stats = StepStats(**{name: getattr(counts, name) for name in _SHARED})
+        stats = StepStats(*_state_of(counts))
         computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
         prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
         stats.prefill_tokens, stats.decode_tokens = int(prefill), int(decode)

@@ -45,7 +45,12 @@ class LLMEngine:
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
-        folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+        folder = resolve_model(
+            options.model,
+            dtype=options.dtype,
+            revision=options.revision,
+            weights=options.load_format != "dummy",
+        )
         tokenizer = find_tokenizer(options, folder)
         return cls(EngineCore(options, folder), tokenizer)
 

@@ -14,6 +14,9 @@ from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
 
+#: A token or a text ended the output.
+_STOPPED = SequenceStatus.FINISHED_STOPPED.value
+
 
 @dataclass(slots=True, eq=False)
 class _Completion:
@@ -35,7 +38,7 @@ class _Request:
 
     @property
     def finished(self) -> bool:
-        return all(c.output.finished for c in self.completions)
+        return None not in [c.output.finish_reason for c in self.completions]
 
     def snapshot(self) -> RequestOutput:
         """What the user gets now; later steps do not change it."""
@@ -125,11 +128,12 @@ class OutputProcessor:
             if request is None:
                 continue
             completion = request.completions[update.index]
-            if completion.output.finished:
+            output = completion.output
+            if output.finish_reason is not None:
                 continue
             touched[update.group_id] = request
             self._take_in(request, completion, update, now)
-            if completion.output.finished and update.finish_reason is None:
+            if output.finish_reason is not None and update.finish_reason is None:
                 stopped.append((update.group_id, update.index))
         for end in step.groups:
             request = self._groups.get(end.group_id)
@@ -138,9 +142,10 @@ class OutputProcessor:
                 self._end_group(request, end)
         outputs = []
         for request in touched.values():
-            if request.finished:
+            finished = request.finished
+            if finished:
                 self._close(request, now)
-            if request.finished or request.streaming:
+            if finished or request.streaming:
                 outputs.append(request.snapshot())
         return outputs, stopped
 
@@ -165,7 +170,7 @@ class OutputProcessor:
         if update.hypotheses is None:
             for completion in request.completions:
                 if not completion.output.finished:
-                    completion.output.error = update.error
+                    completion.output.error, completion.output.outgrown = update.error, update.outgrown
                     self._finish(request, completion, update.finish_reason)
             return
         stops = request.source.group.stop_token_ids
@@ -189,12 +194,12 @@ class OutputProcessor:
             output.error, output.stop_reason = update.error, update.stop_reason
         params = request.source.params
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
-        silent = reason == SequenceStatus.FINISHED_STOPPED.value and not params.include_stop_str_in_output
+        silent = reason == _STOPPED and not params.include_stop_str_in_output
         if update.token_id is not None and completion.detokenizer is not None and not silent:
             match = completion.detokenizer.append([update.token_id])
             if match is not None:
                 output.stop_reason = match.stop
-                self._finish(request, completion, SequenceStatus.FINISHED_STOPPED.value)
+                self._finish(request, completion, _STOPPED)
                 return
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
@@ -207,7 +212,7 @@ class OutputProcessor:
         if completion.detokenizer is not None:
             match = completion.detokenizer.finish()
             if match is not None:  # it ended in a broken character that completes a stop string
-                output.finish_reason, output.stop_reason = SequenceStatus.FINISHED_STOPPED.value, match.stop
+                output.finish_reason, output.stop_reason = _STOPPED, match.stop
             output.text = completion.detokenizer.text
         elif params.detokenize:
             shown = output.token_ids[:-1] if drop_last else output.token_ids

@@ -81,6 +81,8 @@ class ParallelLMHead(_VocabularyShare):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
         logits = self.kernels.linear_float32(hidden, self.packed)
+        if self._context.tp_size == 1:
+            return logits
         return self._context.all_gather(logits)[:, : self._vocab_size]
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:

@@ -11,10 +11,11 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
 from octavo.runner.draw import Drawer
-from octavo.runner.filters import Filters
+from octavo.runner.filters import RECORD, Filters
 from octavo.runner.logprobs import as_position_logprobs, position_logprobs
 
 #: What ``choose`` gives in place of a token, and why there is none.
@@ -27,6 +28,10 @@ REASONS = {
 
 class Arithmetic(Protocol):
     """What the sampler does to rows of logits [n, vocab], float32 and contiguous in the last dimension."""
+
+    def choose_most_likely(self, logits: Tensor) -> NDArray[np.int64]:
+        """As ``choose`` where no row draws; logits in the host's memory."""
+        ...
 
     def choose(
         self, logits: NDArray[np.float32], filters: NDArray[np.void], keys: NDArray[np.uint32]
@@ -65,6 +70,11 @@ class NumpyArithmetic:
     def __init__(self, vocab_size: int) -> None:
         self._drawer = Drawer(vocab_size)
 
+    def choose_most_likely(self, logits: Tensor) -> NDArray[np.int64]:
+        """See ``Arithmetic``."""
+        rows = len(logits)
+        return self.choose(logits.numpy(), np.zeros(rows, RECORD), np.zeros((rows, 2), np.uint32))
+
     def choose(
         self, logits: NDArray[np.float32], filters: NDArray[np.void], keys: NDArray[np.uint32]
     ) -> NDArray[np.int64]:
@@ -99,6 +109,13 @@ class CompiledArithmetic:
         from octavo.kernels.cpu import sampling
 
         self._kernels = sampling
+        self._plain = sampling.SameFilters(np.zeros(1, RECORD))
+
+    def choose_most_likely(self, logits: Tensor) -> NDArray[np.int64]:
+        """See ``Arithmetic``."""
+        if len(logits) > self._plain.rows:
+            self._plain = self._kernels.SameFilters(np.zeros(2 * len(logits), RECORD))
+        return self._plain.choose_tokens(logits.data_ptr(), logits.stride(0), *logits.shape)
 
     def choose(
         self, logits: NDArray[np.float32], filters: NDArray[np.void], keys: NDArray[np.uint32]

@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 
 
 class Send(Protocol):
-    """Takes arrays to the device; they may not be changed afterwards."""
+    """Takes arrays to the device; where that is the host's own memory, they may be changed when the step is done."""
 
     def __call__(
         self, longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
@@ -172,3 +172,31 @@ def to_device(inputs: StepInputs, block_size: int, hand_over: HandOver | None, s
         block_size=block_size,
     )
     return DeviceInputs(token_ids, attention, rest[0] if some else None)
+
+
+class ToDevice(Protocol):
+    """Brings the inputs of steps to the device: ``to_device``, in one of two ways."""
+
+    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> DeviceInputs:
+        """Inputs on the device, valid until the step is done."""
+        ...
+
+
+class HostInputs:
+    """A device that is the host: tensors over the arrays' own memory, kept while a step repeats the one before."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._last: tuple[StepInputs, DeviceInputs] | None = None
+
+    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> DeviceInputs:
+        """See ``ToDevice``."""
+        if hand_over is not None:  # some tokens are not in the arrays
+            return to_device(inputs, self._block_size, hand_over, send_nowhere)
+        if self._last is not None and self._last[0] is inputs:
+            device = self._last[1]
+            device.attention.max_seq_len = inputs.max_seq_len
+        else:
+            device = to_device(inputs, self._block_size, None, send_nowhere)
+            self._last = inputs, device
+        return device

@@ -30,6 +30,9 @@ class StepInputs:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    #: The plan's sequences, and how many further steps may differ from this one in nothing but one more token for each.
+    seq_ids: list[int]
+    repeats: int
     #: Row of each sequence, in the order of the plan: [S].
     rows: NDArray[np.int64]
     #: First position computed, and one past the last: [S].
@@ -60,10 +63,10 @@ class NewTokens:
 
     #: Row of each sequence that samples: [n].
     rows: NDArray[np.int64]
-    #: The token's position, one past the last for a token that ends the sequence by its length: [n].
+    #: The token's position: [n].
     places: NDArray[np.int64]
-    #: Tenants of the rows: [n].
-    tenants: NDArray[np.int64]
+    #: Sequences that had been forgotten until then.
+    departures: int
 
 
 class InputBatch:
@@ -71,18 +74,26 @@ class InputBatch:
 
     A token counts as known from the step that samples it, though its id may be on the device only until ``fill``.
     Invariant: a sequence keeps its row from the plan that introduces it to the plan that forgets it.
+
+    The most frequent step is the last one once more: the same sequences decode, each one token further in the same
+    block. Its arrays are those of the last one, changed in place. That is for small batches, whose steps are short: by
+    then the caches of the processor hold weights, and whatever code is run for the first time costs many times as much.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         """Sizes the rows: ``max_model_len`` tokens each."""
         self.block_size = block_size
-        self.tokens = TokenTable(max_num_seqs, max_model_len)
+        # A place more than there are tokens: for one that is sampled after the last, though nobody wants it.
+        self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
         # Zeros are virtual until written: a long context that nobody uses costs nothing.
         self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        #: Counts the tenants of each row, so that a token is not given to the next one.
-        self._tenants = np.zeros(max_num_seqs, dtype=np.int64)
+        #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
+        self._departures = 0
+        self._vacated = np.zeros(max_num_seqs, dtype=np.int64)
+        #: Those of the last step, if the next one may repeat it.
+        self._last: StepInputs | None = None
         self._rows: dict[int, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -97,6 +108,7 @@ class InputBatch:
 
     def add(self, sequence: NewSequence) -> int:
         """Gives a new sequence its row."""
+        self._last = None
         row = self._free.pop()
         self._rows[sequence.seq_id] = row
         known = len(sequence.token_ids)
@@ -109,6 +121,7 @@ class InputBatch:
 
     def fork(self, parent: int, child: int) -> int:
         """Gives a new sequence a row that is a copy of its parent's."""
+        self._last = None
         source, row = self._rows[parent], self._free.pop()
         self._rows[child] = row
         known, held = self.tokens.num_tokens[source], self.num_blocks[source]
@@ -127,19 +140,45 @@ class InputBatch:
         """Takes the row back; None if the sequence was never met."""
         row = self._rows.pop(seq_id, None)
         if row is not None:
+            self._last = None
             self._free.append(row)
-            self._tenants[row] += 1
+            self._departures += 1
+            self._vacated[row] = self._departures
         return row
 
     def change_table(self, change: TableChange) -> None:
         """Writes blocks into a sequence's block table, which grows if they reach past its end."""
+        self._last = None
         row = self._rows[change.seq_id]
         end = change.index + len(change.blocks)
         self.block_tables[row, change.index : end] = change.blocks
         self.num_blocks[row] = max(self.num_blocks[row], end)
 
     def build(self, plan: StepPlan) -> StepInputs:
-        """The flat inputs of a plan whose changes have been applied."""
+        """The flat inputs of a plan whose changes have been applied; valid until the next plan's are built.
+
+        They are the same object as the last ones if this step repeats the last; its arrays then lie where they lay.
+        """
+        last, self._last = self._last, None
+        if last is not None and plan.seq_ids == last.seq_ids and plan.total_tokens == len(last.seq_ids):
+            return self._repeat(last)
+        return self._build(plan)
+
+    def _repeat(self, inputs: StepInputs) -> StepInputs:
+        inputs.positions += 1  # the starts, too: they are one array
+        inputs.ends += 1
+        inputs.slots += 1
+        inputs.seq_lens += 1
+        inputs.max_seq_len += 1
+        inputs.token_ids[:] = self.tokens.ids[inputs.rows, inputs.positions]
+        inputs.repeats -= 1
+        return inputs
+
+    def _repeats(self, positions: NDArray[np.int64]) -> int:
+        """Tokens that each sequence can take after these before one of them comes to its next block."""
+        return self.block_size - 1 - max((positions % self.block_size).tolist())
+
+    def _build(self, plan: StepPlan) -> StepInputs:
         rows = np.array([self._rows[s] for s in plan.seq_ids], dtype=np.int64)
         lengths = np.array(plan.num_tokens, dtype=np.int64)
         starts = self.num_computed[rows]
@@ -165,6 +204,8 @@ class InputBatch:
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_query_len=1 if one_each else int(lengths.max()),
             max_seq_len=max_seq_len,
+            seq_ids=plan.seq_ids,
+            repeats=self._repeats(positions) if len(sampling) == len(positions) else 0,
             rows=rows,
             starts=starts,
             ends=ends,
@@ -185,21 +226,24 @@ class InputBatch:
 
     def advance(self, inputs: StepInputs, rows: NDArray[np.int64]) -> NewTokens:
         """Counts the step's tokens as computed, and those that these rows sample as known: ``fill`` must follow."""
+        self._last = inputs if inputs.repeats else None
         self.num_computed[inputs.rows] = inputs.ends
         if inputs.forked is not None:
             parents = inputs.sampling[inputs.forked.parents]
             self.num_computed[inputs.forked.rows] = inputs.ends[parents]
         places = self.tokens.num_tokens[rows]
-        # The last token that the context length allows ends the sequence: it needs no place.
-        self.tokens.num_tokens[rows] = np.minimum(places + 1, self.tokens.ids.shape[1])
-        return NewTokens(rows, places, self._tenants[rows])
+        self.tokens.num_tokens[rows] = places + 1
+        return NewTokens(rows, places, self._departures)
 
     def holds(self, new: NewTokens) -> NDArray[np.bool_]:
-        """Which of the sequences still have their row, and a place for their token: [n]."""
-        return (self._tenants[new.rows] == new.tenants) & (new.places < self.tokens.ids.shape[1])
+        """Which of the sequences still have their row: [n]."""
+        return self._vacated[new.rows] <= new.departures
 
     def fill(self, new: NewTokens, token_ids: NDArray[np.int64]) -> None:
         """Writes the ids [n] of the tokens that a step sampled."""
+        if new.departures == self._departures:
+            self.tokens.ids[new.rows, new.places] = token_ids
+            return
         held = self.holds(new)
         self.tokens.ids[new.rows[held], new.places[held]] = token_ids[held]
 
@@ -209,7 +253,7 @@ class InputBatch:
         Returns:
             Their index among the flat tokens, and their index in ``new``: [m] each.
         """
-        which = np.full(len(self._tenants), -1, dtype=np.int64)
+        which = np.full(len(self._vacated), -1, dtype=np.int64)
         held = np.flatnonzero(self.holds(new))
         which[new.rows[held]] = held
         sources = which[inputs.rows[inputs.sampling]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
-from octavo.core.plan import NewSequence, SequenceResult, StepPlan, StepResult
+from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels import load_kernels, resolve_device
 from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
@@ -23,9 +25,9 @@ from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
 from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
-from octavo.runner.device_batch import HandOver, PinnedSend, Send, send_nowhere, to_device
+from octavo.runner.device_batch import HandOver, HostInputs, PinnedSend, ToDevice, to_device
 from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.runner.pending import MAX_IN_FLIGHT, CudaSpans, PendingStep, PendingTokens
+from octavo.runner.pending import MAX_IN_FLIGHT, CudaSpans, PendingPrompt, PendingStep, PendingTokens
 from octavo.runner.profile import CudaMemory, largest_step, measure_peak
 from octavo.runner.sampler import Sampler
 from octavo.runner.sleep import Slept, put_to_sleep, wake
@@ -61,6 +63,8 @@ class ModelRunner:
             graph_capture=options.graph_capture,
         )
         kernels.set_threads(options.num_threads, options.pin_threads)
+        # The compiled kernels compute outside of torch, where there is no gradient to be kept from.
+        self._mode = nullcontext if kernels.name == "cpu" else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
@@ -149,7 +153,9 @@ class ModelRunner:
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
-        self._send: Send = PinnedSend(self.device) if self._on_gpu else send_nowhere
+        self._to_device: ToDevice = HostInputs(options.block_size)
+        if self._on_gpu:
+            self._to_device = partial(to_device, block_size=options.block_size, send=PinnedSend(self.device))
         self._spans = CudaSpans() if self._on_gpu else None
         self._in_flight: deque[PendingStep] = deque()
         self._slept: Slept | None = None
@@ -203,7 +209,6 @@ class ModelRunner:
         """Runs one step. An error of one sequence is part of the result; an exception means that the step failed."""
         return self.submit(plan).wait()
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queues a step's work on the device and returns; as ``execute`` with the waiting left to the caller.
 
@@ -214,6 +219,10 @@ class ModelRunner:
         Raises:
             RuntimeError: ``MAX_IN_FLIGHT`` steps are in flight, or the plan needs a token that nobody knows yet.
         """
+        with self._mode():
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> PendingStep:
         start, in_kernels = time.perf_counter(), self.clock.seconds
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight: wait for one before step {plan.step}")
@@ -231,12 +240,12 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, inputs: StepInputs, step: PendingStep) -> None:
         """Runs the network, scores prompts, and samples."""
-        device = to_device(inputs, self.options.block_size, self._hand_over(inputs), self._send)
+        device = self._to_device(inputs, hand_over=self._hand_over(inputs))
         # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
         span = self._spans.begin() if self._spans is not None else None
         hidden = self._forward(device.token_ids, device.attention)
         if self._wants_prompt_logprobs:
-            self._add_prompt_logprobs(plan, inputs, hidden, step.result)
+            self._score_prompts(plan, inputs, hidden, step)
         if len(inputs.sampling):
             last = hidden if device.last is None else hidden.index_select(0, device.last)
             self._sample(plan, inputs, self.model.logits(last), step)
@@ -285,9 +294,11 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor, step: PendingStep) -> None:
         """Samples for the sequences that have come to their last known token, and for those just forked from them."""
         chosen, forked = inputs.sampling, inputs.forked
-        rows, seq_ids = inputs.rows[chosen], [plan.seq_ids[i] for i in chosen.tolist()]
+        rows, seq_ids = inputs.rows, plan.seq_ids
+        if len(chosen) != len(rows):
+            rows, seq_ids = rows[chosen], [seq_ids[i] for i in chosen.tolist()]
         if forked is not None:
-            seq_ids += forked.seq_ids
+            seq_ids = seq_ids + forked.seq_ids
             rows = np.concatenate([rows, forked.rows])
             # The sampler edits logits in place, so a child needs its own.
             logits = torch.cat([logits, logits[torch.from_numpy(forked.parents).to(logits.device)]])
@@ -295,8 +306,8 @@ class ModelRunner:
         sample = self._sampler.start(logits, rows)
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows))
 
-    def _add_prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult) -> None:
-        """Scores the prompt tokens that follow the positions computed in this step."""
+    def _score_prompts(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, step: PendingStep) -> None:
+        """Begins to score the prompt tokens that follow the positions computed in this step."""
         table = self._batch.tokens
         for i, seq_id in enumerate(plan.seq_ids):
             count = self._wants_prompt_logprobs.get(seq_id)
@@ -309,10 +320,9 @@ class ModelRunner:
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
                 first = int(inputs.offsets[i]) + low - start
                 logits = self.model.logits(hidden[first : first + high - low])
-                scored += self._sampler.prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count)
+                scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
-                extra = result.extras.setdefault(seq_id, SequenceResult())
-                extra.prompt_start, extra.prompt_logprobs = start + 1, scored
+                step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
 
 
 def _asleep(token_ids: Tensor, batch: AttentionBatch) -> Tensor:

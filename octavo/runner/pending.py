@@ -14,7 +14,7 @@ from octavo.core.plan import SequenceResult, StepResult
 from octavo.runner.input_batch import InputBatch, NewTokens
 
 if TYPE_CHECKING:
-    from octavo.runner.sampler import PendingSample
+    from octavo.runner.sample_output import PendingLogprobs, PendingSample
 
 #: Steps that may be queued and not waited for: one that computes, and the next.
 MAX_IN_FLIGHT = 2
@@ -26,6 +26,16 @@ class PendingTokens:
 
     sample: PendingSample
     new: NewTokens
+
+
+@dataclass(slots=True)
+class PendingPrompt:
+    """Logprobs of the tokens of a prompt that follow those of a step."""
+
+    seq_id: int
+    #: Position of the first of them.
+    start: int
+    parts: list[PendingLogprobs]
 
 
 class Span(Protocol):
@@ -43,6 +53,7 @@ class PendingStep:
         """Not yet in flight: the runner appends it when all of its work is queued."""
         self.result = result
         self.sampled: PendingTokens | None = None
+        self.prompts: list[PendingPrompt] = []
         self.swap_seconds: Callable[[], float] | None = None
         self.span: Span | None = None
         self._batch = batch
@@ -58,6 +69,10 @@ class PendingStep:
             raise RuntimeError(f"step {self.result.step} is not the oldest one in flight: wait in order, and once")
         self._in_flight.popleft()
         start, result = time.perf_counter(), self.result
+        for prompt in self.prompts:
+            extra = self._extra(prompt.seq_id)
+            extra.prompt_start = prompt.start
+            extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
         if self.sampled is not None:
             self._take_tokens(self.sampled)
         if self.span is not None:
@@ -72,9 +87,12 @@ class PendingStep:
         result.token_ids = output.token_ids.tolist()
         self._batch.fill(sampled.new, output.token_ids)
         for i, logprobs in output.logprobs.items():
-            result.extras.setdefault(result.seq_ids[i], SequenceResult()).logprobs = logprobs
+            self._extra(result.seq_ids[i]).logprobs = logprobs
         for i, message in output.errors.items():
-            result.extras.setdefault(result.seq_ids[i], SequenceResult()).error = message
+            self._extra(result.seq_ids[i]).error = message
+
+    def _extra(self, seq_id: int) -> SequenceResult:
+        return self.result.extras.setdefault(seq_id, SequenceResult())
 
 
 class CudaSpans:

@@ -29,6 +29,8 @@ class SampleOutput:
 def output_of(chosen: NDArray[np.int64], failed: dict[int, str]) -> SampleOutput:
     """What was chosen [n], token 0 and an error where there is none: a key of ``REASONS``, or failed before."""
     output = SampleOutput(chosen)
+    if not failed and min(chosen.tolist(), default=0) >= 0:
+        return output
     for i in np.flatnonzero(chosen < 0).tolist():
         output.errors[i] = REASONS[int(chosen[i])]
     output.errors.update(failed)

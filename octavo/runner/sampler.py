@@ -47,8 +47,10 @@ class Sampler:
         self._tokens = tokens
         self._arithmetic = arithmetic or fastest_arithmetic(vocab_size)
         rows = tokens.num_rows
-        self._on_device = DeviceSampling(vocab_size, torch.device(device), rows) if use_triton else None
-        self._special = np.zeros(rows, bool)
+        self._device = torch.device(device)
+        self._on_device = DeviceSampling(vocab_size, self._device, rows) if use_triton else None
+        #: Rows that ask for more than the most likely token; a set, as most often there are none.
+        self._special: set[int] = set()
         self._adjusted = np.zeros(rows, bool)
         self._num_logprobs = np.full(rows, -1, np.int64)
         self._seeds = np.zeros(rows, np.uint64)
@@ -68,12 +70,14 @@ class Sampler:
             self._adjustments[row] = Adjustments(self._vocab_size, self._tokens, sequence)
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
-        self._special[row] = random or self._adjusted[row] or params.logprobs is not None
+        if random or self._adjusted[row] or params.logprobs is not None:
+            self._special.add(row)
 
     def fork(self, parent: int, child: int, seed: int) -> None:
         """A copy of the sequence at row ``parent`` joins at row ``child``, where it draws by its own seed."""
-        for state in (self._special, self._adjusted, self._num_logprobs, self._filters):
+        for state in (self._adjusted, self._num_logprobs, self._filters):
             state[child] = state[parent]
+        (self._special.add if parent in self._special else self._special.discard)(child)
         self._seeds[child] = seed & 0xFFFFFFFFFFFFFFFF
         self._adjustments.pop(child, None)
         if self._adjusted[parent]:
@@ -81,7 +85,8 @@ class Sampler:
 
     def remove(self, row: int) -> None:
         """Forgets what the row asked for, if anything."""
-        self._special[row] = self._adjusted[row] = False
+        self._special.discard(row)
+        self._adjusted[row] = False
         self._num_logprobs[row] = -1
         self._filters[row] = 0
         self._adjustments.pop(row, None)
@@ -98,18 +103,17 @@ class Sampler:
         """
         if self._on_device is not None:
             return self._start_on_device(self._on_device, _as_rows(logits), rows)
-        return Sampled(self._sample_on_host(logits, rows), logits.device)
+        return Sampled(self._sample_on_host(logits, rows), self._device)
 
     def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
         """``start`` and ``wait`` in one."""
         return self.start(logits, rows).wait()
 
     def _sample_on_host(self, logits: Tensor, rows: NDArray[np.int64]) -> SampleOutput:
-        values = _as_array(logits)
-        if self._special[rows].any():
-            return self._sample_special(values, rows)
-        nothing = np.zeros((len(rows), 2), np.uint32)
-        return output_of(self._arithmetic.choose(values, self._filters[rows], nothing), {})
+        values = _on_host(logits)
+        if self._special.isdisjoint(rows.tolist()):
+            return output_of(self._arithmetic.choose_most_likely(values), {})
+        return self._sample_special(values.numpy(), rows)
 
     def prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
         """``start_prompt_logprobs`` and ``wait`` in one."""
@@ -127,7 +131,7 @@ class Sampler:
         every = np.arange(len(tokens))
         if (device := self._on_device) is not None:
             return device.logprobs(_as_rows(logits), every, device.to_device(tokens), np.full_like(tokens, k))
-        return Scored(self._arithmetic.logprobs(_as_array(logits), every, tokens, np.full_like(tokens, k)))
+        return Scored(self._arithmetic.logprobs(_on_host(logits).numpy(), every, tokens, np.full_like(tokens, k)))
 
     def _sample_special(self, values: NDArray[np.float32], rows: NDArray[np.int64]) -> SampleOutput:
         adjusted, scored = self._adjusted[rows], self._num_logprobs[rows] >= 0
@@ -144,7 +148,7 @@ class Sampler:
 
     def _start_on_device(self, device: DeviceSampling, logits: Tensor, rows: NDArray[np.int64]) -> PendingSample:
         """Only rows with adjustments go to the host and come back, so that one arithmetic chooses for all rows."""
-        if not self._special[rows].any():
+        if self._special.isdisjoint(rows.tolist()):
             return DeviceSample(device.choose_most_likely(logits), {}, [])
         adjusted, counts = self._adjusted[rows], self._num_logprobs[rows]
         failed: dict[int, str] = {}
@@ -209,6 +213,8 @@ def _as_rows(logits: Tensor) -> Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _as_array(logits: Tensor) -> NDArray[np.float32]:
+def _on_host(logits: Tensor) -> Tensor:
     """As ``_as_rows``, on the CPU."""
-    return _as_rows(logits.cpu()).numpy()
+    if logits.is_cpu and logits.dtype is torch.float32 and logits.is_contiguous():
+        return logits  # most often; calls of torch that change nothing are not free
+    return _as_rows(logits.cpu())

@@ -55,6 +55,8 @@ class Admission:
 
     def first(self, now: float) -> SequenceGroup | None:
         """Who comes in next, of the swapped and the waiting."""
+        if not self._queues.num_outside:
+            return None
         open_, held_back = self._waiting_heads(now)
         swapped = self._queues.swapped.head(now)
         return self._foremost([*open_, swapped] if swapped is not None else open_, held_back)

@@ -54,6 +54,11 @@ class Queues:
         """Groups that wait."""
         return len(self.waiting) + len(self.waiting_long)
 
+    @property
+    def num_outside(self) -> int:
+        """Groups that do not run."""
+        return len(self.groups) - len(self.running)
+
     def add(self, request: GroupRequest) -> SequenceGroup:
         """Puts a new group into the waiting queue."""
         group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len)

@@ -61,6 +61,9 @@ class Running:
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
         """Takes the decodes' tokens from the budget, and shares out the rest to those who prefill, in order."""
         queues = self._queues
+        if not queues.prefilling:
+            step.budget -= queues.rows
+            return {}
         for group in list(queues.prefilling):
             rejoin(queues, group)
             if group.is_prefilled:  # nothing was left for a step to compute: all was shared, or a sibling has ended

@@ -184,7 +184,7 @@ class Scheduler:
             f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._refused.append(GroupUpdate(group.group_id, group.status.value, message))
+        self._refused.append(GroupUpdate(group.group_id, group.status.value, message, outgrown=True))
 
     def _count(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats

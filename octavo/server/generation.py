@@ -19,9 +19,6 @@ from octavo.server.service import Service
 
 logger = logging.getLogger("octavo.server")
 
-#: In the scheduler's words for a request that no amount of waiting would make fit.
-_OUTGROWN = "outgrown the KV cache"
-
 
 @dataclass(slots=True)
 class Generation:
@@ -148,7 +145,7 @@ def _refuse_failed(output: RequestOutput) -> None:
             raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
         if completion.finish_reason == "abort":
             raise ApiError(503, "the request was ended as the server shuts down", kind="server_error", code="aborted")
-        if completion.finish_reason == "error" and _OUTGROWN in (completion.error or ""):
+        if completion.outgrown:
             raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
         if completion.finish_reason == "error":
             logger.error("request %s failed: %s", output.request_id, completion.error)

@@ -15,6 +15,7 @@ from octavo import LLM, AsyncLLM, BeamSearchParams, LLMEngine, RequestOutput, Sa
 from octavo.core.config import make_config
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep
+from tests.busy_machine import PATIENCE
 
 Params = SamplingParams | BeamSearchParams
 
@@ -358,7 +359,7 @@ def test_served_from_a_process_of_its_own(tiny_model: Path, alone: list[Any]) ->
         finally:
             await llm.shutdown()
 
-    assert asyncio.run(asyncio.wait_for(serve(), 120)) == [alone[i] for i in FREE]
+    assert asyncio.run(asyncio.wait_for(serve(), PATIENCE)) == [alone[i] for i in FREE]
 
 
 @pytest.mark.slow

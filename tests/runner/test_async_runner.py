@@ -267,6 +267,37 @@ def test_prompt_logprobs_and_errors_come_with_their_step(worker: Worker, monkeyp
     assert not results[2].extras
 
 
+def test_prompt_logprobs_are_waited_for_with_their_step(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is submitted before those of the step ahead of it are there."""
+    started, waited = 0, []
+    start_scoring = worker.runner._sampler.start_prompt_logprobs
+
+    class Late:
+        def __init__(self, pending: Any, number: int) -> None:
+            self.pending, self.number = pending, number
+
+        def wait(self) -> Any:
+            waited.append(self.number)
+            return self.pending.wait()
+
+    def late(*arguments: Any) -> Late:
+        nonlocal started
+        started += 1
+        return Late(start_scoring(*arguments), started)
+
+    plan = StepPlan(step=1, **start(0, params=SamplingParams(temperature=0.0, prompt_logprobs=1))({}))
+    expected = worker.runner.execute(plan)
+    worker.runner.execute(StepPlan(step=0, forget=[0]))
+    monkeypatch.setattr(worker.runner._sampler, "start_prompt_logprobs", late)
+    first = worker.runner.submit(plan)
+    second = worker.runner.submit(StepPlan(step=2, **decode(0)({})))
+    assert (started, waited) == (1, [])
+    assert facts(first.wait()) == facts(expected)
+    assert waited == [1]
+    second.wait()
+    worker.runner.execute(StepPlan(step=0, forget=[0]))
+
+
 def test_steps_without_tokens(worker: Worker) -> None:
     plans = [start(0, 1), always(), decode(0, 1), always(forget=[1]), always(), decode(0)]
     results = worker.check(plans)
@@ -291,7 +322,7 @@ def test_packed_inputs_are_the_same_inputs(worker: Worker, monkeypatch: pytest.M
     plans = random_plans(random.Random(99), 30)
     expected = worker.run(plans, 1)
     send = PinnedSend(torch.device("cpu"), SimpleNamespace(Event=Finished))
-    monkeypatch.setattr(worker.runner, "_send", send)
+    monkeypatch.setattr(worker.runner, "_to_device", partial(to_device, block_size=BLOCK, send=send))
     assert [facts(result) for result in worker.run(plans, 2)] == [facts(result) for result in expected]
 
 

@@ -334,6 +334,24 @@ def test_only_rows_that_ask_get_logprobs() -> None:
     assert (output.logprobs[1].rank, output.logprobs[1].top_ids) == (1, [])
 
 
+def test_rows_that_only_want_the_most_likely_token_in_batches_of_any_size() -> None:
+    """What serves one batch size must not show in the next, and a result must not change with the next call."""
+    rows = Rows(rows=70, vocab=97)
+    earlier: list[tuple[SampleOutput, list[int]]] = []
+    for seed, count in enumerate((1, 3, 2, 64, 1, 65, 0, 5)):
+        logits = torch.from_numpy(np.random.default_rng(seed).integers(-9, 9, (count, 97)).astype(np.float32))
+        expected = logits.numpy().argmax(axis=1).tolist()  # with many ties, of which the lowest wins
+        failing = {i: "NaN" for i in range(2, count, 7)} | {i: "infinite" for i in range(3, count, 7)}
+        for i, kind in failing.items():
+            logits[i, i] = math.nan if kind == "NaN" else math.inf
+            expected[i] = 0
+        output = rows.sampler.sample(logits, np.arange(count))
+        assert sorted(output.errors) == sorted(failing)
+        assert all(kind in output.errors[i] for i, kind in failing.items())
+        earlier.append((output, expected))
+    assert [output.token_ids.tolist() for output, _ in earlier] == [expected for _, expected in earlier]
+
+
 def test_prompt_logprobs_is_position_by_position() -> None:
     logits = gaussian(4, VOCAB)
     targets = np.array([3, 1, 4, 1], np.int32)
