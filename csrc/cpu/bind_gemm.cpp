@@ -18,12 +18,17 @@ namespace {
 
 using Weights = std::shared_ptr<const PackedLinear>;
 
-// The rows of x as the kernels take them, of all products: they run one after the other.
-float* scratch(size_t floats) {
-  static std::vector<float> memory;
-  if (memory.size() < floats + 16) memory.resize(floats + 16);
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-}
+// Memory for rows of x as the kernels take them; what was in it is lost.
+class Rows {
+ public:
+  float* take(size_t floats) {
+    if (memory_.size() < floats + 16) memory_.resize(floats + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+  }
+
+ private:
+  std::vector<float> memory_;
+};
 
 // A product over all rows of the step. Rows go by in blocks that stay in the second-level cache, in float32, while the
 // groups of columns pass over them; the tasks of a block are its groups, a few at a time, times parts of its rows.
@@ -44,25 +49,60 @@ class Linear : public Op {
  private:
   static constexpr int64_t kBlockFloats = 64 * 1024;
   static constexpr int64_t kRowsOfTask = 72;
+  static constexpr int64_t kFloatsOfTask = 16384;  // of x, made ready
 
   void run_block(int64_t row, int64_t rows) {
     Product block = product_;
     const int64_t bytes = block.out_dtype == Dtype::bf16 ? 2 : 4;
     block.out = static_cast<char*>(block.out) + row * block.out_stride * bytes;
+    const bool each_its_own = !in_place_ && rows * block.weights.k <= kFloatsOfTask;
     if (in_place_) {
       block.x = static_cast<const float*>(x_) + row * x_stride_;
       block.x_stride = x_stride_;
     } else {
-      prepare(row, rows, block);
+      block.x_stride = (block.weights.k + 15) / 16 * 16 + 16;  // rows of a tile must not share lines of the cache
+      if (!each_its_own) block.x = prepare_together(row, rows, block.x_stride);
     }
+    static uint64_t loops = 0;  // of all products: they run one after the other
+    const uint64_t loop = ++loops;
     const int64_t groups = block.weights.groups, parts = (rows + kRowsOfTask - 1) / kRowsOfTask;
     const int64_t chunks = chunks_of(block.weights, (rows + parts - 1) / parts);
     const auto multiply = isa().gemm->multiply;
     parallel_for(chunks * parts, [&](int64_t task) {
       const int64_t chunk = task / parts, part = task % parts;
-      multiply(block, groups * chunk / chunks, groups * (chunk + 1) / chunks, rows * part / parts,
+      Product share = block;
+      if (each_its_own) share.x = own_rows(loop, row, rows, block.x_stride);
+      multiply(share, groups * chunk / chunks, groups * (chunk + 1) / chunks, rows * part / parts,
                rows * (part + 1) / parts);
     });
+  }
+
+  // Few rows each thread makes for itself, once in a loop: it would wait longer for them to come from the cache of
+  // another.
+  const float* own_rows(uint64_t loop, int64_t row, int64_t rows, int64_t stride) const {
+    thread_local Rows memory;
+    thread_local uint64_t made_for = 0;
+    float* out = memory.take(static_cast<size_t>(rows * stride));
+    if (made_for != loop) prepare(row, rows, out, stride);
+    made_for = loop;
+    return out;
+  }
+
+  const float* prepare_together(int64_t row, int64_t rows, int64_t stride) const {
+    static Rows memory;
+    float* out = memory.take(static_cast<size_t>(rows * stride));
+    const int64_t rows_of_task = std::max(int64_t{1}, kFloatsOfTask / product_.weights.k);
+    parallel_for((rows + rows_of_task - 1) / rows_of_task, [&](int64_t task) {
+      const int64_t r = task * rows_of_task;
+      prepare(row + r, std::min(rows_of_task, rows - r), out + r * stride, stride);
+    });
+    return out;
+  }
+
+  void prepare(int64_t row, int64_t rows, float* out, int64_t stride) const {
+    const char* x = static_cast<const char*>(x_) + row * x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
+    isa().gemm->prepare(x, x_dtype_, x_stride_, weights_->k(), product_.weights.dtype, out, product_.weights.k, stride,
+                        rows);
   }
 
   // Into how many tasks the groups are divided: as many for each thread, of as many groups as go by at once, or twice
@@ -73,22 +113,6 @@ class Linear : public Op {
     const int64_t chunk = groups >= 16 * at_once * threads ? 2 * at_once : at_once;
     const int64_t chunks = (groups + chunk - 1) / chunk;
     return std::min(groups, (chunks + threads - 1) / threads * threads);
-  }
-
-  void prepare(int64_t row, int64_t rows, Product& block) {
-    const int64_t padded_k = block.weights.k;
-    block.x_stride = (padded_k + 15) / 16 * 16 + 16;  // rows of one tile must not fall on the same lines of the cache
-    float* out = scratch(static_cast<size_t>(rows * block.x_stride));
-    block.x = out;
-    const char* x = static_cast<const char*>(x_) + row * x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
-    const int64_t row_bytes = x_stride_ * (x_dtype_ == Dtype::bf16 ? 2 : 4);
-    const auto prepare_rows = isa().gemm->prepare;
-    const int64_t rows_at_once = std::max(int64_t{1}, 16384 / padded_k);
-    parallel_for((rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
-      const int64_t r = task * rows_at_once;
-      prepare_rows(x + r * row_bytes, x_dtype_, x_stride_, weights_->k(), block.weights.dtype, out + r * block.x_stride,
-                   padded_k, block.x_stride, std::min(rows_at_once, rows - r));
-    });
   }
 
   Weights weights_;
