@@ -193,12 +193,12 @@ OpPtr linear_quant_silu_mul(std::vector<std::shared_ptr<PackedQuant>> parts, uin
 void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, int bits, int64_t group,
                    uintptr_t codes, uintptr_t scales) {
   if (dtype == Dtype::i8) throw std::invalid_argument("weights are float32 or bfloat16");
-  if (group < 1 || k % group != 0) throw std::invalid_argument("k is no multiple of the group");
+  if (group < 0 || (group != 0 && k % group != 0)) throw std::invalid_argument("k is no multiple of the group");
   if (bits != 8 && !(bits == 4 && (group == 32 || group == 128))) {
     throw std::invalid_argument("weights are quantised to 8 bits, or to 4 bits in groups of 32 or 128");
   }
   const int64_t row_bytes = row_stride * (dtype == Dtype::f32 ? 4 : 2);
-  const int64_t scale_bytes = group == k ? 4 : k / group * 2;
+  const int64_t scale_bytes = group == 0 ? 4 : k / group * 2;
   parallel_for(n, [&](int64_t row) {
     isa().quant->encode(reinterpret_cast<const char*>(weight) + row * row_bytes, dtype, k, group, bits,
                         reinterpret_cast<uint8_t*>(codes) + row * k,
@@ -229,7 +229,7 @@ void bind_quant(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"),
         nb::arg("dtype"), nb::arg("bits"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
         nb::call_guard<nb::gil_scoped_release>(),
-        "Codes and scales of weight [n, k], in groups of `group` values of a row.");
+        "Codes and scales of weight [n, k]: float16, of groups of `group` values of a row, or float32, of rows, if it is 0.");
   m.def("linear_quant",
         [](std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out,
            int64_t out_stride, Dtype out_dtype, uintptr_t bias, bool add) -> OpPtr {

@@ -121,8 +121,9 @@ struct QuantOutput {
 };
 
 struct QuantTable {
-  // Quantises a row of weights w[k], float32 or bfloat16, to 8 or 4 bits in groups of `group` values, a divisor of k.
-  // Scales are float16, but float32 if `group` is k; not a number if a weight is infinite or not a number.
+  // Quantises a row of weights w[k], float32 or bfloat16, to 8 or 4 bits in groups of `group` values, a divisor of k,
+  // with a float16 scale each; or, if `group` is 0, with one float32 scale. It is not a number if a weight is infinite or
+  // not a number.
   void (*encode)(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales);
   // Whether weights of so many bits are multiplied with rows of wide codes, or else with narrow ones.
   bool (*wants_wide)(int bits);

@@ -97,25 +97,26 @@ OCTAVO_INLINE void write_codes(const T* w, int64_t count, float scale, int bits,
 
 template <typename T>
 void encode_groups(const T* w, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales) {
-  for (int64_t g = 0; g < k / group; ++g) {
-    const T* values = w + g * group;
-    const float extreme = extreme_of(values, group);
+  const int64_t count = group == 0 ? k : group;
+  for (int64_t g = 0; g < k / count; ++g) {
+    const T* values = w + g * count;
+    const float extreme = extreme_of(values, count);
     // A group whose greatest magnitude is this small counts as zeros: its inverse must be finite.
     const bool is_zero = __builtin_fabsf(extreme) < 1e-30f;
     float scale = 0;
     if (extreme != extreme) {
       scale = extreme;
     } else if (!is_zero) {
-      scale = bits == 8 ? __builtin_fabsf(extreme) / 127.0f : best_scale_of_4_bits(values, group, extreme);
+      scale = bits == 8 ? __builtin_fabsf(extreme) / 127.0f : best_scale_of_4_bits(values, count, extreme);
     }
-    if (group == k) {
+    if (group == 0) {
       std::memcpy(scales, &scale, 4);
     } else {
       const uint16_t half = to_f16(scale);
       std::memcpy(static_cast<char*>(scales) + g * 2, &half, 2);
       scale = from_f16(half);
     }
-    write_codes(values, group, scale, bits, codes + g * group);
+    write_codes(values, count, scale, bits, codes + g * count);
   }
 }
 

@@ -40,7 +40,7 @@ def kernels_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
     """Each kernel alone at the shapes of a model."""
     import torch
 
-    from octavo.bench.kernels import Shapes, attention_cases, linear_cases, measure_case
+    from octavo.bench.kernels import Shapes, Types, attention_cases, linear_cases, measure_case
     from octavo.kernels import load_kernels
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
@@ -62,7 +62,7 @@ def kernels_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
 
     with torch.inference_mode():
         for cases in (attention_cases, linear_cases):
-            for case in cases(kernels, config, torch.bfloat16, shapes, device):
+            for case in cases(kernels, config, Types(torch.bfloat16), shapes, device):
                 yield from each([(_case_name(case), partial(row, case))])
 
 

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from octavo.bench.device import graphed, seconds_per_call
+from octavo.bench.work import kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionBatch, Kernels
 
 _BLOCK = 16
+#: Bytes of a quantised weight, its scales left out.
+_WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ class Shapes:
     decodes: list[tuple[int, int]]
     #: Lengths of prompts for prefill attention.
     prefills: list[int]
+
+
+@dataclass(frozen=True)
+class Types:
+    """In what the numbers are held."""
+
+    #: Of activations, and of weights that are not quantised.
+    dtype: torch.dtype
+    #: "int8", "int4" or "fp8"; None: not quantised.
+    quantization: str | None = None
+    #: Of the KV cache, if not ``dtype``.
+    cache_dtype: torch.dtype | None = None
 
 
 def cpu_shapes(rows: list[int]) -> Shapes:
@@ -74,17 +89,21 @@ class Case:
 def measure(
     kernels: Kernels,
     config: ModelConfig,
-    dtype: torch.dtype,
+    types: Types,
     shapes: Shapes,
     *,
     read_gb_s: float,
     gflops: float,
     device: torch.device | str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers, then decode attention, then prefill attention, on a device of these limits."""
+    """Measures linear layers, then decode attention, then prefill attention, on a device of these limits.
+
+    Raises:
+        ConfigError: the backend has no products of such weights.
+    """
     device = torch.device(device)
     for cases in (linear_cases, attention_cases):
-        for case in cases(kernels, config, dtype, shapes, device):
+        for case in cases(kernels, config, types, shapes, device):
             yield measure_case(kernels, case, device, read_gb_s, gflops)
 
 
@@ -122,7 +141,7 @@ def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
 
 
 def linear_cases(
-    kernels: Kernels, c: ModelConfig, dtype: torch.dtype, shapes: Shapes, device: torch.device
+    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
     """The products of a layer and the head, one case at a time: their tensors are large."""
     matrices = {
@@ -133,22 +152,30 @@ def linear_cases(
         "head": (c.vocab_size, c.hidden_size, 1),
     }
     for name, (outputs, inputs, layers) in matrices.items():
+        kind = types.quantization
+        if name == "head" and kind is not None:  # as a model has it
+            kind = "int8" if kind in ("int8", "int4") else None
         packed = [
-            kernels.pack_linear(_random(outputs, inputs, dtype=dtype, device=device), None) for _ in range(layers)
+            _pack(kernels, _random(outputs, inputs, dtype=types.dtype, device=device), kind) for _ in range(layers)
         ]
+        weight_bytes = types.dtype.itemsize if kind is None else _WEIGHT_BYTES[kind]
         for count in shapes.rows:
-            x = _random(count, inputs, dtype=dtype, device=device)
+            x = _random(count, inputs, dtype=types.dtype, device=device)
             product = kernels.linear_float32 if name == "head" else kernels.linear
             yield Case(
                 f"linear {name}",
                 f"{outputs} x {inputs}",
                 count,
-                outputs * inputs * dtype.itemsize,
+                outputs * inputs * weight_bytes,
                 2.0 * outputs * inputs * count,
                 layers,
                 _repeated(product, x, packed),
                 _decodes(count, 1, device),
             )
+
+
+def _pack(kernels: Kernels, weight: Tensor, kind: str | None) -> Any:
+    return kernels.pack_linear(weight, None) if kind is None else kernels.quantize_linear(weight, None, kind)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -165,43 +192,46 @@ def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[
 
 
 def attention_cases(
-    kernels: Kernels, c: ModelConfig, dtype: torch.dtype, shapes: Shapes, device: torch.device
+    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
     """Attention of decodes, then of prompts, one case at a time."""
-    token_bytes = 2 * c.num_kv_heads * c.head_dim * dtype.itemsize
+    cache_dtype = types.cache_dtype or types.dtype
+    name = "fp8" if cache_dtype is torch.float8_e4m3fn else str(cache_dtype).removeprefix("torch.")
+    token_bytes = kv_bytes_per_token(c, name) / c.num_layers
     pair_flops = 4.0 * c.num_heads * c.head_dim
     for sequences, context in shapes.decodes:
         batch = _decodes(sequences, context, device)
         yield _attention_case(
-            kernels, c, dtype, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
+            kernels, c, types, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
         )
     for length in shapes.prefills:
         batch = _one_prefill(length, device)
         pairs = length * (length + 1) // 2
         yield _attention_case(
-            kernels, c, dtype, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
+            kernels, c, types, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
         )
 
 
 def _attention_case(
     kernels: Kernels,
     c: ModelConfig,
-    dtype: torch.dtype,
+    types: Types,
     shape: str,
     batch: AttentionBatch,
     tokens: int,
-    token_bytes: int,
+    token_bytes: float,
     token_flops: float,
 ) -> Case:
     blocks = int(batch.block_tables.max()) + 1
     device, rows = batch.positions.device, len(batch.positions)
     # A GPU's caches are small beside one layer; what all of them would take may be more than it has.
     layers = c.num_layers if device.type == "cpu" else 1
-    caches = kernels.make_cache(layers, blocks, _BLOCK, c.num_kv_heads, c.head_dim, dtype)
+    cache_dtype = types.cache_dtype or types.dtype
+    caches = kernels.make_cache(layers, blocks, _BLOCK, c.num_kv_heads, c.head_dim, cache_dtype)
     for cache in caches:  # pages that were never written all are the same one
         for part in (cache.key, cache.value):
             part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
-    q = _random(rows, c.num_heads, c.head_dim, dtype=dtype, device=device)
+    q = _random(rows, c.num_heads, c.head_dim, dtype=types.dtype, device=device)
 
     def forward(ids: Tensor, step: AttentionBatch) -> Tensor:
         for cache in caches:

@@ -142,7 +142,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     import torch
 
-    from octavo.bench.kernels import cpu_shapes, gpu_shapes, measure
+    from octavo.bench.kernels import Types, cpu_shapes, gpu_shapes, measure
     from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
@@ -155,19 +155,29 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads, options.pin_threads)
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
+    if options.quantization == "gguf":
+        raise ConfigError(
+            "quantization=gguf takes the bits of a file; octavo bench kernels measures int8, int4 and fp8"
+        )
+    cache = {"auto": None, "fp8": torch.float8_e4m3fn}
+    cache_dtype = (
+        cache[options.kv_cache_dtype] if options.kv_cache_dtype in cache else getattr(torch, options.kv_cache_dtype)
+    )
+    types = Types(dtype, options.quantization, cache_dtype)
     with torch.inference_mode():
         _show(
             measure(
                 kernels,
                 config,
-                dtype,
+                types,
                 (cpu_shapes if device == "cpu" else gpu_shapes)(arguments.rows),
                 read_gb_s=read_gb_s,
                 gflops=gflops,
                 device=device,
             ),
             stream,
-            f"{kernels.describe()}, {dtype}: reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
+            f"{kernels.describe()}, {options.quantization or dtype}: "
+            f"reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
             f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
             lambda f: (
                 f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"

@@ -289,6 +289,18 @@ def test_weights_are_quantised_to_the_nearest_codes(kind: str, group: int | None
     assert errors.norm() <= 1.01 * plain_errors.norm()
 
 
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 128), ("int8", 32), ("int8", 128)])
+def test_a_row_that_is_one_group(kind: str, group: int) -> None:
+    """Its scale is a group's, not that of a whole row, which takes more memory."""
+    rows = 5000
+    weight = torch.randn(rows, group)
+    alone = quantize_weight(weight, kind, group)
+    assert alone.scales.dtype == torch.float16 and alone.scales.shape == (rows, 1)
+    beside_another = quantize_weight(torch.cat([weight, weight.flip(0)], dim=1), kind, group)
+    assert torch.equal(alone.codes, beside_another.codes[:, :group])
+    assert torch.equal(alone.scales, beside_another.scales[:, :1])
+
+
 def test_4_bits_find_weights_that_lie_on_a_grid() -> None:
     codes = torch.randint(-8, 8, (10, 64), generator=torch.Generator().manual_seed(0)).float()
     codes[:, 0], codes[:, 32] = -8, -8

@@ -89,7 +89,7 @@ def quantize_weight(weight: Tensor, kind: str, group: int | None) -> QuantizedWe
     codes = torch.empty((n, k), dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(n) if group is None else torch.empty((n, k // group), dtype=torch.float16)
     _cpu.quantize_rows(
-        weight.data_ptr(), n, k, k, _DTYPES[weight.dtype], bits, group or k, codes.data_ptr(), scales.data_ptr()
+        weight.data_ptr(), n, k, k, _DTYPES[weight.dtype], bits, group or 0, codes.data_ptr(), scales.data_ptr()
     )
     if not scales.isfinite().all():
         raise WeightError("a weight is infinite, not a number, or too great to be quantised")

@@ -1,0 +1,70 @@
+"""``octavo bench kernels`` on a tiny model: what it counts, and that it measures what the options ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.bench.kernels import Shapes, Types, attention_cases, linear_cases
+from octavo.cli.main import main
+from octavo.kernels import load_kernels
+from octavo.kernels.interface import Kernels
+from octavo.models.config import read_model_config
+
+#: One row, one sequence and one short prompt.
+SHAPES = Shapes([1, 3], [(2, 40)], [20])
+LINEARS = ["linear qkv", "linear attention out", "linear gate and up", "linear down", "linear head"]
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+    return load_kernels("cpu", "cpu")
+
+
+def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    assert main(["bench", "kernels", str(tiny_model), "--rows", "1,2", "--json", str(target)]) == 0
+    rows: list[dict[str, Any]] = [json.loads(line) for line in target.read_text().splitlines()]
+    assert list(dict.fromkeys(row["kernel"] for row in rows)) == [*LINEARS, "attention"]
+    assert [row["rows"] for row in rows if row["kernel"] == "linear head"] == [1, 2]
+    for row in rows:
+        assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
+
+
+@pytest.mark.parametrize(("kind", "bytes_of_weight", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.5, 1)])
+def test_bytes_and_operations_of_products(
+    kernels: Kernels, tiny_model: Path, kind: str | None, bytes_of_weight: float, of_head: float
+) -> None:
+    c = read_model_config(tiny_model)
+    for case in linear_cases(kernels, c, Types(torch.bfloat16, kind), SHAPES, torch.device("cpu")):
+        outputs, inputs = map(int, case.shape.split(" x "))
+        size = of_head if case.kernel == "linear head" else bytes_of_weight
+        assert case.bytes == outputs * inputs * size
+        assert case.flops == 2 * outputs * inputs * case.rows
+
+
+@pytest.mark.parametrize(("cache_dtype", "bytes_of_head"), [(None, 2 * 2), (torch.int8, 2 * 1)])
+def test_bytes_and_operations_of_attention(
+    kernels: Kernels, tiny_model: Path, cache_dtype: torch.dtype | None, bytes_of_head: int
+) -> None:
+    c = read_model_config(tiny_model)
+    types = Types(torch.bfloat16, cache_dtype=cache_dtype)
+    decode, prefill = attention_cases(kernels, c, types, SHAPES, torch.device("cpu"))
+    scales = 2 * c.num_kv_heads * 4 if cache_dtype is torch.int8 else 0
+    of_token = bytes_of_head * c.num_kv_heads * c.head_dim + scales
+    assert decode.bytes == 2 * 40 * of_token and prefill.bytes == 20 * of_token
+    assert decode.flops == 2 * 40 * 4 * c.num_heads * c.head_dim
+    assert prefill.flops == pytest.approx(20 * 21 / 2 * 4 * c.num_heads * c.head_dim)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "fp8"])
+def test_weights_that_it_cannot_make_are_refused(
+    tiny_model: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", str(tiny_model), "--quantization", kind]) == 2
+    assert kind in capsys.readouterr().err
