@@ -237,7 +237,8 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    """To six digits, wherever the point is: times may be milliseconds."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def _sizes(text: str) -> list[int]:
