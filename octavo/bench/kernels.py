@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.bench.device import graphed, seconds_per_call
-from octavo.bench.work import kv_bytes_per_token
+from octavo.bench.work import SIZES, kind_of_head, kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionBatch, Kernels
 
 _BLOCK = 16
-#: Bytes of a quantised weight, its scales left out.
-_WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -152,13 +150,11 @@ def linear_cases(
         "head": (c.vocab_size, c.hidden_size, 1),
     }
     for name, (outputs, inputs, layers) in matrices.items():
-        kind = types.quantization
-        if name == "head" and kind is not None:  # as a model has it
-            kind = "int8" if kind in ("int8", "int4") else None
+        kind = kind_of_head(types.quantization) if name == "head" else types.quantization
         packed = [
             _pack(kernels, _random(outputs, inputs, dtype=types.dtype, device=device), kind) for _ in range(layers)
         ]
-        weight_bytes = types.dtype.itemsize if kind is None else _WEIGHT_BYTES[kind]
+        weight_bytes = types.dtype.itemsize if kind is None else SIZES[kind]
         for count in shapes.rows:
             x = _random(count, inputs, dtype=types.dtype, device=device)
             product = kernels.linear_float32 if name == "head" else kernels.linear

@@ -253,6 +253,7 @@ def test_bytes_and_operations_of_a_network_that_is_counted_by_hand(tiny: Path) -
     assert weight_bytes_read(c, "bfloat16") == 2 * (layer_weights(c) + head)
     assert weight_bytes_read(c, "float32", "int8") == layer_weights(c) + head
     assert weight_bytes_read(c, "bfloat16", "int4") == layer_weights(c) // 2 + head
+    assert weight_bytes_read(c, "bfloat16", "fp8") == layer_weights(c) + 2 * head
     assert kv_bytes_per_token(c, "float16") == 2 * 2 * 2 * 16 * 2
     assert kv_bytes_per_token(c, "fp8") == 2 * 2 * 2 * (16 + 4)
     # Two tokens: the second sees both; scores and values take two operations a pair, head and dimension each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -125,4 +126,4 @@ def launch(
 
 
 if __name__ == "__main__":
-    tell((case, lambda case=case: launch(**CASES[case])) for case in CASES)  # type: ignore[misc]
+    tell((case, partial(launch, **CASES[case])) for case in CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -32,11 +33,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     positions, cos_sin = torch.zeros(2048, dtype=torch.int64), torch.zeros(64, 128)
     yield "rotary", lambda: rotary.rotary(heads[:, :24], heads[:, 24:], positions, cos_sin)
     for rows in (1, 2048):
-        some = x[:rows]
-        yield f"matmul {rows}", lambda some=some: matmul.matmul(some, weight, None, torch.float32)  # type: ignore[misc]
+        yield f"matmul {rows}", partial(matmul.matmul, x[:rows], weight, None, torch.float32)
         yield (
             f"matmul residual {rows}",
-            lambda rows=rows: matmul.matmul(x[:rows], weight, weight[0], residual=residual[:rows]),  # type: ignore[misc]
+            partial(matmul.matmul, x[:rows], weight, weight[0], residual=residual[:rows]),
         )
     yield "matmul float16", lambda: matmul.matmul(x[:1].half(), weight.half())
     yield "matmul float32", lambda: matmul.matmul(x[:1].float(), weight.float())
@@ -47,18 +47,14 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             for fixed in (True, False):
                 yield (
                     f"{kind} {'fixed' if fixed else 'fast'} {rows}",
-                    lambda packed=packed, rows=rows, fixed=fixed: quant.quantized_matmul(  # type: ignore[misc]
-                        x[:rows], packed, None, residual[:rows], deterministic=fixed
-                    ),
+                    partial(quant.quantized_matmul, x[:rows], packed, None, residual[:rows], deterministic=fixed),
                 )
                 yield (
                     f"{kind} gated {'fixed' if fixed else 'fast'} {rows}",
-                    lambda packed=packed, rows=rows, fixed=fixed: quant.quantized_silu_and_mul(  # type: ignore[misc]
-                        x[:rows], packed, deterministic=fixed
-                    ),
+                    partial(quant.quantized_silu_and_mul, x[:rows], packed, deterministic=fixed),
                 )
-        yield f"{kind} float16", lambda packed=packed: quant.quantized_matmul(x[:1].half(), packed)  # type: ignore[misc]
-        yield f"{kind} float32", lambda packed=packed: quant.quantized_matmul(x[:1].float(), packed)  # type: ignore[misc]
+        yield f"{kind} float16", partial(quant.quantized_matmul, x[:1].half(), packed)
+        yield f"{kind} float32", partial(quant.quantized_matmul, x[:1].float(), packed)
     wide = torch.randn(28672, 512, generator=torch.Generator().manual_seed(0)).to(half)
     packed_wide = quantize.quantize(wide, "int8")
     yield "matmul wide 1", lambda: matmul.matmul(x[:1, :512], wide)
