@@ -1,0 +1,149 @@
+"""Digests of the demo model's answers over many ways to schedule them: whether a change has kept every bit.
+
+    python scripts/answer_digests.py compare        # with tests/data/answer_digests.json; exit code 1 if any differs
+    python scripts/answer_digests.py record         # adds or replaces those of this machine's instruction set
+
+A digest covers tokens, logprobs (every bit of them), ranks, finish reasons and scores of one request. The answers of
+one kind (type of weights and cache) must also agree between all the ways to schedule them, whatever was recorded. They
+belong to one instruction set; ``OCTAVO_CPU_ISA`` chooses another than the best of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+
+FILE = Path(__file__).resolve().parents[1] / "tests" / "data" / "answer_digests.json"
+
+#: Type of weights and KV cache.
+KINDS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
+}
+#: Ways to schedule.
+WAYS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "chunks": {"max_num_batched_tokens": 24},
+    "prefill_first": {"batching": "prefill_first", "max_num_batched_tokens": 256},
+    "recompute": {"preemption_mode": "recompute", "num_gpu_blocks_override": 30},
+    "swap": {"preemption_mode": "swap", "num_gpu_blocks_override": 30, "num_host_blocks_override": 100},
+    "lcfs": {"scheduling_policy": "lcfs", "num_gpu_blocks_override": 30, "num_host_blocks_override": 40},
+    "ahead": {"async_scheduling": True, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100},
+    "no cache, one thread": {"enable_prefix_caching": False, "num_threads": 1},
+}
+
+_RNG = random.Random(17)
+_SHARED = [_RNG.randrange(100, 40000) for _ in range(40)]
+_LENGTHS = (9, 60, 44, 70, 1, 16, 52, 130, 48, 17, 33, 100)
+PROMPTS = [
+    (_SHARED if n in (44, 52, 48) else []) + [_RNG.randrange(100, 40000) for _ in range(n - 40 * (n in (44, 52, 48)))]
+    for n in _LENGTHS
+]
+PARAMS: list[SamplingParams | BeamSearchParams] = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=30, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.8, seed=2, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1),
+    BeamSearchParams(beam_width=3, max_tokens=25),
+    SamplingParams(temperature=0.7, seed=4, n=2, best_of=3, max_tokens=35, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True, logprobs=1, repetition_penalty=1.3),
+    SamplingParams(temperature=0.9, seed=6, top_k=40, min_p=0.02, max_tokens=20, ignore_eos=True, logprobs=5),
+    BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True, length_penalty=0.5),
+    SamplingParams(
+        temperature=0.8, seed=8, presence_penalty=0.5, frequency_penalty=0.4, max_tokens=30, ignore_eos=True, logprobs=1
+    ),
+    SamplingParams(
+        temperature=0.6,
+        seed=9,
+        bad_words=["the", " and"],
+        logit_bias={260: 3.0},
+        min_tokens=12,
+        max_tokens=24,
+        logprobs=1,
+    ),
+    SamplingParams(temperature=1.0, max_tokens=24, allowed_token_ids=list(range(200, 4000, 3)), logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=40, logprobs=0),
+]
+
+
+def numbers(logprobs: Any) -> bytes:
+    """Every bit of a list of logprobs."""
+    parts = [b"" if logprobs is None else b"logprobs"]
+    for position in logprobs or ():
+        parts.append(b"-" if position is None else b"+")
+        for token, found in (position or {}).items():
+            parts.append(struct.pack("<qdq", token, found.logprob, found.rank))
+    return b"".join(parts)
+
+
+def digest(output: RequestOutput) -> str:
+    """One request's answer."""
+    found = hashlib.sha256(numbers(output.prompt_logprobs))
+    for o in output.outputs:
+        found.update(struct.pack(f"<{len(o.token_ids)}q", *o.token_ids))
+        found.update(f"{o.finish_reason} {o.stop_reason} {o.cumulative_logprob!r} {o.score!r}".encode())
+        found.update(numbers(o.logprobs))
+    return found.hexdigest()[:16]
+
+
+def run(kind: str, way: str) -> list[str]:
+    """The digests of all requests in one configuration."""
+    defaults: dict[str, Any] = {
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        "watermark": 0.0,
+    }
+    llm = LLM("smollm2-135m", kernels="cpu", max_model_len=256, **{**defaults, **KINDS[kind], **WAYS[way]})
+    prompts: list[Any] = [{"prompt_token_ids": p} for p in PROMPTS]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False, priority=[i * 5 % 8 for i in range(len(prompts))])
+    preempted = sum(o.metrics.num_preemptions for o in outputs)
+    if WAYS[way].get("num_gpu_blocks_override") and not preempted:
+        raise AssertionError(f"{kind}, {way}: nothing was preempted, so the run shows nothing")
+    return [digest(output) for output in outputs]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compare", "record"))
+    parser.add_argument("--kinds", default=",".join(KINDS), help="a part of %(default)s")
+    arguments = parser.parse_args()
+    import octavo._cpu as cpu  # type: ignore[import-not-found]  # compiled
+
+    recorded: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    wanted, failed = recorded.get(cpu.isa(), {}), 0
+    if arguments.what == "compare" and not wanted:
+        print(f"nothing is recorded for {cpu.isa()}; recorded: {', '.join(recorded)}", file=sys.stderr)
+        return 2
+    for kind in arguments.kinds.split(","):
+        found = {way: run(kind, way) for way in WAYS}
+        first = found["one batch"]
+        for way, digests in found.items():
+            alike = [i for i, (one, other) in enumerate(zip(digests, first, strict=True)) if one != other]
+            changed = []
+            if arguments.what == "compare":
+                changed = [i for i, (one, old) in enumerate(zip(digests, wanted[kind], strict=True)) if one != old]
+            failed += bool(alike or changed)
+            verdict = (
+                f"requests {alike} differ from one batch, {changed} from the record" if alike or changed else "same"
+            )
+            print(f"{cpu.isa():12} {kind:12} {way:22} {len(digests)} requests: {verdict}", flush=True)
+        recorded.setdefault(cpu.isa(), {})[kind] = first
+    if arguments.what == "record" and not failed:
+        FILE.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
