@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 namespace octavo {
+void bind_tape(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_pointwise(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);

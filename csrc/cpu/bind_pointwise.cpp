@@ -53,12 +53,14 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-OpPtr embedding(uintptr_t table, int64_t width, uintptr_t out, Dtype dtype, std::optional<Dtype> out_dtype) {
+OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dtype dtype,
+                std::optional<Dtype> out_dtype, int64_t first, bool by_position) {
   const Dtype result = out_dtype.value_or(dtype);
   require_float(dtype);
   require_float(result);
   return row_op(&PointwiseTable::embedding,
-                Embedding{pointer<void>(table), dtype, width, pointer<void>(out), result}, width);
+                Embedding{pointer<void>(table), dtype, width, first, rows, by_position, pointer<void>(out), result},
+                width);
 }
 
 // Strides that are 0 (x_stride excepted) are those of a contiguous tensor.
@@ -145,7 +147,8 @@ void logsumexp(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out) {
 }  // namespace
 
 void bind_pointwise(nb::module_& m) {
-  m.def("embedding", &embedding, "table"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none());
+  m.def("embedding", &embedding, "table"_a, "rows"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none(),
+        "first"_a = 0, "by_position"_a = false);
   m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
         "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0);
   m.def("layer_norm", &layer_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "bias"_a, "w_dtype"_a, "out"_a,

@@ -7,7 +7,6 @@
 #include "bind.hpp"
 #include "isa.hpp"
 #include "ops.hpp"
-#include "ranges.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -19,29 +18,6 @@ template <typename T>
 const T* pointer(uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
-
-// A sequence of operations recorded once and run for each step. Neighbours that work token by token become one: memory
-// is used again only by rows of as many bytes (see octavo/kernels/cpu/arena.py), so that each token's rows stay its own.
-class Tape {
- public:
-  void append(OpPtr op) {
-    const auto tokens = std::dynamic_pointer_cast<TokenOp>(op);
-    const auto before = ops_.empty() ? nullptr : std::dynamic_pointer_cast<TokenOp>(ops_.back());
-    if (tokens && before)
-      ops_.back() = std::make_shared<TokenOps>(before, tokens);
-    else
-      ops_.push_back(std::move(op));
-  }
-  size_t size() const { return ops_.size(); }
-  void run(const Step& step) const {
-    nb::gil_scoped_release release;
-    ThreadPool::Busy busy;
-    for (const OpPtr& op : ops_) op->run(step);
-  }
-
- private:
-  std::vector<OpPtr> ops_;
-};
 
 }  // namespace
 
@@ -64,8 +40,11 @@ NB_MODULE(_cpu, m) {
   nb::class_<Step>(m, "Step")
       .def("__init__",
            [](Step* s, int64_t tokens, int64_t sequences, int64_t decodes, uintptr_t token_ids, uintptr_t positions,
-              uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride) {
+              uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride,
+              int64_t sampled, uintptr_t sampled_rows, int64_t encoder) {
              new (s) Step{tokens,
+                          sampled,
+                          encoder,
                           sequences,
                           decodes,
                           pointer<int64_t>(token_ids),
@@ -74,17 +53,18 @@ NB_MODULE(_cpu, m) {
                           pointer<int32_t>(query_start),
                           pointer<int32_t>(seq_lens),
                           pointer<int32_t>(block_tables),
-                          stride};
+                          stride,
+                          pointer<int64_t>(sampled_rows)};
            },
            nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
            nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
-           nb::arg("block_tables") = 0, nb::arg("block_table_stride") = 0);
+           nb::arg("block_tables") = 0, nb::arg("block_table_stride") = 0, nb::arg("sampled") = 0,
+           nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
     op.run(step);
   });
-  nb::class_<Tape>(m, "Tape").def(nb::init<>()).def("append", &Tape::append).def("run", &Tape::run).def("__len__",
-                                                                                                         &Tape::size);
+  bind_tape(m);
   bind_gemm(m);
   bind_pointwise(m);
   bind_attention(m);

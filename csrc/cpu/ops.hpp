@@ -8,9 +8,14 @@ namespace octavo {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, i8 = 2 };
 
+// What the rows of an operation are: the step's tokens, the positions whose logits are wanted, or encoder tokens.
+enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
+
 // The step that operations run in. T tokens, S sequences; arrays as in octavo/kernels/interface.py.
 struct Step {
-  int64_t tokens = 0;
+  int64_t tokens = 0;  // rows of an operation: a tape sets it to `sampled` or `encoder` where these are its rows
+  int64_t sampled = 0;
+  int64_t encoder = 0;
   int64_t sequences = 0;
   int64_t decodes = 0;
   const int64_t* token_ids = nullptr;     // [T]
@@ -20,6 +25,14 @@ struct Step {
   const int32_t* seq_lens = nullptr;      // [S]
   const int32_t* block_tables = nullptr;  // [S, block_table_stride]
   int64_t block_table_stride = 0;
+  const int64_t* sampled_rows = nullptr;  // [sampled]: which tokens
+
+  // The same step for operations over other rows than its tokens.
+  Step over(Rows rows) const {
+    Step step = *this;
+    if (rows != Rows::tokens) step.tokens = rows == Rows::sampled ? sampled : encoder;
+    return step;
+  }
 };
 
 // One kernel call with its buffers. An operation holds plain pointers: whoever makes it keeps the buffers alive.

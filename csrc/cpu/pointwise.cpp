@@ -1,6 +1,7 @@
 // Embedding, activations, rotary positions and reductions of logits.
 #include "pointwise.hpp"
 
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -14,10 +15,15 @@ namespace {
 void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end) {
   with_type(a.dtype, [&](auto type) {
     with_type(a.out_dtype, [&](auto out_type) {
+      const int64_t* ids = a.by_position ? step.positions : step.token_ids;
       for (int64_t row = begin; row < end; ++row) {
-        const auto* source = static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) +
-                             step.token_ids[row] * a.width;
+        const int64_t held = ids[row] - a.first;
         auto* target = static_cast<decltype(out_type)>(a.out) + row * a.width;
+        if (held < 0 || held >= a.rows) {
+          std::memset(static_cast<void*>(target), 0, a.width * sizeof(*target));
+          continue;
+        }
+        const auto* source = static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) + held * a.width;
         for_vectors(a.width, [&](int64_t i, auto lanes) { store(target + i, load(source + i, lanes), lanes); });
       }
     });

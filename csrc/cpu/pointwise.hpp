@@ -6,11 +6,14 @@
 
 namespace octavo {
 
-// out[row] = table[token_ids[row]], both [.., width].
+// out[row] = table[id - first], both [.., width], or zeros where the table [rows, width] has no such row. The ids are the
+// step's token ids, or its positions.
 struct Embedding {
   const void* table;
   Dtype dtype;
   int64_t width;
+  int64_t first, rows;
+  bool by_position;
   void* out;
   Dtype out_dtype;
 };

@@ -52,6 +52,10 @@ class WorkerError(OctavoError, RuntimeError):
     """A worker failed while it executed a step; the requests of that step end with an error."""
 
 
+class UnrecordableError(OctavoError, RuntimeError):
+    """A network computes something that a recorded step cannot hold, so it would be left out of every later step."""
+
+
 class EngineStateError(OctavoError, RuntimeError):
     """The engine cannot do this now: it sleeps, or it was to sleep while requests are unfinished."""
 

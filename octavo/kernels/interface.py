@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.communicator import Communicator
 from octavo.kernels.gguf_rows import GGUFRows
 
 
@@ -59,6 +60,8 @@ class Kernels(ABC):
     """A backend. All tensors are contiguous unless said otherwise; outputs are new tensors unless said otherwise."""
 
     name: str
+    #: The tensor-parallel group, if there are several ranks.
+    group: Communicator | None = None
 
     def describe(self) -> str:
         """What computes, for people."""
@@ -83,6 +86,19 @@ class Kernels(ABC):
         each time it is called.
         """
         return forward
+
+    def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
+        """Calls a function of the host on x [T, ...], which it may change in place, at this point of every step."""
+        function(x)
+        return x
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``; its memory may be reused."""
+        return x if self.group is None else self.group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' x, contiguous float32 [T, width], joined in order of rank: [T, size * width]."""
+        return x if self.group is None else self.group.all_gather(x)
 
     @abstractmethod
     def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -145,8 +161,11 @@ class Kernels(ABC):
         raise ConfigError(f"the {self.name} backend has no quantised products: it cannot serve quantization='gguf'")
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of table [vocab, E] for ids int64 [T]: float32 [T, E], as the residual stream begins with them."""
+    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+        """Rows of table [rows, E] for ids int64 [T]: float32 [T, E], as the residual stream begins with them.
+
+        Row 0 is that of id ``first``. An id that the table does not hold, as another rank does, gives zeros.
+        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

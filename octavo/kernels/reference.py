@@ -72,9 +72,9 @@ class ReferenceKernels(Kernels):
         bias = None if weight.bias is None else weight.bias.float()
         return F.linear(x.float(), weight.weight.float(), bias)
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
         """Rows of the table, float32 [T, E]."""
-        return F.embedding(ids, table).float()
+        return masked_embedding(ids, table, first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalised and multiplied in float32, rounded to the weight's type."""
@@ -134,6 +134,13 @@ class ReferenceKernels(Kernels):
         for source, target in zip(sources, targets, strict=True):
             target.key.index_copy_(0, written, source.key.index_select(0, read))
             target.value.index_copy_(0, written, source.value.index_select(0, read))
+
+
+def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """``Kernels.embedding`` in plain torch."""
+    ids = ids - first
+    elsewhere = (ids < 0) | (ids >= table.shape[0])
+    return F.embedding(ids.masked_fill(elsewhere, 0), table).float().masked_fill_(elsewhere.unsqueeze(1), 0.0)
 
 
 def _decode(

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import Kernels
 
 
-def alone(x: Tensor) -> Tensor:
-    """The collective of a group of one."""
-    return x
-
-
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of a network shares.
-
-    The collectives are the place where tensor parallelism enters; a group of more than one brings its own.
-    """
+    """What every layer of a network shares. The ranks' collectives are those of ``kernels``."""
 
     kernels: Kernels
     #: Type of weights and activations.
@@ -33,10 +23,6 @@ class LayerContext:
     quantization: str | None = None
     tp_rank: int = 0
     tp_size: int = 1
-    #: The sum over the ranks, on every rank.
-    all_reduce: Callable[[Tensor], Tensor] = alone
-    #: The ranks' tensors joined along the last dimension in order of rank, on every rank.
-    all_gather: Callable[[Tensor], Tensor] = alone
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

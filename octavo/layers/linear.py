@@ -181,7 +181,7 @@ class QKVParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Each rank holds an equal share of the inputs; the results are summed over the ranks.
 
-    The bias belongs to rank 0, or it would be summed as often as there are ranks.
+    What is added once belongs to rank 0, or it would be summed as often as there are ranks: bias and residual.
     """
 
     def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
@@ -189,18 +189,17 @@ class RowParallelLinear(ParallelLinear):
         columns = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
         part = Part("", out_features, slice(0, out_features), columns)
         super().__init__(context, [part], in_features, share, bias)
-        self._all_reduce = context.all_reduce
         self._adds_bias = context.tp_rank == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in / tp_size] to float32 [T, out]."""
-        return self._all_reduce(self.kernels.linear_float32(x, self.packed))
+        return self.kernels.all_reduce(self.kernels.linear_float32(x, self.packed))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
-        if self._context.tp_size == 1:
-            return self.kernels.linear_add(x, self.packed, residual)
-        return self(x).add_(residual)
+        if self._adds_bias:  # rank 0
+            return self.kernels.all_reduce(self.kernels.linear_add(x, self.packed, residual))
+        return self(x)
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """As every linear layer does; ranks other than 0 pass the bias over."""

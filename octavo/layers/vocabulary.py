@@ -51,11 +51,7 @@ class VocabParallelEmbedding(_VocabularyShare):
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids int64 [T] to float32 [T, E]."""
         assert self.table is not None
-        if self._context.tp_size == 1:
-            return self.kernels.embedding(ids, self.table)
-        elsewhere = (ids < self.start) | (ids >= self.end)
-        rows = self.kernels.embedding((ids - self.start).masked_fill_(elsewhere, 0), self.table)
-        return self._context.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start))
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """Copies this rank's rows; the table is never quantised, as nothing would be faster."""
@@ -80,10 +76,8 @@ class ParallelLMHead(_VocabularyShare):
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
-        logits = self.kernels.linear_float32(hidden, self.packed)
-        if self._context.tp_size == 1:
-            return logits
-        return self._context.all_gather(logits)[:, : self._vocab_size]
+        logits = self.kernels.all_gather(self.kernels.linear_float32(hidden, self.packed))
+        return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """Copies and packs this rank's rows."""

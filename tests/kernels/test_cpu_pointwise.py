@@ -164,7 +164,11 @@ def test_embedding(tokens: int, width: int, dtype: torch.dtype, out_type: torch.
     table = randn(seed, 11, width, dtype=dtype)
     ids = torch.randint(11, (tokens,), generator=torch.Generator().manual_seed(seed))
     out = torch.empty(tokens, width, dtype=out_type)
-    run(_cpu.embedding(table.data_ptr(), width, out.data_ptr(), DTYPES[dtype], DTYPES[out_type]), tokens, token_ids=ids)
+    run(
+        _cpu.embedding(table.data_ptr(), len(table), width, out.data_ptr(), DTYPES[dtype], DTYPES[out_type]),
+        tokens,
+        token_ids=ids,
+    )
     assert torch.equal(out, table[ids].to(out_type))
 
 

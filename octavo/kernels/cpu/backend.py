@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu import attention, linear, quant
 from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
+from octavo.kernels.cpu.recording import Recording
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
 
@@ -29,6 +32,7 @@ class CpuKernels(Kernels):
     """Kernels of ``octavo._cpu``. Every result of a row is the same whatever other rows there are."""
 
     name = "cpu"
+    group: SharedMemoryCommunicator | None = None
 
     def __init__(self) -> None:
         """Takes the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
@@ -42,7 +46,7 @@ class CpuKernels(Kernels):
                 _cpu.choose_isa(wanted)
             except ValueError as e:
                 raise ConfigError(f"OCTAVO_CPU_ISA: {e}") from None
-        self._tape: Any = None
+        self._recording: Recording | None = None
         self._arena = Arena()
         self.set_threads(None)
 
@@ -65,24 +69,44 @@ class CpuKernels(Kernels):
 
         The tensor that the replay returns is overwritten by the next replay.
         """
-        none = torch.zeros(0, dtype=torch.int64)
-        batch = AttentionBatch(none, none, none.view(0, 0), none, none, 0, 0, 0, 0)
-        self._tape = tape = _cpu.Tape()
+        self._recording = recording = Recording(self._arena, max_tokens)
         try:
-            result = forward(torch.zeros(max_tokens, dtype=torch.int64), batch)
+            result = recording.record(forward)
         finally:
-            self._tape = None
+            self._recording = None
+        return _Replay(recording.tape, result, forward)
 
-        return _Replay(tape, result, forward)
+    def _new(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a result with the rows of ``like``."""
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._recording.new(shape, dtype, self._recording.rows_of(like))
 
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype) if self._tape is None else self._arena.take(shape, dtype)
-
-    def _do(self, op: Any, step: Any) -> None:
-        if self._tape is None:
+    def _do(self, op: Any, step: Any, x: Tensor) -> None:
+        """Runs an operation over the rows of x, or adds it to the tape."""
+        if self._recording is None:
             op.run(step)
         else:
-            self._tape.append(op)
+            self._recording.append(op, x)
+
+    def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
+        """A step's rows of x are what the function gets."""
+        self._do(_cpu.host_call(lambda rows: function(x[:rows])), _cpu.Step(x.shape[0]), x)
+        return x
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Through shared memory, added in order of rank."""
+        if self.group is not None:
+            self._do(self.group.all_reduce_op(x), _cpu.Step(x.shape[0]), x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Through shared memory."""
+        if self.group is None:
+            return x
+        out = self._new(x, (x.shape[0], self.group.size * x.shape[1]), torch.float32)
+        self._do(self.group.all_gather_op(x, out), _cpu.Step(x.shape[0]), x)
+        return out
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +141,7 @@ class CpuKernels(Kernels):
             op = _cpu.linear_add(
                 weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], residual.data_ptr(), residual.stride(0)
             )
-        self._do(op, _cpu.Step(x.shape[0]))
+        self._do(op, _cpu.Step(x.shape[0]), x)
         return residual
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
@@ -129,14 +153,14 @@ class CpuKernels(Kernels):
         quantized = isinstance(weight, quant.QuantizedLinear)
         if quantized and not weight.has_whole_halves:
             return self.silu_and_mul(self.linear(x, weight))
-        out = self._new((x.shape[0], weight.n // 2), x.dtype)
+        out = self._new(x, (x.shape[0], weight.n // 2), x.dtype)
         if quantized:
             op = weight.linear_silu_mul_op(x, out)
         else:
             op = _cpu.linear_silu_mul(
                 weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
             )
-        self._do(op, _cpu.Step(x.shape[0]))
+        self._do(op, _cpu.Step(x.shape[0]), x)
         return out
 
     def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
@@ -148,26 +172,34 @@ class CpuKernels(Kernels):
         return quant.pack_gguf(parts, bias)
 
     def _linear(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
-        out = self._new((x.shape[0], weight.n), dtype)
+        out = self._new(x, (x.shape[0], weight.n), dtype)
         if isinstance(weight, quant.QuantizedLinear):
-            self._do(weight.linear_op(x, out), _cpu.Step(x.shape[0]))
+            self._do(weight.linear_op(x, out), _cpu.Step(x.shape[0]), x)
             return out
         op = _cpu.linear(
             weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[dtype]
         )
-        self._do(op, _cpu.Step(x.shape[0]))
+        self._do(op, _cpu.Step(x.shape[0]), x)
         return out
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of the table, widened."""
-        out = self._new((ids.shape[0], table.shape[1]), torch.float32)
-        op = _cpu.embedding(table.data_ptr(), table.shape[1], out.data_ptr(), _DTYPES[table.dtype], _cpu.Dtype.f32)
-        self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()))
+    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+        """Rows of the table, widened; recorded, the ids are the step's token ids or its positions."""
+        out = self._new(ids, (ids.shape[0], table.shape[1]), torch.float32)
+        op = _cpu.embedding(
+            table.data_ptr(),
+            *table.shape,
+            out.data_ptr(),
+            _DTYPES[table.dtype],
+            _cpu.Dtype.f32,
+            first,
+            self._recording is not None and self._recording.is_positions(ids),
+        )
+        self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()), ids)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm over the last dimension; x [T, E], or [T, heads, D] with any strides over the first two."""
-        out = self._new(tuple(x.shape), weight.dtype)
+        out = self._new(x, tuple(x.shape), weight.dtype)
         heads = x.shape[1] if x.dim() == 3 else 1
         op = _cpu.rms_norm(
             x.data_ptr(),
@@ -182,7 +214,7 @@ class CpuKernels(Kernels):
             rows_per_token=heads,
             head_stride=x.stride(1) if heads > 1 else 0,
         )
-        self._do(op, _cpu.Step(x.shape[0]))
+        self._do(op, _cpu.Step(x.shape[0]), x)
         return out
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,27 +231,27 @@ class CpuKernels(Kernels):
             cos_sin.data_ptr(),
             _DTYPES[q.dtype],
         )
-        self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()))
+        self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()), q)
         return q, k
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up."""
         width = x.shape[1] // 2
-        out = self._new((x.shape[0], width), x.dtype)
+        out = self._new(x, (x.shape[0], width), x.dtype)
         op = _cpu.silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, _DTYPES[x.dtype])
-        self._do(op, _cpu.Step(x.shape[0]))
+        self._do(op, _cpu.Step(x.shape[0]), x)
         return out
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes keys and values to their slots."""
-        self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()))
+        self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
 
     def paged_attention(
         self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         """Folds each sequence's context in pieces of fixed positions, in order."""
-        out = self._new(tuple(q.shape), q.dtype)
-        self._do(attention.attention_op(q, cache, out, scale, window), _step(q.shape[0], batch))
+        out = self._new(q, tuple(q.shape), q.dtype)
+        self._do(attention.attention_op(q, cache, out, scale, window), _step(q.shape[0], batch), q)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

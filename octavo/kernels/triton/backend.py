@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
+from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import activation, attention, cache, matmul, norm, quant, quantize, rotary, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 
@@ -150,8 +151,10 @@ class TritonKernels(Kernels):
 
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
         """Rows of the table, widened."""
+        if self.group is not None:
+            return masked_embedding(ids, table, first)
         return torch.nn.functional.embedding(ids, table).float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

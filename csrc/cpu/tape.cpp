@@ -1,0 +1,151 @@
+// The tape: operations recorded once and run for each step; and the operations that are no arithmetic.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cstring>
+
+#include "bind.hpp"
+#include "communicator.hpp"
+#include "ops.hpp"
+#include "ranges.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Neighbours over the same rows that work row by row become one: memory is used again only by rows of as many bytes (see
+// octavo/kernels/cpu/arena.py), so that each token's rows stay its own.
+class Tape {
+ public:
+  void append(OpPtr op, Rows rows) {
+    const auto tokens = std::dynamic_pointer_cast<TokenOp>(op);
+    const bool joins = tokens && !entries_.empty() && entries_.back().rows == rows;
+    const auto before = joins ? std::dynamic_pointer_cast<TokenOp>(entries_.back().op) : nullptr;
+    if (before)
+      entries_.back().op = std::make_shared<TokenOps>(before, tokens);
+    else
+      entries_.push_back({std::move(op), rows});
+  }
+  size_t size() const { return entries_.size(); }
+  void run(const Step& step) const {
+    nb::gil_scoped_release release;
+    ThreadPool::Busy busy;
+    const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
+    for (const Entry& entry : entries_) entry.op->run(steps[static_cast<int>(entry.rows)]);
+  }
+
+ private:
+  struct Entry {
+    OpPtr op;
+    Rows rows;
+  };
+  std::vector<Entry> entries_;
+};
+
+// Calls a function of the host with the number of rows. What it raises ends the run of the tape.
+class HostCall : public Op {
+ public:
+  explicit HostCall(nb::object function) : function_(std::move(function)) {}
+  ~HostCall() override {
+    nb::gil_scoped_acquire acquire;
+    function_.reset();
+  }
+  void run(const Step& step) override {
+    nb::gil_scoped_acquire acquire;
+    function_(step.tokens);
+  }
+
+ private:
+  nb::object function_;
+};
+
+// out[i] = x[sampled_rows[i]], rows of so many bytes. No TokenOp: its rows are not those that it reads.
+class TakeSampled : public Op {
+ public:
+  TakeSampled(const char* x, int64_t stride, char* out, int64_t bytes)
+      : x_(x), stride_(stride), out_(out), bytes_(bytes) {}
+  void run(const Step& step) override {
+    for (int64_t i = 0; i < step.tokens; ++i)
+      std::memcpy(out_ + i * bytes_, x_ + step.sampled_rows[i] * stride_, bytes_);
+  }
+
+ private:
+  const char* x_;
+  int64_t stride_;
+  char* out_;
+  int64_t bytes_;
+};
+
+class AllReduce : public Op {
+ public:
+  AllReduce(std::shared_ptr<Communicator> group, float* x, int64_t width)
+      : group_(std::move(group)), x_(x), width_(width) {}
+  void run(const Step& step) override { group_->all_reduce(x_, step.tokens * width_); }
+
+ private:
+  std::shared_ptr<Communicator> group_;
+  float* x_;
+  int64_t width_;
+};
+
+class AllGather : public Op {
+ public:
+  AllGather(std::shared_ptr<Communicator> group, const float* x, float* out, int64_t width)
+      : group_(std::move(group)), x_(x), out_(out), width_(width) {}
+  void run(const Step& step) override { group_->all_gather(x_, out_, step.tokens, width_); }
+
+ private:
+  std::shared_ptr<Communicator> group_;
+  const float* x_;
+  float* out_;
+  int64_t width_;
+};
+
+}  // namespace
+
+void bind_tape(nb::module_& m) {
+  nb::enum_<Rows>(m, "Rows")
+      .value("tokens", Rows::tokens)
+      .value("sampled", Rows::sampled)
+      .value("encoder", Rows::encoder);
+  nb::class_<Tape>(m, "Tape")
+      .def(nb::init<>())
+      .def("append", &Tape::append, "op"_a, "rows"_a = Rows::tokens)
+      .def("run", &Tape::run)
+      .def("__len__", &Tape::size);
+  nb::class_<Communicator>(m, "Communicator")
+      .def("__init__",
+           [](Communicator* c, uintptr_t memory, int64_t bytes, int rank, int size, double timeout) {
+             new (c) Communicator(pointer<void>(memory), bytes, rank, size, timeout);
+           },
+           "memory"_a, "bytes"_a, "rank"_a, "size"_a, "timeout"_a)
+      .def_static("bytes_for", &Communicator::bytes_for, "size"_a, "slot_floats"_a);
+  m.def("host_call", [](nb::object function) -> OpPtr { return std::make_shared<HostCall>(std::move(function)); },
+        "function"_a);
+  m.def("take_sampled",
+        [](uintptr_t x, int64_t stride, uintptr_t out, int64_t bytes) -> OpPtr {
+          return std::make_shared<TakeSampled>(pointer<char>(x), stride, pointer<char>(out), bytes);
+        },
+        "x"_a, "stride"_a, "out"_a, "bytes"_a);
+  m.def("all_reduce",
+        [](std::shared_ptr<Communicator> group, uintptr_t x, int64_t width) -> OpPtr {
+          return std::make_shared<AllReduce>(std::move(group), pointer<float>(x), width);
+        },
+        "group"_a, "x"_a, "width"_a);
+  m.def("all_gather",
+        [](std::shared_ptr<Communicator> group, uintptr_t x, uintptr_t out, int64_t width) -> OpPtr {
+          return std::make_shared<AllGather>(std::move(group), pointer<float>(x), pointer<float>(out), width);
+        },
+        "group"_a, "x"_a, "out"_a, "width"_a);
+}
+
+}  // namespace octavo

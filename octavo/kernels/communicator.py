@@ -1,0 +1,54 @@
+"""Collectives of a tensor-parallel group, as kernels call them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """One rank's side of a group; every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank: 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten and returned."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' x [n, width], contiguous float32, joined in order of rank: [n, size * width], on every rank."""
+        ...
+
+
+class TorchCommunicator:
+    """A group of ``torch.distributed``: NCCL between GPUs, Gloo between processes that compute in plain torch.
+
+    The order of the sum is the library's.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        """``group`` of ``torch.distributed``, which is initialised; None: all processes."""
+        self._group = group
+        self.rank: int = torch.distributed.get_rank(group)
+        self.size: int = torch.distributed.get_world_size(group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        torch.distributed.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, x, group=self._group)
+        return torch.cat(parts, dim=-1)

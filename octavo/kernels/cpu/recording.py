@@ -1,0 +1,85 @@
+"""A forward while it is recorded: its tape, its buffers, and the guard against what the tape cannot hold."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.core.errors import UnrecordableError
+from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.interface import AttentionBatch, Forward
+
+_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
+
+
+class Recording:
+    """Owns the tape, and knows of each buffer over which rows it reaches: tokens, sampled positions or encoder tokens.
+
+    The tape holds this backend's operations only. An operation of torch would be done once, here, on memory without
+    meaning, and never again; so all but views of memory raise.
+    """
+
+    def __init__(self, arena: Arena, max_tokens: int) -> None:
+        self.tape = _cpu.Tape()
+        self._arena = arena
+        # Only their shapes and identities mean anything: a step brings arrays of its own.
+        self._token_ids, self._positions, slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
+        none = torch.zeros(0, dtype=torch.int32)
+        self._batch = AttentionBatch(none, none, none.view(0, 0), slots, self._positions, 0, 0, 0, 0)
+        #: By the address of a buffer; those that are not here (made by the caller) have a row for each token.
+        self._rows: dict[int, Any] = {}
+
+    def record(self, forward: Forward) -> Tensor:
+        """What ``forward`` returns, its operations recorded.
+
+        Raises:
+            UnrecordableError: it computes something in torch.
+        """
+        with _NothingButViews():
+            return forward(self._token_ids, self._batch)
+
+    def is_positions(self, ids: Tensor) -> bool:
+        """Whether these are the step's positions, and not its token ids.
+
+        Raises:
+            UnrecordableError: they are neither, so the tape could not find them in a step.
+        """
+        if ids is not self._token_ids and ids is not self._positions:
+            raise UnrecordableError("the ids of a recorded embedding must be the step's token ids or positions")
+        return ids is self._positions
+
+    def rows_of(self, x: Tensor) -> Any:
+        """Over which rows x reaches, a ``_cpu.Rows``."""
+        return self._rows.get(x.untyped_storage().data_ptr(), _cpu.Rows.tokens)
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Any) -> Tensor:
+        """A buffer whose first dimension are these rows."""
+        out = self._arena.take(shape, dtype)
+        self._rows[out.untyped_storage().data_ptr()] = rows
+        return out
+
+    def append(self, op: Any, x: Tensor) -> None:
+        """Adds an operation over the rows of x."""
+        self.tape.append(op, self.rows_of(x))
+
+
+class _NothingButViews(TorchDispatchMode):
+    """Lets views pass and refuses every other operation of torch by its name."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_view(func):
+            raise UnrecordableError(
+                f"{func} was called while a step is recorded: the tape of the CPU kernels cannot hold it, and would "
+                "leave it out of every step; use an operation of Kernels, or Kernels.host_call"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the operation returns another view of its argument and writes nothing."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -1,0 +1,204 @@
+"""The tape of the CPU backend: it holds all that a forward computes, or refuses to be recorded."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.core.errors import UnrecordableError
+from octavo.kernels.interface import AttentionBatch
+
+_cpu: Any = pytest.importorskip("octavo._cpu")
+CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+Communicator: Any = importlib.import_module("octavo.kernels.cpu.collectives").SharedMemoryCommunicator
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks that are threads of one process cannot share the pool of threads."""
+    threads = _cpu.num_threads()
+    _cpu.set_threads(1)
+    yield
+    _cpu.set_threads(threads)
+
+
+def make_kernels() -> Any:
+    kernels = CpuKernels()
+    kernels.set_threads(1)
+    return kernels
+
+
+def step(tokens: int) -> AttentionBatch:
+    none = torch.zeros(0, dtype=torch.int32)
+    positions = torch.arange(tokens) + 3
+    return AttentionBatch(none, none, none.view(0, 0), positions, positions, tokens, 1, 1, 16)
+
+
+def test_an_operation_that_the_tape_cannot_hold_is_refused_by_its_name() -> None:
+    kernels, table = make_kernels(), torch.randn(11, 8)
+    weight = kernels.pack_linear(torch.randn(4, 8), None)
+
+    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
+        scaled = kernels.embedding(ids, table) * 3.0
+        return kernels.linear_float32(scaled, weight)  # type: ignore[no-any-return]
+
+    with pytest.raises(UnrecordableError, match=r"aten\.mul"):
+        kernels.capture(forward, 16)
+    eager = forward(torch.tensor([3, 5]), step(2))
+    torch.testing.assert_close(eager, (table[[3, 5]] * 3.0) @ forward_weight(kernels, weight).T)
+
+
+def forward_weight(kernels: Any, weight: Any) -> Tensor:
+    return kernels.linear_float32(torch.eye(8), weight).T  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x.add_(1.0),
+        lambda x: x.clone(),
+        lambda x: x.masked_fill_(x > 0, 0.0),
+        lambda x: x.float().bfloat16(),
+        lambda x: torch.cat((x, x)),
+        lambda x: x.t().contiguous(),
+        lambda x: torch.zeros(3),
+    ],
+)
+def test_torch_computes_nothing_while_a_step_is_recorded(spoil: Callable[[Tensor], Tensor]) -> None:
+    kernels, table = make_kernels(), torch.randn(11, 8)
+    with pytest.raises(UnrecordableError):
+        kernels.capture(lambda ids, batch: spoil(kernels.embedding(ids, table)), 16)
+
+
+def test_views_are_not_operations() -> None:
+    kernels, table, weight = make_kernels(), torch.randn(11, 8), torch.ones(4)
+
+    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
+        x = kernels.embedding(ids, table).view(-1, 2, 4)
+        left, _ = x.split([1, 1], dim=1)
+        normed: Tensor = kernels.rms_norm(left.transpose(1, 2).transpose(1, 2), weight, 1e-6)
+        return normed.view(len(ids), -1)
+
+    ids = torch.tensor([4, 1, 9])
+    assert torch.equal(kernels.capture(forward, 16)(ids, step(3)), forward(ids, step(3)))
+
+
+def test_a_recorded_embedding_is_of_token_ids_or_of_positions() -> None:
+    kernels, table = make_kernels(), torch.randn(40, 8)
+    ids, batch = torch.tensor([4, 1, 9]), step(3)
+    for forward, rows in (
+        (lambda ids, batch: kernels.embedding(ids, table), ids),
+        (lambda ids, batch: kernels.embedding(batch.positions, table), batch.positions),
+    ):
+        assert torch.equal(kernels.capture(forward, 16)(ids, batch), table[rows])
+    with pytest.raises(UnrecordableError, match="token ids or positions"):
+        kernels.capture(lambda ids, batch: kernels.embedding(batch.slots, table), 16)
+
+
+def test_ids_of_another_rank_give_zeros() -> None:
+    kernels, table = make_kernels(), torch.randn(5, 8)
+    expected = torch.zeros(4, 8)
+    expected[1:3] = table[[0, 4]]
+    assert torch.equal(kernels.embedding(torch.tensor([9, 10, 14, 15]), table, 10), expected)
+
+
+def test_a_host_function_is_called_at_its_place_with_the_rows_of_the_step() -> None:
+    kernels, table = make_kernels(), torch.randn(11, 8)
+    weight = kernels.pack_linear(torch.randn(4, 8), None)
+    seen = []
+
+    def double(x: Tensor) -> None:
+        seen.append(len(x))
+        x.mul_(2.0)
+
+    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
+        doubled = kernels.host_call(double, kernels.embedding(ids, table))
+        return kernels.linear_float32(doubled, weight)  # type: ignore[no-any-return]
+
+    replay = kernels.capture(forward, 16)
+    assert seen == []
+    for ids in (torch.tensor([3, 5]), torch.tensor([1, 1, 7, 2])):
+        assert torch.equal(replay(ids, step(len(ids))), forward(ids, step(len(ids))))
+    assert seen == [2, 2, 4, 4]
+
+
+def test_what_a_host_function_raises_ends_the_step() -> None:
+    kernels, table = make_kernels(), torch.randn(11, 8)
+
+    def fail(x: Tensor) -> None:
+        raise ConnectionError("the other rank is gone")
+
+    replay = kernels.capture(lambda ids, batch: kernels.host_call(fail, kernels.embedding(ids, table)), 16)
+    with pytest.raises(ConnectionError, match="the other rank is gone"):
+        replay(torch.tensor([1]), step(1))
+
+
+def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
+    """What the functions return, each called by a thread of its own."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(i: int) -> None:
+        try:
+            results[i] = functions[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("slot_floats", [16, 1 << 12])
+def test_collectives_of_threads_in_the_order_of_the_ranks(size: int, slot_floats: int) -> None:
+    import mmap
+
+    memory = mmap.mmap(-1, Communicator.bytes_for(size, slot_floats))
+    groups = [Communicator(memory, rank, size) for rank in range(size)]
+    parts = [[torch.randn(n, 10) * 10.0**rank for n in (1, 7, 30)] for rank in range(size)]
+
+    def rank(group: Any, own: list[Tensor]) -> list[Tensor]:
+        return [r for x in own for r in (group.all_gather(x), group.all_reduce(x.clone()))]
+
+    found = in_threads([lambda g=g, own=own: rank(g, own) for g, own in zip(groups, parts, strict=True)])
+    for results in found:
+        for i in range(3):
+            assert torch.equal(results[2 * i], torch.cat([own[i] for own in parts], dim=1))
+            total = parts[0][i].clone()
+            for own in parts[1:]:
+                total += own[i]
+            assert torch.equal(results[2 * i + 1], total)
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_of_the_others() -> None:
+    first, _ = Communicator.of_threads(2, timeout=0.05)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has not come"):
+        first.all_reduce(torch.ones(1, 3))
+
+
+def test_collectives_are_part_of_a_recorded_step() -> None:
+    table = torch.randn(12, 8)
+    groups = Communicator.of_threads(2)
+    replays = []
+    for rank, group in enumerate(groups):
+        kernels = make_kernels()
+        kernels.group = group
+
+        def forward(ids: Tensor, batch: AttentionBatch, rank: int = rank, kernels: Any = kernels) -> Tensor:
+            share = table[6 * rank : 6 * rank + 6]
+            whole = kernels.all_reduce(kernels.embedding(ids, share, 6 * rank))
+            return kernels.all_gather(whole)  # type: ignore[no-any-return]
+
+        replays.append(kernels.capture(forward, 16))
+    for ids in (torch.tensor([3, 11, 6]), torch.tensor([0])):
+        for result in in_threads([lambda r=r, ids=ids: r(ids, step(len(ids))).clone() for r in replays]):
+            assert torch.equal(result, table[ids].repeat(1, 2))
