@@ -22,22 +22,25 @@ namespace {
 
 class WriteOp : public TokenOp {
  public:
-  explicit WriteOp(const CacheWrite& write) : TokenOp(write.shape.kv_heads * write.shape.head_dim * 8), write_(write) {}
+  WriteOp(const CacheWrite& write, int64_t group)
+      : TokenOp(write.shape.kv_heads * write.shape.head_dim * 8), write_(write), group_(group) {}
   void run_tokens(const Step& step, int64_t begin, int64_t end) const override {
-    isa().attention->write(write_, step, begin, end);
+    isa().attention->write(write_, step.of_group(group_), begin, end);
   }
 
  private:
   CacheWrite write_;
+  int64_t group_;
 };
 
 class AttentionOp : public Op {
  public:
-  explicit AttentionOp(const Attention& attention) : attention_(attention) {}
-  void run(const Step& step) override { run_attention(attention_, step); }
+  AttentionOp(const Attention& attention, int64_t group) : attention_(attention), group_(group) {}
+  void run(const Step& step) override { run_attention(attention_, step.of_group(group_)); }
 
  private:
   Attention attention_;
+  int64_t group_;
 };
 
 CacheShape shape_of(Dtype cache_dtype, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
@@ -62,16 +65,18 @@ T* pointer(uintptr_t address) {
 
 OpPtr reshape_and_cache(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t key_cache,
                         uintptr_t value_cache, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
-                        Dtype cache_dtype) {
+                        Dtype cache_dtype, int64_t group) {
   require_float(dtype);
   return std::make_shared<WriteOp>(CacheWrite{pointer<void>(k), k_stride, pointer<void>(v), v_stride, dtype,
                                               pointer<char>(key_cache), pointer<char>(value_cache),
-                                              shape_of(cache_dtype, kv_heads, head_dim, block_size)});
+                                              shape_of(cache_dtype, kv_heads, head_dim, block_size)},
+                                   group);
 }
 
 OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t key_cache, uintptr_t value_cache,
                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
-                      Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes) {
+                      Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes,
+                      int64_t group) {
   require_float(dtype);
   const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size);
   if (heads < 1 || heads % kv_heads != 0)
@@ -81,7 +86,8 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
   return std::make_shared<AttentionOp>(
       Attention{pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache),
                 pointer<char>(value_cache), shape, static_cast<float>(scale), window, static_cast<float>(soft_cap),
-                pointer<float>(alibi_slopes)});
+                pointer<float>(alibi_slopes)},
+      group);
 }
 
 }  // namespace
@@ -95,10 +101,11 @@ void bind_attention(nb::module_& m) {
       "kv_heads"_a, "head_dim"_a, "block_size"_a, "cache_dtype"_a,
       "Bytes of a block of keys, or of values, of one layer.");
   m.def("reshape_and_cache", &reshape_and_cache, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "key_cache"_a,
-        "value_cache"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a);
+        "value_cache"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a,
+        "group"_a = 0);
   m.def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "key_cache"_a, "value_cache"_a, "heads"_a,
         "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a, "scale"_a, "window"_a = 0,
-        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0);
+        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "group"_a = 0);
   m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
         nb::call_guard<nb::gil_scoped_release>());

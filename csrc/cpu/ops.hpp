@@ -20,12 +20,22 @@ struct Step {
   int64_t decodes = 0;
   const int64_t* token_ids = nullptr;     // [T]
   const int64_t* positions = nullptr;     // [T]
-  const int64_t* slots = nullptr;         // [T]
+  const int64_t* slots = nullptr;         // [T], those of the first KV group
   const int32_t* query_start = nullptr;   // [S + 1]
   const int32_t* seq_lens = nullptr;      // [S]
-  const int32_t* block_tables = nullptr;  // [S, block_table_stride]
+  const int32_t* block_tables = nullptr;  // [S, block_table_stride], those of the first KV group
   int64_t block_table_stride = 0;
+  int64_t block_table_group_stride = 0;   // from a KV group to the next
+  int64_t slot_group_stride = 0;
   const int64_t* sampled_rows = nullptr;  // [sampled]: which tokens
+
+  // The same step as a layer of this KV group sees it.
+  Step of_group(int64_t group) const {
+    Step step = *this;
+    step.slots += group * slot_group_stride;
+    step.block_tables += group * block_table_group_stride;
+    return step;
+  }
 
   // The same step for operations over other rows than its tokens.
   Step over(Rows rows) const {

@@ -13,7 +13,8 @@ from torch import Tensor
 from octavo.bench.device import graphed, seconds_per_call
 from octavo.bench.work import SIZES, kind_of_head, kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.interface import AttentionBatch, Kernels
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.interface import Kernels
 
 _BLOCK = 16
 
@@ -80,8 +81,8 @@ class Case:
     flops: float
     #: One call a layer, as in a step, so that no weight is found in a cache that a step would not find it in.
     calls: int
-    forward: Callable[[Tensor, AttentionBatch], Tensor]
-    batch: AttentionBatch
+    forward: Forward
+    batch: ForwardBatch
 
 
 def measure(
@@ -125,15 +126,14 @@ def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
 
     Others on the machine can only slow a CPU down.
     """
-    ids = torch.zeros(case.rows, dtype=torch.int64, device=device)
     if device.type == "cuda":
-        return seconds_per_call(graphed(lambda: case.forward(ids, case.batch), device), device)
-    replay = kernels.capture(case.forward, case.rows)
-    replay(ids, case.batch)
+        return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
+    replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, _BLOCK))
+    replay(case.batch)
     best, deadline = float("inf"), time.perf_counter() + 0.4
     while time.perf_counter() < deadline:
         start = time.perf_counter()
-        replay(ids, case.batch)
+        replay(case.batch)
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -178,11 +178,11 @@ def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[Any]) -> Callable[..., Tensor]:
-    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
+def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[Any]) -> Forward:
+    def forward(batch: ForwardBatch) -> ForwardOutput:
         for weight in packed:
             out = product(x, weight)
-        return out
+        return ForwardOutput(out)
 
     return forward
 
@@ -213,7 +213,7 @@ def _attention_case(
     c: ModelConfig,
     types: Types,
     shape: str,
-    batch: AttentionBatch,
+    batch: ForwardBatch,
     tokens: int,
     token_bytes: float,
     token_flops: float,
@@ -229,40 +229,21 @@ def _attention_case(
             part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
     q = _random(rows, c.num_heads, c.head_dim, dtype=types.dtype, device=device)
 
-    def forward(ids: Tensor, step: AttentionBatch) -> Tensor:
+    def forward(step: ForwardBatch) -> ForwardOutput:
         for cache in caches:
             out = kernels.paged_attention(q, cache, step, c.head_dim**-0.5, None)
-        return out.view(rows, -1)
+        return ForwardOutput(out.view(rows, -1))
 
     return Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)
 
 
-def _decodes(sequences: int, context: int, device: torch.device) -> AttentionBatch:
+def _decodes(sequences: int, context: int, device: torch.device) -> ForwardBatch:
     """Sequences with ``context`` tokens each, the last of which is computed; their blocks interleaved."""
     blocks = -(-context // _BLOCK)
     tables = torch.arange(blocks * sequences, dtype=torch.int32).view(blocks, sequences).t().contiguous()
-    return AttentionBatch(
-        query_start=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.full((sequences,), context, dtype=torch.int32, device=device),
-        block_tables=tables.to(device),
-        slots=(tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK).to(device),
-        positions=torch.full((sequences,), context - 1, device=device),
-        num_decodes=sequences,
-        max_query_len=1,
-        max_seq_len=context,
-        block_size=_BLOCK,
-    )
+    return make_batch([1] * sequences, [context] * sequences, tables, _BLOCK, device=device)
 
 
-def _one_prefill(length: int, device: torch.device) -> AttentionBatch:
-    return AttentionBatch(
-        query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_tables=torch.arange(-(-length // _BLOCK), dtype=torch.int32, device=device).view(1, -1),
-        slots=torch.arange(length, device=device),
-        positions=torch.arange(length, device=device),
-        num_decodes=0,
-        max_query_len=length,
-        max_seq_len=length,
-        block_size=_BLOCK,
-    )
+def _one_prefill(length: int, device: torch.device) -> ForwardBatch:
+    tables = torch.arange(-(-length // _BLOCK), dtype=torch.int32).view(1, -1)
+    return make_batch([length], [length], tables, _BLOCK, device=device)

@@ -47,6 +47,8 @@ class TableChange(msgspec.Struct, array_like=True):
     seq_id: int
     index: int
     blocks: list[int]
+    #: Of which KV group's table.
+    group: int = 0
 
 
 class StepPlan(msgspec.Struct):
@@ -70,7 +72,7 @@ class StepPlan(msgspec.Struct):
     #: (sequence id, token): takes the place of the last known token, which the worker sampled. For beam search.
     last_tokens: list[tuple[int, int]] = []
     table_changes: list[TableChange] = []
-    #: Scheduled sequences; those with one token to compute (decodes) come first.
+    #: Scheduled sequences.
     seq_ids: list[int] = []
     #: Tokens to compute for each of ``seq_ids``. A sequence whose last known token is computed samples one.
     num_tokens: list[int] = []

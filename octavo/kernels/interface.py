@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.communicator import Communicator
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 
 
@@ -25,35 +26,8 @@ class LayerCache:
 
     key: Tensor
     value: Tensor
-
-
-@dataclass(slots=True)
-class AttentionBatch:
-    """Which tokens of a step belong to which sequence, and where the KV entries lie.
-
-    Sequence ``s`` owns rows ``query_start[s]:query_start[s + 1]`` of the step's flat tensors; they are its last tokens:
-    positions ``seq_lens[s] - query_len .. seq_lens[s] - 1``.
-    """
-
-    #: int32 [S + 1]
-    query_start: Tensor
-    #: int32 [S]: tokens in context, those of this step included.
-    seq_lens: Tensor
-    #: int32 [S, max_blocks]; entries past a sequence's own blocks are 0 and never read.
-    block_tables: Tensor
-    #: int64 [T]: block * block_size + offset of each new token; a negative one is not written anywhere.
-    slots: Tensor
-    #: int64 [T]: position of each new token in its sequence.
-    positions: Tensor
-    #: The first sequences of the batch that have one token each.
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-    block_size: int
-
-
-#: What a captured network is: token ids int64 [T] and their batch to hidden states [T, E].
-Forward = Callable[[Tensor, AttentionBatch], Tensor]
+    #: Which of the batch's block tables and slot mappings are this layer's.
+    group: int = field(default=0, kw_only=True)
 
 
 class Kernels(ABC):
@@ -74,18 +48,17 @@ class Kernels(ABC):
         With ``pin`` each keeps to a processor of its own, on backends that compute with threads of their own.
         """
 
-    def capture(
-        self, forward: Forward, max_tokens: int, *, max_seqs: int = 0, max_model_len: int = 0, block_size: int = 0
-    ) -> Forward:
-        """What ``forward`` does, for up to ``max_tokens`` tokens, with less work around the kernels.
-
-        A backend that captures a batch of decodes by its size needs to know the largest there will be: ``max_seqs``
-        sequences of ``max_model_len`` tokens, in blocks of ``block_size``; without (0) it captures none.
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+        """What ``forward`` does, for batches of at most this size, with less work around the kernels.
 
         ``forward`` may be called here, with inputs that mean nothing. The captured function may return the same memory
         each time it is called.
         """
         return forward
+
+    def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """The rows of hidden [T, E] whose logits are wanted: [N, E]; what is computed of them has N rows."""
+        return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
 
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
         """Calls a function of the host on x [T, ...], which it may change in place, at this point of every step."""
@@ -191,16 +164,16 @@ class Kernels(ABC):
         """Writes k and v [T, K, D] (last dimension contiguous) to their slots."""
 
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, cos_sin: Tensor, cache: LayerCache
+        self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cos_sin: Tensor, cache: LayerCache
     ) -> Tensor:
         """``rotary`` of q and k at the batch's positions, ``reshape_and_cache`` of k and v; returns q rotated."""
         q, k = self.rotary(q, k, batch.positions, cos_sin)
-        self.reshape_and_cache(k, v, cache, batch.slots)
+        self.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         return q
 
     @abstractmethod
     def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import Kernels, LayerCache
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
 _MAX_ELEMENTS = 1 << 24
@@ -106,20 +107,21 @@ class ReferenceKernels(Kernels):
         cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
     def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
     ) -> Tensor:
         """All decodes in one computation, then each prefill in slices of its queries."""
         decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
+        tables = batch.block_tables[cache.group]
         if decodes == sequences:
-            return _decode(q, cache, batch.block_tables, batch.seq_lens, batch.max_seq_len, scale, window)
-        starts, lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+            return _decode(q, cache, tables, batch.seq_lens, batch.max_seq_len, scale, window)
+        starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         parts = []
         if decodes:
-            tables, device_lens = batch.block_tables[:decodes], batch.seq_lens[:decodes]
-            parts.append(_decode(q[:decodes], cache, tables, device_lens, max(lens[:decodes]), scale, window))
+            device_lens = batch.seq_lens[:decodes]
+            parts.append(_decode(q[:decodes], cache, tables[:decodes], device_lens, max(lens[:decodes]), scale, window))
         for s in range(decodes, sequences):
             rows = q[starts[s] : starts[s + 1]]
-            parts.append(_prefill(rows, cache, batch.block_tables[s], lens[s], scale, window))
+            parts.append(_prefill(rows, cache, tables[s], lens[s], scale, window))
         return torch.cat(parts)
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

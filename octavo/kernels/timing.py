@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from octavo.kernels.interface import Forward, Kernels
+from octavo.kernels.forward_batch import BatchSize, Forward
+from octavo.kernels.interface import Kernels
 
 
 class KernelClock:
@@ -32,9 +33,9 @@ class KernelClock:
 
         return timed
 
-    def capture(self, forward: Forward, max_tokens: int, **limits: int) -> Forward:
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
         """The backend's capture; its replay is one kernel, and a forward that it returns as it is calls timed ones."""
-        captured = self._kernels.capture(forward, max_tokens, **limits)
+        captured = self._kernels.capture(forward, largest)
         return captured if captured is forward else self.time(captured)
 
     def __getattr__(self, name: str) -> Any:

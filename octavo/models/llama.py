@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -36,10 +37,10 @@ class LlamaForCausalLM(Layer):
         #: KV heads that this rank's cache holds.
         self.num_kv_heads = self.layers[0].attention.qkv.kv_heads
 
-    def forward(self, token_ids: Tensor, caches: list[LayerCache], batch: AttentionBatch) -> Tensor:
-        """Token ids int64 [T] to hidden states [T, E] after the last norm; writes the tokens' keys and values."""
-        residual = self.embed(token_ids)
-        for layer, cache in zip(self.layers, caches, strict=True):
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+        """The batch's tokens to hidden states [T, E] after the last norm; writes their keys and values."""
+        residual = self.embed(batch.token_ids)
+        for layer, cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, cache, batch)
         return self.norm(residual)
 
@@ -59,7 +60,7 @@ class DecoderLayer(Layer):
         self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
         self.mlp = self.attach("mlp", MLP(config, context))
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """The residual stream after this layer, float32 [T, E]; the memory of the one before may be reused."""
         residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
@@ -86,7 +87,7 @@ class Attention(Layer):
         self.window = window
         self.cos_sin = cos_sin
 
-    def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """residual + attention of x, both [T, E]; writes the tokens' keys and values to the cache."""
         tokens, kernels = x.shape[0], self.kernels
         q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import ARRAYS, ForwardBatch
 from octavo.runner.input_batch import StepInputs
 
 #: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
@@ -21,18 +21,14 @@ _ALIGNMENT = 16
 class Send(Protocol):
     """Takes arrays to the device; where that is the host's own memory, they may be changed when the step is done."""
 
-    def __call__(
-        self, longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The same arrays on the device, in order; valid until the step is done."""
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """The same arrays (int64, then int32) on the device, in order; valid until the step is done."""
         ...
 
 
-def send_nowhere(
-    longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
-) -> tuple[list[Tensor], list[Tensor]]:
+def send_nowhere(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     """The arrays' own memory: a CPU computes where they are."""
-    return [torch.from_numpy(array) for array in longs], [torch.from_numpy(array) for array in ints]
+    return [torch.from_numpy(array) for array in arrays]
 
 
 class PinnedSend:
@@ -52,10 +48,10 @@ class PinnedSend:
     def _pin(self) -> bool:
         return self._device.type == "cuda"
 
-    def __call__(
-        self, longs: Sequence[NDArray[np.int64]], ints: Sequence[NDArray[np.int32]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """See ``Send``: views of one new tensor."""
+        longs = [array for array in arrays if array.itemsize == 8]
+        ints = [array for array in arrays if array.itemsize == 4]
         long_sizes, end_of_longs = _layout(longs, _ALIGNMENT // 8)
         int_sizes, end_of_ints = _layout(ints, _ALIGNMENT // 4)
         size = end_of_longs + end_of_ints // 2
@@ -65,9 +61,8 @@ class PinnedSend:
         packed = buffer.memory[:size].to(self._device, non_blocking=True, copy=True)
         buffer.copied = self._cuda.Event()
         buffer.copied.record()
-        return (
-            _unpack(longs, long_sizes, packed[:end_of_longs]),
-            _unpack(ints, int_sizes, packed[end_of_longs:].view(torch.int32)),
+        return _unpack(longs, long_sizes, packed[:end_of_longs]) + _unpack(
+            ints, int_sizes, packed[end_of_longs:].view(torch.int32)
         )
 
     def _next(self, size: int) -> _Buffer:
@@ -130,73 +125,49 @@ class HandOver:
         return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
 
 
-@dataclass(slots=True)
-class DeviceInputs:
-    """What the network gets in a step."""
-
-    #: int64 [T]
-    token_ids: Tensor
-    attention: AttentionBatch
-    #: int64 [n]: index of the token whose logits each sampling sequence wants; None: all T, in order.
-    last: Tensor | None
-
-
-def to_device(inputs: StepInputs, block_size: int, hand_over: HandOver | None, send: Send) -> DeviceInputs:
+def to_device(inputs: StepInputs, hand_over: HandOver | None, send: Send) -> ForwardBatch:
     """Sends a step's arrays, and puts tokens that are on the device already in their places there."""
-    longs = [inputs.token_ids, inputs.positions, inputs.slots]
-    # Most often every token is one that samples; indexing would only copy.
-    some = len(inputs.sampling) != len(inputs.token_ids)
-    if some:
-        longs.append(inputs.offsets[1:][inputs.sampling] - 1)
-    every = hand_over is not None and hand_over.is_all(len(inputs.token_ids))
-    if hand_over is not None and not every:
-        longs += [hand_over.targets, hand_over.sources]
-    (token_ids, positions, slots, *rest), (query_start, seq_lens, block_tables) = send(
-        longs, [inputs.query_start, inputs.seq_lens, inputs.block_tables]
+    count = len(inputs.arrays["token_ids"])
+    some = hand_over is not None and not hand_over.is_all(count)
+    indices = [hand_over.targets, hand_over.sources] if hand_over is not None and some else []
+    sent = send([*indices, *(inputs.arrays[array.name] for array in ARRAYS)])
+    batch = ForwardBatch.of(
+        sent[len(indices) :],
+        num_decodes=inputs.num_decodes,
+        max_seq_len=inputs.max_seq_len,
+        all_sampled=inputs.all_sampled,
     )
     if hand_over is not None:
-        if every:
-            token_ids = hand_over.token_ids.clamp(min=0)
+        if some:
+            known = hand_over.token_ids.index_select(0, sent[1]).clamp_(min=0)
+            batch.token_ids.index_copy_(0, sent[0], known)
         else:
-            known = hand_over.token_ids.index_select(0, rest[-1]).clamp_(min=0)
-            token_ids.index_copy_(0, rest[-2], known)
-    attention = AttentionBatch(
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_tables=block_tables,
-        slots=slots,
-        positions=positions,
-        num_decodes=inputs.num_decodes,
-        max_query_len=inputs.max_query_len,
-        max_seq_len=inputs.max_seq_len,
-        block_size=block_size,
-    )
-    return DeviceInputs(token_ids, attention, rest[0] if some else None)
+            batch.token_ids = hand_over.token_ids.clamp(min=0)
+    return batch
 
 
 class ToDevice(Protocol):
     """Brings the inputs of steps to the device: ``to_device``, in one of two ways."""
 
-    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> DeviceInputs:
-        """Inputs on the device, valid until the step is done."""
+    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> ForwardBatch:
+        """The batch on the device, valid until the step is done."""
         ...
 
 
 class HostInputs:
     """A device that is the host: tensors over the arrays' own memory, kept while a step repeats the one before."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._last: tuple[StepInputs, DeviceInputs] | None = None
+    def __init__(self) -> None:
+        self._last: tuple[StepInputs, ForwardBatch] | None = None
 
-    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> DeviceInputs:
+    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> ForwardBatch:
         """See ``ToDevice``."""
         if hand_over is not None:  # some tokens are not in the arrays
-            return to_device(inputs, self._block_size, hand_over, send_nowhere)
+            return to_device(inputs, hand_over, send_nowhere)
         if self._last is not None and self._last[0] is inputs:
-            device = self._last[1]
-            device.attention.max_seq_len = inputs.max_seq_len
+            batch = self._last[1]
+            batch.max_seq_len = inputs.max_seq_len
         else:
-            device = to_device(inputs, self._block_size, None, send_nowhere)
-            self._last = inputs, device
-        return device
+            batch = to_device(inputs, None, send_nowhere)
+            self._last = inputs, batch
+        return batch

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
+from octavo.kernels.forward_batch import ARRAYS
 from octavo.runner.token_table import TokenTable
+
+_ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Flat arrays of one step on the host (T tokens of S sequences, no padding); see ``AttentionBatch``."""
+    """A step's arrays on the host (T tokens of S sequences, N sampled rows), and what the runner knows of them."""
 
-    #: int64 [T]; stale where a token is still on the device.
-    token_ids: NDArray[np.int64]
-    #: int64 [T]
-    positions: NDArray[np.int64]
-    #: int64 [T]
-    slots: NDArray[np.int64]
-    #: int32 [S + 1]
-    query_start: NDArray[np.int32]
-    #: int32 [S]
-    seq_lens: NDArray[np.int32]
-    #: int32 [S, blocks of the longest]
-    block_tables: NDArray[np.int32]
+    #: The arrays of ``ForwardBatch`` by name. Token ids are stale where a token is still on the device.
+    arrays: dict[str, NDArray[Any]]
     num_decodes: int
-    max_query_len: int
     max_seq_len: int
-    #: The plan's sequences, and how many further steps may differ from this one in nothing but one more token for each.
+    all_sampled: bool
+    #: The sequences: those with one token first. How many further steps may differ from this one in nothing but one
+    #: more token for each.
     seq_ids: list[int]
     repeats: int
-    #: Row of each sequence, in the order of the plan: [S].
+    #: Row of each sequence, first position computed, and one past the last: [S].
     rows: NDArray[np.int64]
-    #: First position computed, and one past the last: [S].
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    #: Where each sequence's tokens begin in the flat arrays: [S + 1].
-    offsets: NDArray[np.int64]
-    #: Index into the plan's sequences of those that sample: their last known token is computed.
+    #: The sequences that sample, an index into ``seq_ids`` for each sampled row, and children that sample with them.
     sampling: NDArray[np.int64]
-    #: Children that sample with them, if the plan forks any.
     forked: ForkedRows | None
 
 
@@ -53,7 +44,7 @@ class ForkedRows:
     seq_ids: list[int]
     #: Row of each: [F].
     rows: NDArray[np.int64]
-    #: Index of each one's parent into ``StepInputs.sampling``: [F].
+    #: Index of each one's parent into ``StepInputs.seq_ids``: [F].
     parents: NDArray[np.int64]
 
 
@@ -80,14 +71,13 @@ class InputBatch:
     then the caches of the processor hold weights, and whatever code is run for the first time costs many times as much.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        """Sizes the rows: ``max_model_len`` tokens each."""
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        """Sizes the rows: ``max_model_len`` tokens each, with block tables for ``num_groups`` KV groups."""
         self.block_size = block_size
         # A place more than there are tokens: for one that is sampled after the last, though nobody wants it.
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
         # Zeros are virtual until written: a long context that nobody uses costs nothing.
-        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
         self._departures = 0
@@ -116,7 +106,6 @@ class InputBatch:
         self.tokens.num_tokens[row] = known
         self.tokens.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = sequence.num_computed
-        self.num_blocks[row] = 0
         return row
 
     def fork(self, parent: int, child: int) -> int:
@@ -124,10 +113,11 @@ class InputBatch:
         self._last = None
         source, row = self._rows[parent], self._free.pop()
         self._rows[child] = row
-        known, held = self.tokens.num_tokens[source], self.num_blocks[source]
+        known = self.tokens.num_tokens[source]
         self.tokens.ids[row, :known] = self.tokens.ids[source, :known]
-        self.block_tables[row, :held] = self.block_tables[source, :held]
-        for counts in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.num_blocks):
+        held = int(known) // self.block_size + 1
+        self.block_tables[:, row, :held] = self.block_tables[:, source, :held]
+        for counts in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed):
             counts[row] = counts[source]
         return row
 
@@ -147,12 +137,10 @@ class InputBatch:
         return row
 
     def change_table(self, change: TableChange) -> None:
-        """Writes blocks into a sequence's block table, which grows if they reach past its end."""
+        """Writes blocks into a sequence's block table."""
         self._last = None
         row = self._rows[change.seq_id]
-        end = change.index + len(change.blocks)
-        self.block_tables[row, change.index : end] = change.blocks
-        self.num_blocks[row] = max(self.num_blocks[row], end)
+        self.block_tables[change.group, row, change.index : change.index + len(change.blocks)] = change.blocks
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The flat inputs of a plan whose changes have been applied; valid until the next plan's are built.
@@ -165,12 +153,12 @@ class InputBatch:
         return self._build(plan)
 
     def _repeat(self, inputs: StepInputs) -> StepInputs:
-        inputs.positions += 1  # the starts, too: they are one array
+        arrays = inputs.arrays
+        for name, advance in _ADVANCING:
+            arrays[name] += advance  # the starts, too: they are the positions
         inputs.ends += 1
-        inputs.slots += 1
-        inputs.seq_lens += 1
         inputs.max_seq_len += 1
-        inputs.token_ids[:] = self.tokens.ids[inputs.rows, inputs.positions]
+        arrays["token_ids"][:] = self.tokens.ids[inputs.rows, inputs.starts]
         inputs.repeats -= 1
         return inputs
 
@@ -179,8 +167,8 @@ class InputBatch:
         return self.block_size - 1 - max((positions % self.block_size).tolist())
 
     def _build(self, plan: StepPlan) -> StepInputs:
-        rows = np.array([self._rows[s] for s in plan.seq_ids], dtype=np.int64)
-        lengths = np.array(plan.num_tokens, dtype=np.int64)
+        seq_ids, lengths = self._decodes_first(plan)
+        rows = np.array([self._rows[s] for s in seq_ids], dtype=np.int64)
         starts = self.num_computed[rows]
         ends = starts + lengths
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -191,46 +179,60 @@ class InputBatch:
         else:
             positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
-        blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
         max_seq_len = int(ends.max())
         sampling = np.flatnonzero(ends == self.tokens.num_tokens[rows])
+        forked = self._forked(plan, seq_ids, sampling) if plan.forks else None
+        sources = sampling if forked is None else np.concatenate([sampling, forked.parents])
+        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
+        all_sampled = one_each and len(sources) == len(positions)
         return StepInputs(
-            token_ids=self.tokens.ids[token_rows, positions].astype(np.int64),
-            positions=positions,
-            slots=blocks * self.block_size + positions % self.block_size,
-            query_start=offsets.astype(np.int32),
-            seq_lens=ends.astype(np.int32),
-            block_tables=self.block_tables[rows, : -(-max_seq_len // self.block_size)],
+            arrays={
+                "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
+                "positions": positions,
+                "slot_mapping": blocks * self.block_size + positions % self.block_size,
+                "sampled_rows": offsets[1:][sources] - 1,
+                "query_start_loc": offsets.astype(np.int32),
+                "seq_lens": ends.astype(np.int32),
+                "block_tables": self.block_tables[:, rows, : -(-max_seq_len // self.block_size)],
+            },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
-            max_query_len=1 if one_each else int(lengths.max()),
             max_seq_len=max_seq_len,
-            seq_ids=plan.seq_ids,
-            repeats=self._repeats(positions) if len(sampling) == len(positions) else 0,
+            all_sampled=all_sampled,
+            seq_ids=seq_ids,
+            repeats=self._repeats(positions) if all_sampled else 0,
             rows=rows,
             starts=starts,
             ends=ends,
-            offsets=offsets,
             sampling=sampling,
-            forked=self._forked(plan, sampling) if plan.forks else None,
+            forked=forked,
         )
 
-    def _forked(self, plan: StepPlan, sampling: NDArray[np.int64]) -> ForkedRows | None:
-        places = {plan.seq_ids[i]: place for place, i in enumerate(sampling.tolist())}
-        scheduled = set(plan.seq_ids)
-        pairs = [(f.child, places[f.parent]) for f in plan.forks if f.parent in places and f.child not in scheduled]
+    @staticmethod
+    def _decodes_first(plan: StepPlan) -> tuple[list[int], NDArray[np.int64]]:
+        """The plan's sequences and their numbers of tokens: kernels want those with one token before all others."""
+        seq_ids, lengths = plan.seq_ids, np.array(plan.num_tokens, dtype=np.int64)
+        longer = lengths != 1
+        if not longer.any():
+            return seq_ids, lengths
+        order = np.argsort(longer, kind="stable")
+        return [seq_ids[i] for i in order.tolist()], lengths[order]
+
+    def _forked(self, plan: StepPlan, seq_ids: list[int], sampling: NDArray[np.int64]) -> ForkedRows | None:
+        parents = {seq_ids[i]: i for i in sampling.tolist()}
+        scheduled = set(seq_ids)
+        pairs = [(f.child, parents[f.parent]) for f in plan.forks if f.parent in parents and f.child not in scheduled]
         if not pairs:
             return None
-        seq_ids = [child for child, _ in pairs]
-        rows = np.array([self._rows[child] for child in seq_ids], dtype=np.int64)
-        return ForkedRows(seq_ids, rows, np.array([place for _, place in pairs], dtype=np.int64))
+        children = [child for child, _ in pairs]
+        rows = np.array([self._rows[child] for child in children], dtype=np.int64)
+        return ForkedRows(children, rows, np.array([parent for _, parent in pairs], dtype=np.int64))
 
     def advance(self, inputs: StepInputs, rows: NDArray[np.int64]) -> NewTokens:
         """Counts the step's tokens as computed, and those that these rows sample as known: ``fill`` must follow."""
         self._last = inputs if inputs.repeats else None
         self.num_computed[inputs.rows] = inputs.ends
         if inputs.forked is not None:
-            parents = inputs.sampling[inputs.forked.parents]
-            self.num_computed[inputs.forked.rows] = inputs.ends[parents]
+            self.num_computed[inputs.forked.rows] = inputs.ends[inputs.forked.parents]
         places = self.tokens.num_tokens[rows]
         self.tokens.num_tokens[rows] = places + 1
         return NewTokens(rows, places, self._departures)
@@ -258,4 +260,4 @@ class InputBatch:
         which[new.rows[held]] = held
         sources = which[inputs.rows[inputs.sampling]]
         given = sources >= 0
-        return inputs.offsets[1:][inputs.sampling[given]] - 1, sources[given]
+        return inputs.arrays["sampled_rows"][: len(given)][given], sources[given]

@@ -18,7 +18,8 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels import load_kernels, resolve_device
-from octavo.kernels.interface import AttentionBatch, Kernels, LayerCache
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
+from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
@@ -124,16 +125,24 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
         """As many tokens as a step may have, and as many sequences, which all draw and ask for logprobs."""
-        options = self.options
-        tokens, batch = largest_step(
-            options.max_num_batched_tokens, options.max_num_seqs, max_model_len, options.block_size, self.device
-        )
-        hidden = self.model.forward(tokens, self._make_layers(1), batch)
+        batch = largest_step(self._largest(max_model_len), self.device)
+        output = self._run_network(batch, self._make_layers(1))
         rows = np.arange(len(batch.seq_lens))
         sampler = self._make_sampler(TokenTable(len(rows), 1))
         for row in rows.tolist():
             sampler.add(row, NewSequence(row, [0], 1, 0, SamplingParams(top_p=0.9, logprobs=1), row, [], []))
-        sampler.start(self.model.logits(hidden[: len(rows)]), rows).wait()
+        assert output.logits is not None
+        sampler.start(output.logits, rows).wait()
+
+    def _largest(self, max_model_len: int) -> BatchSize:
+        """The largest batch that a step may have."""
+        options = self.options
+        tokens, sequences = options.max_num_batched_tokens, min(options.max_num_seqs, options.max_num_batched_tokens)
+        return BatchSize(tokens, sequences, sequences, max_model_len, options.block_size)
+
+    def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
+        hidden = self.model.forward(batch, caches)
+        return ForwardOutput(hidden, self.model.logits(self._kernels.take_sampled(hidden, batch)))
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> None:
@@ -153,22 +162,18 @@ class ModelRunner:
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
-        self._to_device: ToDevice = HostInputs(options.block_size)
+        self._to_device: ToDevice = HostInputs()
         if self._on_gpu:
-            self._to_device = partial(to_device, block_size=options.block_size, send=PinnedSend(self.device))
+            self._to_device = partial(to_device, send=PinnedSend(self.device))
         self._spans = CudaSpans() if self._on_gpu else None
         self._in_flight: deque[PendingStep] = deque()
         self._slept: Slept | None = None
 
     def _capture(self) -> None:
         """Prepares the network for steps: where its weights and the KV cache lie may be remembered here."""
-        caches, model, options = self._cache.device, self.model, self.options
+        caches = self._cache.device
         self._forward = self._kernels.capture(
-            lambda token_ids, batch: model.forward(token_ids, caches, batch),
-            options.max_num_batched_tokens,
-            max_seqs=options.max_num_seqs,
-            max_model_len=self._max_model_len,
-            block_size=options.block_size,
+            lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
         )
 
     @torch.inference_mode()
@@ -232,23 +237,22 @@ class ModelRunner:
         step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
         step.swap_seconds = self._cache.move(plan)
         if inputs is not None:
-            self._compute(plan, inputs, step)
+            self._compute(inputs, step)
         self._in_flight.append(step)
         step.result.seconds = time.perf_counter() - start
         step.result.kernel_seconds = self.clock.seconds - in_kernels
         return step
 
-    def _compute(self, plan: StepPlan, inputs: StepInputs, step: PendingStep) -> None:
+    def _compute(self, inputs: StepInputs, step: PendingStep) -> None:
         """Runs the network, scores prompts, and samples."""
-        device = self._to_device(inputs, hand_over=self._hand_over(inputs))
+        batch = self._to_device(inputs, hand_over=self._hand_over(inputs))
         # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
         span = self._spans.begin() if self._spans is not None else None
-        hidden = self._forward(device.token_ids, device.attention)
+        output = self._forward(batch)
         if self._wants_prompt_logprobs:
-            self._score_prompts(plan, inputs, hidden, step)
-        if len(inputs.sampling):
-            last = hidden if device.last is None else hidden.index_select(0, device.last)
-            self._sample(plan, inputs, self.model.logits(last), step)
+            self._score_prompts(inputs, output.hidden, step)
+        if len(inputs.sampling) and output.logits is not None:
+            self._sample(inputs, output.logits, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
         if self._spans is not None and span is not None:
@@ -291,25 +295,24 @@ class ModelRunner:
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor, step: PendingStep) -> None:
+    def _sample(self, inputs: StepInputs, logits: Tensor, step: PendingStep) -> None:
         """Samples for the sequences that have come to their last known token, and for those just forked from them."""
         chosen, forked = inputs.sampling, inputs.forked
-        rows, seq_ids = inputs.rows, plan.seq_ids
+        rows, seq_ids = inputs.rows, inputs.seq_ids
         if len(chosen) != len(rows):
             rows, seq_ids = rows[chosen], [seq_ids[i] for i in chosen.tolist()]
         if forked is not None:
             seq_ids = seq_ids + forked.seq_ids
             rows = np.concatenate([rows, forked.rows])
-            # The sampler edits logits in place, so a child needs its own.
-            logits = torch.cat([logits, logits[torch.from_numpy(forked.parents).to(logits.device)]])
         step.result.seq_ids = seq_ids
         sample = self._sampler.start(logits, rows)
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows))
 
-    def _score_prompts(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, step: PendingStep) -> None:
+    def _score_prompts(self, inputs: StepInputs, hidden: Tensor, step: PendingStep) -> None:
         """Begins to score the prompt tokens that follow the positions computed in this step."""
         table = self._batch.tokens
-        for i, seq_id in enumerate(plan.seq_ids):
+        offsets = inputs.arrays["query_start_loc"]
+        for i, seq_id in enumerate(inputs.seq_ids):
             count = self._wants_prompt_logprobs.get(seq_id)
             if count is None:
                 continue
@@ -318,12 +321,12 @@ class ModelRunner:
             scored = []
             for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
-                first = int(inputs.offsets[i]) + low - start
+                first = int(offsets[i]) + low - start
                 logits = self.model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
                 step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
 
 
-def _asleep(token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+def _asleep(batch: ForwardBatch) -> ForwardOutput:
     raise RuntimeError("the worker sleeps; wake_up must come before the next step")

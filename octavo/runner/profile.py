@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from octavo.core.errors import InsufficientMemoryError
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 
 
 class DeviceMemory(Protocol):
@@ -87,30 +86,18 @@ def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -
     return peak
 
 
-def largest_step(
-    max_tokens: int, max_seqs: int, max_model_len: int, block_size: int, device: torch.device | str
-) -> tuple[Tensor, AttentionBatch]:
-    """The inputs of a step with as many tokens and as many sequences as there may be: ids and their batch.
+def largest_step(size: BatchSize, device: torch.device | str) -> ForwardBatch:
+    """A step with as many tokens and as many sequences as there may be, which all sample.
 
     The last sequences have prompts as long as they may be until the tokens are used up, the others decode. Everything
     lies in block 0 and overwrites itself there, so a cache of one block serves; ``max_seq_len`` is that of the longest
     context, which decides what attention sets aside for its partial results.
     """
-    lens = [1] * min(max_seqs, max_tokens)
-    left = max_tokens - len(lens)
+    lens = [1] * size.sequences
+    left = size.tokens - len(lens)
     for i in reversed(range(len(lens))):
-        lens[i] += min(left, max_model_len - 1)
+        lens[i] += min(left, size.max_seq_len - 1)
         left -= lens[i] - 1
-    positions = torch.cat([torch.arange(length) for length in lens])
-    batch = AttentionBatch(
-        query_start=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.zeros((len(lens), -(-max_model_len // block_size)), dtype=torch.int32, device=device),
-        slots=(positions % block_size).to(device),
-        positions=positions.to(device),
-        num_decodes=lens.count(1),
-        max_query_len=max(lens),
-        max_seq_len=max_model_len,
-        block_size=block_size,
-    )
-    return torch.zeros(len(positions), dtype=torch.int64, device=device), batch
+    tables = torch.zeros(size.shape("GSB"), dtype=torch.int32)
+    batch = make_batch(lens, lens, tables, size.block_size, device=device)
+    return replace(batch, max_seq_len=size.max_seq_len)

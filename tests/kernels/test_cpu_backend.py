@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
@@ -27,18 +27,11 @@ def kernels() -> Iterator[Any]:
     _cpu.set_threads(threads)
 
 
-def one_sequence(tokens: int, slots: Tensor | None = None) -> AttentionBatch:
-    return AttentionBatch(
-        query_start=torch.tensor([0, tokens], dtype=torch.int32),
-        seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        block_tables=torch.arange(-(-tokens // 16), dtype=torch.int32).view(1, -1),
-        slots=torch.arange(tokens) if slots is None else slots,
-        positions=torch.arange(tokens),
-        num_decodes=0,
-        max_query_len=tokens,
-        max_seq_len=tokens,
-        block_size=16,
-    )
+def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
+    batch = make_batch([tokens], [tokens], torch.arange(-(-tokens // 16)).view(1, -1), 16)
+    if slots is not None:
+        batch.slot_mapping = slots[None]
+    return batch
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
@@ -92,9 +85,9 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int) -> Non
 
     q, k, v = split(qkv.clone())
     q, k = kernels.rotary(kernels.rms_norm(q, weight, 1e-6), kernels.rms_norm(k, weight, 1e-6), batch.positions, table)
-    kernels.reshape_and_cache(k, v, expected, batch.slots)
+    kernels.reshape_and_cache(k, v, expected, batch.slot_mapping[0])
 
-    def forward(rows: Tensor, step: AttentionBatch, cache: Any) -> Tensor:
+    def forward(rows: Tensor, step: ForwardBatch, cache: Any) -> Tensor:
         q, k, v = split(rows)
         q, k = kernels.rms_norm(q, weight, 1e-6), kernels.rms_norm(k, weight, 1e-6)
         rotated: Tensor = kernels.rotary_and_cache(q, k, v, step, table, cache)
@@ -102,9 +95,10 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int) -> Non
 
     assert torch.equal(forward(qkv.clone(), batch, cache), q)
     static = torch.zeros(400, heads + 2 * kv_heads, head_dim).bfloat16()
-    replay = kernels.capture(lambda _, step: forward(static[: len(static)], step, recorded), 400)
+    largest = BatchSize(400, 1, 1, 400, 16)
+    replay = kernels.capture(lambda step: ForwardOutput(forward(static[: len(static)], step, recorded)), largest)
     static[:tokens] = qkv
-    assert torch.equal(replay(torch.zeros(tokens, dtype=torch.int64), batch), q)
+    assert torch.equal(replay(batch).hidden, q)
     for written in (cache, recorded):
         assert torch.equal(written.key, expected.key) and torch.equal(written.value, expected.value)
     assert expected.key.any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import UnrecordableError
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
@@ -34,28 +35,34 @@ def make_kernels() -> Any:
     return kernels
 
 
-def step(tokens: int) -> AttentionBatch:
-    none = torch.zeros(0, dtype=torch.int32)
-    positions = torch.arange(tokens) + 3
-    return AttentionBatch(none, none, none.view(0, 0), positions, positions, tokens, 1, 1, 16)
+LARGEST = BatchSize(tokens=16, sequences=8, sampled=12, max_seq_len=32, block_size=16)
+
+
+def step(ids: Tensor, sampled: list[int] | None = None) -> ForwardBatch:
+    """The tokens at positions 3 and on of one sequence."""
+    count = len(ids)
+    batch = make_batch([count], [count + 3], torch.tensor([[4, 2]]), 16, token_ids=ids)
+    if sampled is not None:
+        batch.sampled_rows, batch.all_sampled = torch.tensor(sampled, dtype=torch.int64), False
+    return batch
 
 
 def test_an_operation_that_the_tape_cannot_hold_is_refused_by_its_name() -> None:
     kernels, table = make_kernels(), torch.randn(11, 8)
     weight = kernels.pack_linear(torch.randn(4, 8), None)
 
-    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
-        scaled = kernels.embedding(ids, table) * 3.0
-        return kernels.linear_float32(scaled, weight)  # type: ignore[no-any-return]
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        scaled = kernels.embedding(batch.token_ids, table) * 3.0
+        return ForwardOutput(kernels.linear_float32(scaled, weight))
 
     with pytest.raises(UnrecordableError, match=r"aten\.mul"):
-        kernels.capture(forward, 16)
-    eager = forward(torch.tensor([3, 5]), step(2))
+        kernels.capture(forward, LARGEST)
+    eager = forward(step(torch.tensor([3, 5]))).hidden
     torch.testing.assert_close(eager, (table[[3, 5]] * 3.0) @ forward_weight(kernels, weight).T)
 
 
 def forward_weight(kernels: Any, weight: Any) -> Tensor:
-    return kernels.linear_float32(torch.eye(8), weight).T  # type: ignore[no-any-return]
+    return kernels.linear_float32(torch.eye(8), weight).T
 
 
 @pytest.mark.parametrize(
@@ -73,32 +80,33 @@ def forward_weight(kernels: Any, weight: Any) -> Tensor:
 def test_torch_computes_nothing_while_a_step_is_recorded(spoil: Callable[[Tensor], Tensor]) -> None:
     kernels, table = make_kernels(), torch.randn(11, 8)
     with pytest.raises(UnrecordableError):
-        kernels.capture(lambda ids, batch: spoil(kernels.embedding(ids, table)), 16)
+        kernels.capture(lambda batch: ForwardOutput(spoil(kernels.embedding(batch.token_ids, table))), LARGEST)
 
 
 def test_views_are_not_operations() -> None:
     kernels, table, weight = make_kernels(), torch.randn(11, 8), torch.ones(4)
 
-    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
-        x = kernels.embedding(ids, table).view(-1, 2, 4)
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        x = kernels.embedding(batch.token_ids, table).view(-1, 2, 4)
         left, _ = x.split([1, 1], dim=1)
         normed: Tensor = kernels.rms_norm(left.transpose(1, 2).transpose(1, 2), weight, 1e-6)
-        return normed.view(len(ids), -1)
+        return ForwardOutput(normed.view(len(batch.token_ids), -1))
 
     ids = torch.tensor([4, 1, 9])
-    assert torch.equal(kernels.capture(forward, 16)(ids, step(3)), forward(ids, step(3)))
+    assert torch.equal(kernels.capture(forward, LARGEST)(step(ids)).hidden, forward(step(ids)).hidden)
 
 
 def test_a_recorded_embedding_is_of_token_ids_or_of_positions() -> None:
     kernels, table = make_kernels(), torch.randn(40, 8)
-    ids, batch = torch.tensor([4, 1, 9]), step(3)
+    ids = torch.tensor([4, 1, 9])
+    batch = step(ids)
     for forward, rows in (
-        (lambda ids, batch: kernels.embedding(ids, table), ids),
-        (lambda ids, batch: kernels.embedding(batch.positions, table), batch.positions),
+        (lambda batch: ForwardOutput(kernels.embedding(batch.token_ids, table)), ids),
+        (lambda batch: ForwardOutput(kernels.embedding(batch.positions, table)), batch.positions),
     ):
-        assert torch.equal(kernels.capture(forward, 16)(ids, batch), table[rows])
+        assert torch.equal(kernels.capture(forward, LARGEST)(batch).hidden, table[rows])
     with pytest.raises(UnrecordableError, match="token ids or positions"):
-        kernels.capture(lambda ids, batch: kernels.embedding(batch.slots, table), 16)
+        kernels.capture(lambda batch: ForwardOutput(kernels.embedding(batch.slot_mapping[0], table)), LARGEST)
 
 
 def test_ids_of_another_rank_give_zeros() -> None:
@@ -117,14 +125,14 @@ def test_a_host_function_is_called_at_its_place_with_the_rows_of_the_step() -> N
         seen.append(len(x))
         x.mul_(2.0)
 
-    def forward(ids: Tensor, batch: AttentionBatch) -> Tensor:
-        doubled = kernels.host_call(double, kernels.embedding(ids, table))
-        return kernels.linear_float32(doubled, weight)  # type: ignore[no-any-return]
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        doubled = kernels.host_call(double, kernels.embedding(batch.token_ids, table))
+        return ForwardOutput(kernels.linear_float32(doubled, weight))
 
-    replay = kernels.capture(forward, 16)
+    replay = kernels.capture(forward, LARGEST)
     assert seen == []
     for ids in (torch.tensor([3, 5]), torch.tensor([1, 1, 7, 2])):
-        assert torch.equal(replay(ids, step(len(ids))), forward(ids, step(len(ids))))
+        assert torch.equal(replay(step(ids)).hidden, forward(step(ids)).hidden)
     assert seen == [2, 2, 4, 4]
 
 
@@ -134,9 +142,11 @@ def test_what_a_host_function_raises_ends_the_step() -> None:
     def fail(x: Tensor) -> None:
         raise ConnectionError("the other rank is gone")
 
-    replay = kernels.capture(lambda ids, batch: kernels.host_call(fail, kernels.embedding(ids, table)), 16)
+    replay = kernels.capture(
+        lambda batch: ForwardOutput(kernels.host_call(fail, kernels.embedding(batch.token_ids, table))), LARGEST
+    )
     with pytest.raises(ConnectionError, match="the other rank is gone"):
-        replay(torch.tensor([1]), step(1))
+        replay(step(torch.tensor([1])))
 
 
 def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
@@ -169,7 +179,7 @@ def test_collectives_of_threads_in_the_order_of_the_ranks(size: int, slot_floats
     def rank(group: Any, own: list[Tensor]) -> list[Tensor]:
         return [r for x in own for r in (group.all_gather(x), group.all_reduce(x.clone()))]
 
-    found = in_threads([lambda g=g, own=own: rank(g, own) for g, own in zip(groups, parts, strict=True)])
+    found = in_threads([partial(rank, g, own) for g, own in zip(groups, parts, strict=True)])
     for results in found:
         for i in range(3):
             assert torch.equal(results[2 * i], torch.cat([own[i] for own in parts], dim=1))
@@ -185,6 +195,10 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others() -> None:
         first.all_reduce(torch.ones(1, 3))
 
 
+def run_once(replay: Forward, ids: Tensor) -> Tensor:
+    return replay(step(ids)).hidden.clone()
+
+
 def test_collectives_are_part_of_a_recorded_step() -> None:
     table = torch.randn(12, 8)
     groups = Communicator.of_threads(2)
@@ -193,12 +207,30 @@ def test_collectives_are_part_of_a_recorded_step() -> None:
         kernels = make_kernels()
         kernels.group = group
 
-        def forward(ids: Tensor, batch: AttentionBatch, rank: int = rank, kernels: Any = kernels) -> Tensor:
+        def forward(batch: ForwardBatch, rank: int = rank, kernels: Any = kernels) -> ForwardOutput:
             share = table[6 * rank : 6 * rank + 6]
-            whole = kernels.all_reduce(kernels.embedding(ids, share, 6 * rank))
-            return kernels.all_gather(whole)  # type: ignore[no-any-return]
+            whole = kernels.all_reduce(kernels.embedding(batch.token_ids, share, 6 * rank))
+            return ForwardOutput(kernels.all_gather(whole))
 
-        replays.append(kernels.capture(forward, 16))
+        replays.append(kernels.capture(forward, LARGEST))
     for ids in (torch.tensor([3, 11, 6]), torch.tensor([0])):
-        for result in in_threads([lambda r=r, ids=ids: r(ids, step(len(ids))).clone() for r in replays]):
+        for result in in_threads([partial(run_once, replay, ids) for replay in replays]):
             assert torch.equal(result, table[ids].repeat(1, 2))
+
+
+def test_what_follows_the_sampled_rows_runs_over_them_alone() -> None:
+    kernels, table, norm = make_kernels(), torch.randn(11, 8), torch.rand(8)
+    weight = kernels.pack_linear(torch.randn(5, 8), None)
+
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        hidden = kernels.rms_norm(kernels.embedding(batch.token_ids, table), norm, 1e-6)
+        sampled = kernels.rms_norm(kernels.take_sampled(hidden, batch), norm, 1e-6)
+        return ForwardOutput(hidden, kernels.linear_float32(sampled, weight))
+
+    replay = kernels.capture(forward, LARGEST)
+    for sampled in ([0, 3], [], [2, 1, 1, 0, 3, 3, 3, 3], [3]):
+        batch = step(torch.tensor([4, 1, 9, 0]), sampled)
+        found, expected = replay(batch), forward(batch)
+        assert torch.equal(found.hidden, expected.hidden)
+        assert found.logits is not None and expected.logits is not None
+        assert torch.equal(found.logits, expected.logits)

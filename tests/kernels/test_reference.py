@@ -15,7 +15,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels import load_kernels, reference
-from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.forward_batch import ForwardBatch, make_batch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -54,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
 class Step:
     """The tensors of a case, and what each sequence's whole keys and values are."""
 
-    batch: AttentionBatch
+    batch: ForwardBatch
     cache: LayerCache
     q: Tensor
     keys: list[Tensor]
@@ -88,20 +89,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
         slots += own[before:]
         positions += range(before, totals[s])
         starts.append(starts[-1] + new)
-    decodes = 0
-    while decodes < len(case.lengths) and case.lengths[decodes][1] == 1:
-        decodes += 1
-    batch = AttentionBatch(
-        query_start=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(totals, dtype=torch.int32),
-        block_tables=tables,
-        slots=torch.tensor(slots, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        num_decodes=decodes,
-        max_query_len=max((new for _, new in case.lengths), default=0),
-        max_seq_len=max(totals, default=0),
-        block_size=case.block_size,
-    )
+    batch = make_batch([new for _, new in case.lengths], totals, tables, case.block_size)
+    assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
 
 
@@ -185,7 +174,7 @@ def test_rotary_and_cache_is_both_in_turn() -> None:
     expected_q, expected_k = KERNELS.rotary(q, k, step.batch.positions, table)
     assert torch.equal(rotated, expected_q)
     for written, expected in ((step.cache.key, expected_k), (step.cache.value, v)):
-        assert torch.equal(written.view(-1, 2, 8)[step.batch.slots], expected)
+        assert torch.equal(written.view(-1, 2, 8)[step.batch.slot_mapping[0]], expected)
 
 
 def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
@@ -300,7 +289,7 @@ def test_empty_step_is_computed_to_nothing() -> None:
     step = build(Case([], 4, 2, 2, 8, None, 0))
     for window in (None, 3):
         assert KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, window).shape == (0, 4, 8)
-    KERNELS.reshape_and_cache(step.q[:, :2], step.q[:, :2], step.cache, step.batch.slots)
+    KERNELS.reshape_and_cache(step.q[:, :2], step.q[:, :2], step.cache, step.batch.slot_mapping[0])
     assert KERNELS.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert KERNELS.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
 

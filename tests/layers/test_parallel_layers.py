@@ -130,7 +130,8 @@ def test_vocabulary_shares(size: int, vocab: int) -> None:
         head.load("weight", table)
         logits = head(hidden)
         assert logits.shape == (3, vocab) and logits.dtype == torch.float32
-        parts.append(logits if head.kernels.group is None else head.kernels.group.gathered[0])
+        group = head.kernels.group
+        parts.append(group.gathered[0] if isinstance(group, Apart) else logits)
     close(torch.cat(parts, dim=1)[:, :vocab], hidden @ table.T)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.llama import LlamaForCausalLM
 
@@ -21,27 +23,35 @@ class PagedDriver:
     Blocks are handed out in a shuffled order, so that no test passes because blocks happen to be neighbours.
     """
 
-    def __init__(self, network: LlamaForCausalLM, block_size: int = 4, blocks: int = 96) -> None:
+    def __init__(
+        self, network: LlamaForCausalLM, block_size: int = 4, blocks: int = 96, kernels: Kernels | None = None
+    ) -> None:
         config = network.config
-        kernels = ReferenceKernels()
+        kernels = kernels or ReferenceKernels()
         self.network = network
         self.block_size = block_size
         self.caches: list[LayerCache] = kernels.make_cache(
             config.num_layers, blocks, block_size, network.num_kv_heads, config.head_dim, network.norm.weight.dtype
         )
+        self.forward = kernels.capture(self._forward, BatchSize(128, 8, 128, blocks * block_size, block_size))
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        hidden = self.network.forward(batch, self.caches)
+        return ForwardOutput(hidden, self.network.logits(hidden))
 
     @torch.inference_mode()
     def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
         """Appends tokens to each named sequence; the logits [tokens, vocab] of those tokens."""
         order = sorted(chunks, key=lambda name: len(chunks[name]) > 1)
-        batch = self._batch(order, [len(chunks[name]) for name in order])
         ids = torch.tensor([token for name in order for token in chunks[name]], dtype=torch.int64)
-        logits = self.network.logits(self.network.forward(ids, self.caches, batch))
+        batch = self._batch(order, [len(chunks[name]) for name in order], ids)
+        logits = self.forward(batch).logits  # the next step overwrites it
+        assert logits is not None
         assert logits.dtype == torch.float32
-        return dict(zip(order, logits.split([len(chunks[name]) for name in order]), strict=True))
+        return dict(zip(order, logits.clone().split([len(chunks[name]) for name in order]), strict=True))
 
     def run(self, name: str, tokens: list[int], sizes: list[int]) -> Tensor:
         """All logits of one sequence computed in chunks of the given sizes, the last as often as needed."""
@@ -52,31 +62,18 @@ class PagedDriver:
             start += size
         return torch.cat(parts)
 
-    def _batch(self, order: list[str], counts: list[int]) -> AttentionBatch:
-        size = self.block_size
-        slots, positions, starts = [], [], [0]
+    def _batch(self, order: list[str], counts: list[int], ids: Tensor) -> ForwardBatch:
         for name, count in zip(order, counts, strict=True):
-            table, length = self._tables.setdefault(name, []), self._lengths.get(name, 0)
-            while len(table) * size < length + count:
+            table, length = self._tables.setdefault(name, []), self._lengths.get(name, 0) + count
+            while len(table) * self.block_size < length:
                 table.append(self._free.pop())
-            for position in range(length, length + count):
-                positions.append(position)
-                slots.append(table[position // size] * size + position % size)
-            self._lengths[name] = length + count
-            starts.append(starts[-1] + count)
+            self._lengths[name] = length
         tables = [self._tables[name] for name in order]
         widest = max(map(len, tables))
-        return AttentionBatch(
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor([self._lengths[name] for name in order], dtype=torch.int32),
-            block_tables=torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32),
-            slots=torch.tensor(slots),
-            positions=torch.tensor(positions),
-            num_decodes=counts.count(1),
-            max_query_len=max(counts),
-            max_seq_len=max(self._lengths[name] for name in order),
-            block_size=size,
-        )
+        padded = torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32)
+        lengths = [self._lengths[name] for name in order]
+        batch = make_batch(counts, lengths, padded, self.block_size, token_ids=ids)
+        return replace(batch, sampled_rows=torch.arange(len(ids)), all_sampled=True)
 
 
 @pytest.fixture

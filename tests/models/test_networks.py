@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,10 @@ from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.models.llama import LlamaForCausalLM
 from tests.busy_machine import PATIENCE
+
+_cpu: Any = pytest.importorskip("octavo._cpu")
+CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+SharedMemoryCommunicator: Any = importlib.import_module("octavo.kernels.cpu.collectives").SharedMemoryCommunicator
 
 SMALL = {
     "vocab_size": 101,
@@ -161,44 +166,22 @@ def test_bfloat16_is_near_float32(save_model: Callable[..., Any], tmp_path: Path
     assert (ours - expected).square().mean().sqrt() < 0.05 * expected.std()
 
 
-class Group:
-    """Tensor-parallel workers as threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=PATIENCE)
-        self._parts: list[Tensor] = [torch.empty(0)] * size
-
-    def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
-        self._parts[rank] = part
-        self._barrier.wait()
-        parts = list(self._parts)
-        self._barrier.wait()
-        return parts
-
-    def context(self, rank: int) -> LayerContext:
-        return LayerContext(
-            ReferenceKernels(),
-            torch.float32,
-            tp_rank=rank,
-            tp_size=self.size,
-            all_reduce=lambda x: torch.stack(self.exchange(rank, x)).sum(0),
-            all_gather=lambda x: torch.cat(self.exchange(rank, x), dim=-1),
-        )
-
-
 @pytest.mark.parametrize(("family", "size"), [(llama_tied_with_biases, 2), (llama3, 6), (qwen3, 2), (qwen2, 2)])
-def test_tensor_parallel_workers_together_compute_the_network(
+def test_tensor_parallel_workers_together_compute_the_network_in_a_recorded_step(
     family: Callable[[], Any], size: int, save_model: Callable[..., Any], tmp_path: Path, driver: Any
 ) -> None:
     config = family()
     config.intermediate_size = 96
     expected = expected_logits(save_model(config), PROMPT)
-    group, results = Group(size), {}
+    groups, results = SharedMemoryCommunicator.of_threads(size, timeout=PATIENCE), {}
+    kernels = [CpuKernels() for _ in range(size)]
+    _cpu.set_threads(1)  # ranks that are threads of one process cannot share the pool of threads
 
     def work(rank: int) -> None:
-        network = load_model(tmp_path, read_model_config(tmp_path), group.context(rank))
-        results[rank] = driver(network).run("s", PROMPT, [13, 1])
+        kernels[rank].group = groups[rank]
+        context = LayerContext(kernels[rank], torch.float32, tp_rank=rank, tp_size=size)
+        network = load_model(tmp_path, read_model_config(tmp_path), context)
+        results[rank] = driver(network, kernels=kernels[rank]).run("s", PROMPT, [13, 1])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

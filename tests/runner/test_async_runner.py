@@ -17,6 +17,7 @@ import torch
 from octavo.core.config import make_config
 from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.models.config import read_model_config
 from octavo.runner.device_batch import HandOver, PinnedSend, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch
@@ -247,17 +248,18 @@ def test_penalties_where_the_tokens_are_known(worker: Worker) -> None:
 
 def test_prompt_logprobs_and_errors_come_with_their_step(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step's logits are NaN for one sequence."""
-    logits, calls = worker.runner.model.logits, 0
+    forward, calls = worker.runner._forward, 0
 
-    def spoiled(hidden: torch.Tensor) -> torch.Tensor:
+    def spoiled(batch: ForwardBatch) -> ForwardOutput:
         nonlocal calls
         calls += 1
-        values = logits(hidden)
-        if calls % 6 == 3:  # one call for the prompt's logprobs, then one a step
-            values[0] = float("nan")
-        return values
+        output = forward(batch)
+        if calls % 5 == 2:  # of the five steps
+            assert output.logits is not None
+            output.logits[0] = float("nan")
+        return output
 
-    monkeypatch.setattr(worker.runner.model, "logits", spoiled)
+    monkeypatch.setattr(worker.runner, "_forward", spoiled)
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     results = worker.check([start(0, params=params), *[decode(0)] * 4])
     assert results[0].extras[0].prompt_logprobs is not None
@@ -322,7 +324,7 @@ def test_packed_inputs_are_the_same_inputs(worker: Worker, monkeypatch: pytest.M
     plans = random_plans(random.Random(99), 30)
     expected = worker.run(plans, 1)
     send = PinnedSend(torch.device("cpu"), SimpleNamespace(Event=Finished))
-    monkeypatch.setattr(worker.runner, "_to_device", partial(to_device, block_size=BLOCK, send=send))
+    monkeypatch.setattr(worker.runner, "_to_device", partial(to_device, send=send))
     assert [facts(result) for result in worker.run(plans, 2)] == [facts(result) for result in expected]
 
 
@@ -418,7 +420,7 @@ def test_a_step_that_fails_is_not_in_flight(worker: Worker, monkeypatch: pytest.
     expected = worker.run([start(0), decode(0), decode(0)], 1)
     first = worker.runner.submit(StepPlan(step=0, **start(0)({})))
 
-    def fail(token_ids: torch.Tensor, batch: Any) -> torch.Tensor:
+    def fail(batch: ForwardBatch) -> ForwardOutput:
         raise ValueError("no")
 
     with monkeypatch.context() as patch:
@@ -444,11 +446,11 @@ def test_a_token_that_is_none_is_handed_over_as_token_zero() -> None:
     new = batch.advance(first, first.rows)
     then = batch.build(StepPlan(step=2, seq_ids=[2, 0, 1], num_tokens=[1, 1, 1]))
     tokens = torch.tensor([5, -2, 9])
-    inputs = to_device(then, BLOCK, HandOver(tokens, *batch.handed_over(then, new)), send_nowhere)
+    inputs = to_device(then, HandOver(tokens, *batch.handed_over(then, new)), send_nowhere)
     assert inputs.token_ids.tolist() == [9, 5, 0]
-    assert inputs.attention.positions.tolist() == [4, 2, 3]
+    assert inputs.positions.tolist() == [4, 2, 3]
     same = batch.build(StepPlan(step=2, seq_ids=[0, 1, 2], num_tokens=[1, 1, 1]))
-    inputs = to_device(same, BLOCK, HandOver(tokens, *batch.handed_over(same, new)), send_nowhere)
+    inputs = to_device(same, HandOver(tokens, *batch.handed_over(same, new)), send_nowhere)
     assert inputs.token_ids.tolist() == [5, 0, 9]
     batch.fill(new, np.array([5, 0, 9]))
     assert [batch.tokens.outputs(batch.row(i)) for i in range(3)] == [[5], [0], [9]]

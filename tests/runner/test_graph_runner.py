@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from octavo.core.config import make_config
 from octavo.core.plan import NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.interface import Forward
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardOutput
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.graphs import GraphedForward
 from octavo.models.config import read_model_config
@@ -82,22 +81,20 @@ def run(runner: ModelRunner, depth: int) -> list[StepResult]:
     return results + [step.wait() for step in flying]
 
 
-def record(execute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def record(execute: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
     """A graph as far as a CPU has one: the same inputs and outputs each time."""
     output = execute()
 
     def replay() -> None:
-        output.copy_(execute())
+        for buffer, value in zip(output, execute(), strict=True):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
 
     return replay, output
 
 
-def capture(
-    self: TritonKernels, forward: Forward, max_tokens: int, *, max_seqs: int, max_model_len: int, block_size: int
-) -> Forward:
-    return GraphedForward(
-        forward, record, max_seqs=max_seqs, max_model_len=max_model_len, block_size=block_size, device="cpu"
-    )
+def capture(self: TritonKernels, forward: Forward, largest: BatchSize) -> Forward:
+    return GraphedForward(forward, record, largest, device="cpu")
 
 
 def assert_same(found: list[StepResult], expected: list[StepResult]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import InsufficientMemoryError
+from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
@@ -121,26 +122,27 @@ def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: P
     block_size=st.sampled_from([1, 3, 16]),
 )
 def test_the_largest_step_is_as_large_as_a_step_may_be(tokens: int, seqs: int, length: int, block_size: int) -> None:
-    ids, batch = largest_step(tokens, seqs, length, block_size, "cpu")
+    size = BatchSize(tokens, min(seqs, tokens), min(seqs, tokens), length, block_size)
+    batch = largest_step(size, "cpu")
     lens = batch.seq_lens.tolist()
     assert len(lens) == min(seqs, tokens)
-    assert len(ids) == sum(lens) == min(tokens, len(lens) * length)
+    assert len(batch.token_ids) == sum(lens) == min(tokens, len(lens) * length)
     assert max(lens) <= length == batch.max_seq_len
     assert lens[: batch.num_decodes] == [1] * batch.num_decodes
     assert all(n > 1 for n in lens[batch.num_decodes :])
-    assert batch.query_start.diff().tolist() == lens
-    assert batch.block_tables.shape == (len(lens), -(-length // block_size))
-    assert 0 <= batch.slots.min() <= batch.slots.max() < block_size
+    assert batch.query_start_loc.diff().tolist() == lens
+    assert batch.block_tables.shape == (1, len(lens), -(-length // block_size))
+    assert 0 <= batch.slot_mapping.min() <= batch.slot_mapping.max() < block_size
 
 
 def test_the_largest_step_runs_with_a_cache_of_one_block(network: Path) -> None:
     config, kernels = read_model_config(network), ReferenceKernels()
     model = load_model(network, config, LayerContext(kernels, torch.float32))
     for tokens, seqs in ((64, 5), (5, 8), (300, 2)):
-        ids, batch = largest_step(tokens, seqs, 128, 16, "cpu")
+        batch = largest_step(BatchSize(tokens, min(seqs, tokens), 1, 128, 16), "cpu")
         caches = kernels.make_cache(config.num_layers, 1, 16, config.num_kv_heads, config.head_dim, torch.float32)
         with torch.inference_mode():
-            assert model.forward(ids, caches, batch).shape == (len(ids), config.hidden_size)
+            assert model.forward(batch, caches).shape == (len(batch.token_ids), config.hidden_size)
 
 
 @pytest.mark.gpu

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels import interpreted, load_kernels
-from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.forward_batch import make_batch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runner.profile import largest_step
 from octavo.runner.sleep import _tensors, put_to_sleep, wake
 
 
@@ -35,14 +35,8 @@ def caches_of(model: LlamaForCausalLM, blocks: int = 8) -> list[LayerCache]:
 
 @torch.inference_mode()
 def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
-    ids, batch = largest_step(20, 1, 128, 32, "cpu")
-    batch = AttentionBatch(
-        batch.query_start, batch.seq_lens, batch.block_tables, batch.slots, batch.positions, 0, 20, 20, 16
-    )
-    batch.block_tables[0, :2] = torch.tensor([3, 5])
-    batch.slots[:] = torch.tensor([3 * 16 + i if i < 16 else 5 * 16 + i - 16 for i in range(20)])
-    ids += torch.arange(20)
-    return model.logits(model.forward(ids, caches, batch))
+    batch = make_batch([20], [20], torch.tensor([[3, 5]]), 16, token_ids=torch.arange(20))
+    return model.logits(model.forward(batch, caches))
 
 
 def test_a_network_that_slept_computes_the_same(model: LlamaForCausalLM) -> None:

@@ -72,6 +72,7 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
         cache.block_size,
         _DTYPES[k.dtype],
         _DTYPES[cache.dtype],
+        cache.group,
     )
 
 
@@ -108,6 +109,7 @@ def attention_op(
         window or 0,
         soft_cap,
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        cache.group,
     )
 
 

@@ -20,9 +20,10 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.cpu import attention, linear, quant
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
-from octavo.kernels.cpu.recording import Recording
+from octavo.kernels.cpu.recording import Recording, step_of
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
+from octavo.kernels.interface import Kernels, LayerCache
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -62,19 +63,20 @@ class CpuKernels(Kernels):
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def capture(
-        self, forward: Forward, max_tokens: int, *, max_seqs: int = 0, max_model_len: int = 0, block_size: int = 0
-    ) -> Forward:
-        """Records ``forward`` for up to ``max_tokens`` tokens, whatever the batch; the result replays it.
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+        """Records ``forward``, for any batch of at most this size; the result replays it.
 
-        The tensor that the replay returns is overwritten by the next replay.
+        What the replay returns is overwritten by the next replay.
+
+        Raises:
+            UnrecordableError: ``forward`` computes something in torch.
         """
-        self._recording = recording = Recording(self._arena, max_tokens)
+        self._recording = recording = Recording(self._arena, largest)
         try:
-            result = recording.record(forward)
+            output = recording.record(forward)
         finally:
             self._recording = None
-        return _Replay(recording.tape, result, forward)
+        return recording.replay(output, forward)
 
     def _new(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result with the rows of ``like``."""
@@ -88,6 +90,16 @@ class CpuKernels(Kernels):
             op.run(step)
         else:
             self._recording.append(op, x)
+
+    def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """A copy of the rows; recorded, what is computed of it runs over the sampled rows."""
+        if self._recording is None:
+            return super().take_sampled(hidden, batch)
+        out = self._recording.new_sampled(hidden)
+        size = hidden.element_size()
+        op = _cpu.take_sampled(hidden.data_ptr(), hidden.stride(0) * size, out.data_ptr(), out.stride(0) * size)
+        self._recording.append(op, out)
+        return out
 
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
         """A step's rows of x are what the function gets."""
@@ -247,11 +259,11 @@ class CpuKernels(Kernels):
         self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
 
     def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
     ) -> Tensor:
         """Folds each sequence's context in pieces of fixed positions, in order."""
         out = self._new(q, tuple(q.shape), q.dtype)
-        self._do(attention.attention_op(q, cache, out, scale, window), _step(q.shape[0], batch), q)
+        self._do(attention.attention_op(q, cache, out, scale, window), step_of(batch), q)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -261,30 +273,3 @@ class CpuKernels(Kernels):
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks of one cache to another, as bytes."""
         attention.swap_blocks(sources, targets, pairs)
-
-
-class _Replay:
-    """A recorded forward. Holds the forward itself too: the tape knows its weights by address only."""
-
-    def __init__(self, tape: Any, result: Tensor, forward: Forward) -> None:
-        self._tape, self._result, self._forward = tape, result, forward
-
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        self._tape.run(_step(len(token_ids), batch, token_ids))
-        return self._result[: len(token_ids)]
-
-
-def _step(tokens: int, batch: AttentionBatch, token_ids: Tensor | None = None) -> Any:
-    tables = batch.block_tables
-    return _cpu.Step(
-        tokens,
-        len(batch.seq_lens),
-        batch.num_decodes,
-        0 if token_ids is None else token_ids.data_ptr(),
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        batch.query_start.data_ptr(),
-        batch.seq_lens.data_ptr(),
-        tables.data_ptr(),
-        tables.stride(0) if tables.dim() == 2 else 0,
-    )

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.core.errors import UnrecordableError
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.interface import AttentionBatch, Forward
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 
@@ -23,24 +23,23 @@ class Recording:
     meaning, and never again; so all but views of memory raise.
     """
 
-    def __init__(self, arena: Arena, max_tokens: int) -> None:
+    def __init__(self, arena: Arena, largest: BatchSize) -> None:
         self.tape = _cpu.Tape()
         self._arena = arena
-        # Only their shapes and identities mean anything: a step brings arrays of its own.
-        self._token_ids, self._positions, slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
-        none = torch.zeros(0, dtype=torch.int32)
-        self._batch = AttentionBatch(none, none, none.view(0, 0), slots, self._positions, 0, 0, 0, 0)
+        # Only shapes and identities of its arrays mean anything: a step brings arrays of its own.
+        self.batch = padding_batch(largest)
+        self._sampled = largest.sampled
         #: By the address of a buffer; those that are not here (made by the caller) have a row for each token.
         self._rows: dict[int, Any] = {}
 
-    def record(self, forward: Forward) -> Tensor:
+    def record(self, forward: Forward) -> ForwardOutput:
         """What ``forward`` returns, its operations recorded.
 
         Raises:
             UnrecordableError: it computes something in torch.
         """
         with _NothingButViews():
-            return forward(self._token_ids, self._batch)
+            return forward(self.batch)
 
     def is_positions(self, ids: Tensor) -> bool:
         """Whether these are the step's positions, and not its token ids.
@@ -48,9 +47,9 @@ class Recording:
         Raises:
             UnrecordableError: they are neither, so the tape could not find them in a step.
         """
-        if ids is not self._token_ids and ids is not self._positions:
+        if ids is not self.batch.token_ids and ids is not self.batch.positions:
             raise UnrecordableError("the ids of a recorded embedding must be the step's token ids or positions")
-        return ids is self._positions
+        return ids is self.batch.positions
 
     def rows_of(self, x: Tensor) -> Any:
         """Over which rows x reaches, a ``_cpu.Rows``."""
@@ -62,9 +61,47 @@ class Recording:
         self._rows[out.untyped_storage().data_ptr()] = rows
         return out
 
+    def new_sampled(self, like: Tensor) -> Tensor:
+        """A buffer for the sampled rows of ``like``."""
+        return self.new((self._sampled, *like.shape[1:]), like.dtype, _cpu.Rows.sampled)
+
     def append(self, op: Any, x: Tensor) -> None:
         """Adds an operation over the rows of x."""
         self.tape.append(op, self.rows_of(x))
+
+    def replay(self, output: ForwardOutput, forward: Forward) -> Forward:
+        """What runs the tape for a step and gives the step's rows of ``output``, which the next step overwrites.
+
+        It holds ``forward`` too: the tape knows weights by their addresses only.
+        """
+        tape = self.tape
+
+        def run(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
+            tape.run(step_of(batch))
+            return output.first(len(batch.token_ids), len(batch.sampled_rows))
+
+        return run
+
+
+def step_of(batch: ForwardBatch) -> Any:
+    """The step as operations see it, a ``_cpu.Step``."""
+    tables, slots = batch.block_tables, batch.slot_mapping
+    return _cpu.Step(
+        len(batch.token_ids),
+        len(batch.seq_lens),
+        batch.num_decodes,
+        batch.token_ids.data_ptr(),
+        batch.positions.data_ptr(),
+        slots.data_ptr(),
+        batch.query_start_loc.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        tables.data_ptr(),
+        tables.stride(1),
+        tables.stride(0),
+        slots.stride(0),
+        len(batch.sampled_rows),
+        batch.sampled_rows.data_ptr(),
+    )
 
 
 class _NothingButViews(TorchDispatchMode):

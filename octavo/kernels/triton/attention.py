@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch, LayerCache
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.triton.attention_args import make_context
 from octavo.kernels.triton.attention_decode import decode
 from octavo.kernels.triton.attention_fixed import fixed_order
@@ -16,7 +17,7 @@ from octavo.kernels.triton.cache import TritonLayerCache
 def paged_attention(
     q: Tensor,
     cache: LayerCache,
-    batch: AttentionBatch,
+    batch: ForwardBatch,
     scale: float,
     window: int | None,
     *,

@@ -31,6 +31,8 @@ class Context:
     wide: bool
     #: Keys, values, and their scales or none.
     pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    #: Which of the batch's block tables are the layer's.
+    kv_group: int
     #: Elements from a block to the next: of numbers, of scales.
     strides: tuple[int, int]
     #: As ``attend`` takes it.
@@ -53,6 +55,7 @@ def make_context(q: Tensor, cache: TritonLayerCache, scale: float, window: int |
         dim=dim,
         wide=compute == torch.float32,
         pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale),
+        kv_group=cache.group,
         strides=(cache.key.stride(0), 0 if cache.key_scale is None else cache.key_scale.stride(0)),
         scale=scale / soft_cap if soft_cap > 0 else scale * _LOG2_E,
         constants={

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles, processors
 from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
@@ -26,7 +26,7 @@ _MOST_PARTS = 64
 _COMBINE_PARTS = 32
 
 
-def decode(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
     """Attention of the batch's decodes.
 
     Args:
@@ -51,10 +51,10 @@ def decode(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> N
         partial,
         sums,
         batch.seq_lens,
-        batch.block_tables,
+        batch.block_tables[context.kv_group],
         *context.pointers,
         *q.stride()[:2],
-        batch.block_tables.stride(0),
+        batch.block_tables.stride(1),
         *context.strides,
         context.scale,
         **context.constants,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
 from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
@@ -28,7 +28,7 @@ PIECE = 512
 _MOST_BYTES = 64 << 20
 
 
-def fixed_order(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
     """Attention of all sequences of the batch: q [T, H, D] to out [T, H, D], contiguous."""
     sequences = batch.seq_lens.shape[0]
     tiling = _tiling(context).fitted(context, q.device)
@@ -49,12 +49,12 @@ def fixed_order(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context)
         out,
         partial,
         sums,
-        batch.query_start,
+        batch.query_start_loc,
         batch.seq_lens,
-        batch.block_tables,
+        batch.block_tables[context.kv_group],
         *context.pointers,
         *q.stride()[:2],
-        batch.block_tables.stride(0),
+        batch.block_tables.stride(1),
         *context.strides,
         context.scale,
         sequences,
@@ -76,7 +76,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context)
             partial,
             sums,
             out,
-            batch.query_start,
+            batch.query_start_loc,
             batch.seq_lens,
             sequences,
             pieces,

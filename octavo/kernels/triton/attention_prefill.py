@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
 from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
 
-def prefill(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> None:
+def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
     """Attention of the batch's sequences past its decodes.
 
     Args:
@@ -30,12 +30,12 @@ def prefill(q: Tensor, out: Tensor, batch: AttentionBatch, context: Context) -> 
     _prefill_kernel[(context.kv_heads * head_chunks, tiles)](
         q,
         out,
-        batch.query_start,
+        batch.query_start_loc,
         batch.seq_lens,
-        batch.block_tables,
+        batch.block_tables[context.kv_group],
         *context.pointers,
         *q.stride()[:2],
-        batch.block_tables.stride(0),
+        batch.block_tables.stride(1),
         *context.strides,
         context.scale,
         first,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch, Forward, Kernels, LayerCache
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import activation, attention, cache, matmul, norm, quant, quantize, rotary, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
@@ -61,21 +62,11 @@ class TritonKernels(Kernels):
         if count is not None:
             torch.set_num_threads(count)
 
-    def capture(
-        self, forward: Forward, max_tokens: int, *, max_seqs: int = 0, max_model_len: int = 0, block_size: int = 0
-    ) -> Forward:
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
         """Decode steps as CUDA graphs, by their number of sequences; the other steps as they are."""
-        if not (self._graphed and max_seqs):
+        if not self._graphed:
             return forward
-        return GraphedForward(
-            forward,
-            CudaGraphs(),
-            max_seqs=max_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            device=self.device,
-            at_start=self._capture_at_start,
-        )
+        return GraphedForward(forward, CudaGraphs(), largest, device=self.device, at_start=self._capture_at_start)
 
     # --- cache ------------------------------------------------------------------------------------------------------
 
@@ -100,10 +91,10 @@ class TritonKernels(Kernels):
         rotary_cache.reshape_and_cache(k, v, cache, slots)
 
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, cos_sin: Tensor, cache: LayerCache
+        self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cos_sin: Tensor, cache: LayerCache
     ) -> Tensor:
         """One launch."""
-        return rotary_cache.rotary_and_cache(q, k, v, batch.positions, cos_sin, cache, batch.slots)
+        return rotary_cache.rotary_and_cache(q, k, v, batch.positions, cos_sin, cache, batch.slot_mapping[cache.group])
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """All layers in one launch."""
@@ -170,7 +161,7 @@ class TritonKernels(Kernels):
         return activation.silu_and_mul(x)
 
     def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: AttentionBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
     ) -> Tensor:
         """Decodes with their context split among programs, prefills in tiles of queries."""
         return attention.paged_attention(q, cache, batch, scale, window, deterministic=self.deterministic)

@@ -2,7 +2,7 @@
 
 A graph has fixed shapes and fixed addresses. So there is one for each of a short list of batch sizes, all of them read
 from the same buffers, and a batch is padded to the next size: a padding row has slot -1 (nothing is written) and an
-empty context (nothing is read). Graphs share one pool of memory, as no two of them run at once.
+empty context (nothing is read), see ``forward_batch``. Graphs share one pool of memory, as no two of them run at once.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch, Forward
+from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 
 logger = logging.getLogger("octavo")
 
-#: Records what a function does on the device, and gives what does it again and the tensor that the function returned,
-#: whose memory each repetition writes.
-Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+#: Records what a function does on the device, and gives what does it again and what the function returned, whose memory
+#: each repetition writes.
+Record = Callable[[Callable[[], ForwardOutput]], tuple[Callable[[], None], ForwardOutput]]
+#: Dimensions of which a decode step has one for each row.
+_ROWS = frozenset("TSN")
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
@@ -41,28 +44,19 @@ class GraphedForward:
         self,
         forward: Forward,
         record: Record,
+        largest: BatchSize,
         *,
-        max_seqs: int,
-        max_model_len: int,
-        block_size: int,
         device: torch.device | str,
         at_start: bool = False,
     ) -> None:
         """Captures all graphs at once if ``at_start``, else each when its size is first met."""
         self._forward = forward
         self._record = record
-        self._sizes = graph_sizes(max_seqs)
-        self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._sizes = graph_sizes(largest.sequences)
+        self._graphs: dict[int, tuple[Callable[[], None], ForwardOutput]] = {}
         self._filled = 0
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._query_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        blocks = -(-max_model_len // block_size)
-        self._block_tables = torch.zeros(max_seqs, blocks, dtype=torch.int32, device=device)
+        rows = largest.sequences
+        self._inputs = padding_batch(replace(largest, tokens=rows, sampled=rows), device)
         #: Seconds that capturing has taken so far.
         self.capture_seconds = 0.0
         if at_start:
@@ -71,11 +65,12 @@ class GraphedForward:
                 self._capture(size)
             logger.info("captured %d CUDA graphs in %.1f s", len(self._sizes), self.capture_seconds)
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states [T, E] of the step's tokens."""
-        rows = token_ids.shape[0]
-        if batch.num_decodes != rows or not 0 < rows <= self._sizes[-1]:
-            return self._forward(token_ids, batch)
+    def __call__(self, batch: ForwardBatch) -> ForwardOutput:
+        """The network's output for the step."""
+        rows = len(batch.token_ids)
+        decodes_alone = batch.num_decodes == rows and batch.all_sampled
+        if not decodes_alone or not 0 < rows <= self._sizes[-1]:
+            return self._forward(batch)
         size = self._sizes[bisect_left(self._sizes, rows)]
         if size not in self._graphs:
             self._capture(size)
@@ -85,45 +80,45 @@ class GraphedForward:
                 len(self._graphs),
                 self.capture_seconds,
             )
-        replay, hidden = self._graphs[size]
-        self._fill(token_ids, batch, rows)
+        replay, output = self._graphs[size]
+        self._fill(batch, rows)
         replay()
-        return hidden[:rows]
+        return output.first(rows, rows)
 
-    def _fill(self, token_ids: Tensor, batch: AttentionBatch, rows: int) -> None:
+    def _fill(self, batch: ForwardBatch, rows: int) -> None:
         """Copies the step's inputs to where the graphs read them, and makes padding of what a larger step left."""
-        torch._foreach_copy_(
-            [self._token_ids[:rows], self._positions[:rows], self._slots[:rows]],
-            [token_ids, batch.positions, batch.slots],
-        )
-        self._seq_lens[:rows].copy_(batch.seq_lens)
-        self._block_tables[:rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for array, buffer, given in zip(ARRAYS, self._inputs.arrays(), batch.arrays(), strict=True):
+            if array.padding is not None:  # else it is its own index in every decode step
+                targets, sources = pairs.setdefault(array.dtype, ([], []))
+                targets.append(buffer[tuple(slice(n) for n in given.shape)])
+                sources.append(given)
+        for targets, sources in pairs.values():
+            torch._foreach_copy_(targets, sources)
         if rows < self._filled:
             self._clear(rows)
         self._filled = rows
 
     def _clear(self, first: int) -> None:
-        self._slots[first : self._filled].fill_(-1)
-        self._seq_lens[first : self._filled].zero_()
+        for array, buffer in zip(ARRAYS, self._inputs.arrays(), strict=True):
+            if array.padding is not None:
+                self._rows(array.dims, buffer, slice(first, self._filled)).fill_(array.padding)
         self._filled = min(first, self._filled)
+
+    @staticmethod
+    def _rows(dims: str, buffer: Tensor, rows: slice) -> Tensor:
+        """A view of these rows."""
+        return buffer[tuple(rows if dim in _ROWS else slice(None) for dim in dims)]
 
     def _capture(self, size: int) -> None:
         """Records a step of ``size`` rows, all of them padding: what is run for it touches no block."""
         start = time.perf_counter()
         self._clear(0)
-        batch = AttentionBatch(
-            query_start=self._query_start[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_tables=self._block_tables[:size],
-            slots=self._slots[:size],
-            positions=self._positions[:size],
-            num_decodes=size,
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-            block_size=self._block_size,
-        )
-        token_ids = self._token_ids[:size]
-        self._graphs[size] = self._record(lambda: self._forward(token_ids, batch))
+        batch = replace(self._inputs, num_decodes=size)
+        for array, buffer in zip(ARRAYS, self._inputs.arrays(), strict=True):
+            view = buffer[: size + 1] if array.dims == "s" else self._rows(array.dims, buffer, slice(size))
+            setattr(batch, array.name, view)
+        self._graphs[size] = self._record(lambda: self._forward(batch))
         self.capture_seconds += time.perf_counter() - start
 
 
@@ -133,7 +128,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
         """See ``Record``."""
         # Once without recording: kernels are compiled and loaded, libraries take their workspaces.
         run()

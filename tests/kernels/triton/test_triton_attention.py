@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import ForwardBatch, make_batch
 
 pytest.importorskip("triton")
 
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> Case:
 class Step:
     """The tensors of a case, and what the cache holds of each sequence."""
 
-    batch: AttentionBatch
+    batch: ForwardBatch
     cache: TritonLayerCache
     q: Tensor
     keys: list[Floats]
@@ -97,20 +97,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dty
         slots += own.tolist()[before:]
         positions += range(before, totals[s])
         starts.append(starts[-1] + new)
-    decodes = 0
-    while decodes < len(case.lengths) and case.lengths[decodes][1] == 1:
-        decodes += 1
-    batch = AttentionBatch(
-        query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
-        block_tables=tables.to(DEVICE),
-        slots=torch.tensor(slots, dtype=torch.int64, device=DEVICE),
-        positions=torch.tensor(positions, dtype=torch.int64, device=DEVICE),
-        num_decodes=decodes,
-        max_query_len=max((new for _, new in case.lengths), default=0),
-        max_seq_len=max(totals, default=0),
-        block_size=size,
-    )
+    batch = make_batch([new for _, new in case.lengths], totals, tables, size, device=DEVICE)
+    assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
 
 
@@ -217,10 +205,10 @@ def test_padding_rows_are_zero_and_change_nothing(deterministic: bool) -> None:
     batch = step.batch
     padded = replace(
         batch,
-        query_start=torch.arange(5, dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.arange(5, dtype=torch.int32, device=DEVICE),
         seq_lens=torch.cat((batch.seq_lens, torch.zeros(2, dtype=torch.int32, device=DEVICE))),
         block_tables=torch.nn.functional.pad(batch.block_tables, (0, 60, 0, 2)),
-        slots=torch.nn.functional.pad(batch.slots, (0, 2), value=-1),
+        slot_mapping=torch.nn.functional.pad(batch.slot_mapping, (0, 2), value=-1),
         positions=torch.nn.functional.pad(batch.positions, (0, 2), value=77),
         num_decodes=4,
         max_seq_len=1000,
@@ -270,24 +258,24 @@ def folded(case: Case, whole: Step, total: int, fold: Fold, company: list[tuple[
     cache.pool.copy_(pool)
     for chunk in fold.chunks:
         alone = chunk == 1  # a decode goes before the company, a prefill after it
-        width = max(whole.batch.block_tables.shape[1], other.batch.block_tables.shape[1])
+        width = max(whole.batch.block_tables.shape[2], other.batch.block_tables.shape[2])
 
         def table(step: Step, first: int, width: int = width) -> Tensor:
             blocks = step.batch.block_tables
-            return torch.nn.functional.pad(blocks + first, (0, width - blocks.shape[1]))
+            return torch.nn.functional.pad(blocks + first, (0, width - blocks.shape[2]))
 
         q = whole.q[before : before + chunk]
         tables = [table(whole, 0), table(other, blocks)]
         lens = [torch.tensor([before + chunk], dtype=torch.int32, device=DEVICE), other.batch.seq_lens]
-        counts = [torch.tensor([chunk], dtype=torch.int32, device=DEVICE), other.batch.query_start.diff()]
+        counts = [torch.tensor([chunk], dtype=torch.int32, device=DEVICE), other.batch.query_start_loc.diff()]
         order = [0, 1] if alone else [1, 0]
         counted = torch.cat([counts[i] for i in order]).cumsum(0)
         queries = [q, other.q]
         batch = replace(
             other.batch,
-            query_start=torch.nn.functional.pad(counted, (1, 0)).to(torch.int32),
+            query_start_loc=torch.nn.functional.pad(counted, (1, 0)).to(torch.int32),
             seq_lens=torch.cat([lens[i] for i in order]),
-            block_tables=torch.cat([tables[i] for i in order]),
+            block_tables=torch.cat([tables[i] for i in order], dim=1),
             num_decodes=other.batch.num_decodes + alone,
             max_seq_len=max(before + chunk, other.batch.max_seq_len),
         )

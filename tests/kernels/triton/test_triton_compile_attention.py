@@ -90,7 +90,7 @@ def launch(
     max_seq_len: int = 8192,
 ) -> None:
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.kernels.forward_batch import make_batch
     from octavo.kernels.triton import attention, attention_decode, attention_fixed, cache, rotary_cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
@@ -106,17 +106,9 @@ def launch(
     elif call == "copy":
         cache.copy_blocks(caches, [(0, 1)])
     else:
-        batch = AttentionBatch(
-            query_start=torch.arange(4, dtype=torch.int32) * each,
-            seq_lens=torch.full((3,), 40, dtype=torch.int32),
-            block_tables=torch.zeros(3, 40, dtype=torch.int32),
-            slots=slots,
-            positions=positions,
-            num_decodes=3 if call == "decode" else 0,
-            max_query_len=each,
-            max_seq_len=max_seq_len,
-            block_size=block_size,
-        )
+        tables = torch.zeros(3, 40, dtype=torch.int32)
+        batch = make_batch([each] * 3, [40] * 3, tables, block_size)
+        batch.max_seq_len = max_seq_len
         parts = 4 if max_seq_len > 64 else 1
         with (
             mock.patch.object(attention_decode, "count_parts", lambda *_: parts),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward, graph_sizes
 
 BLOCK, MAX_LEN, MAX_SEQS = 4, 40, 20
@@ -42,15 +42,15 @@ class FakeGraphs:
         self.recorded: list[int] = []
         self.replayed: list[int] = []
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
         run()
         output = run()
-        size = output.shape[0]
+        size = output.hidden.shape[0]
         self.recorded.append(size)
 
         def replay() -> None:
             self.replayed.append(size)
-            output.copy_(run())
+            output.hidden.copy_(run().hidden)
 
         return replay, output
 
@@ -59,32 +59,33 @@ class Network:
     """Notes the batches; "hidden states" are what the inputs say, and what is in the slots of the sequence's blocks."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionBatch] = []
+        self.calls: list[ForwardBatch] = []
         #: What the slots were at each call.
         self.written: list[list[int]] = []
         self.slots = torch.zeros(200, dtype=torch.int64)
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+    def __call__(self, batch: ForwardBatch) -> ForwardOutput:
+        token_ids, [slots], [tables] = batch.token_ids, batch.slot_mapping, batch.block_tables
         self.calls.append(batch)
-        self.written.append(batch.slots.tolist())
-        written = batch.slots >= 0
-        self.slots[batch.slots[written]] = token_ids[written]
+        self.written.append(slots.tolist())
+        written = slots >= 0
+        self.slots[slots[written]] = token_ids[written]
         sums = []
         for i in range(batch.num_decodes):
             seen = torch.arange(int(batch.seq_lens[i]))
-            blocks = batch.block_tables[i].long()[seen // BLOCK]
+            blocks = tables[i].long()[seen // BLOCK]
             sums.append(self.slots[blocks * BLOCK + seen % BLOCK].sum())
         sums += [torch.tensor(0)] * (len(token_ids) - batch.num_decodes)
-        return torch.stack([token_ids, batch.positions, *([torch.stack(sums)] if sums else [])], dim=1).float()
+        columns = [token_ids, batch.positions, *([torch.stack(sums)] if sums else [])]
+        return ForwardOutput(torch.stack(columns, dim=1).float())
 
 
 def make(network: Network, graphs: FakeGraphs, **options: bool) -> GraphedForward:
-    return GraphedForward(
-        network, graphs, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK, device="cpu", **options
-    )
+    largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK)
+    return GraphedForward(network, graphs, largest, device="cpu", **options)
 
 
-def decodes(rng: random.Random, count: int) -> tuple[Tensor, AttentionBatch]:
+def decodes(rng: random.Random, count: int) -> ForwardBatch:
     """A step of so many sequences, each with any blocks from 1 on; block 0 is nobody's."""
     free = rng.sample(range(1, 50), 49)
     lens = [rng.randrange(1, 9) for _ in range(count)]
@@ -93,20 +94,8 @@ def decodes(rng: random.Random, count: int) -> tuple[Tensor, AttentionBatch]:
     for i, length in enumerate(lens):
         for block in range(-(-length // BLOCK)):
             tables[i, block] = free.pop()
-    positions = torch.tensor(lens) - 1
-    slots = tables[torch.arange(count), positions // BLOCK].long() * BLOCK + positions % BLOCK
-    batch = AttentionBatch(
-        query_start=torch.arange(count + 1, dtype=torch.int32),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_tables=tables,
-        slots=slots,
-        positions=positions,
-        num_decodes=count,
-        max_query_len=1,
-        max_seq_len=max(lens),
-        block_size=BLOCK,
-    )
-    return torch.tensor([rng.randrange(100) for _ in range(count)]), batch
+    ids = torch.tensor([rng.randrange(100) for _ in range(count)])
+    return make_batch([1] * count, lens, tables, BLOCK, token_ids=ids)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -115,9 +104,9 @@ def test_a_replay_is_the_forward(seed: int) -> None:
     rng, graphs, network, plain = random.Random(seed), FakeGraphs(), Network(), Network()
     forward = make(network, graphs)
     for count in [1, 20, 3, 3, 20, 17, 1, 9, *(rng.randrange(1, 21) for _ in range(10))]:
-        token_ids, batch = decodes(rng, count)
-        expected = plain(token_ids, batch)
-        assert torch.equal(forward(token_ids, batch), expected)
+        batch = decodes(rng, count)
+        expected = plain(batch)
+        assert torch.equal(forward(batch).hidden, expected.hidden)
         assert torch.equal(network.slots, plain.slots)
     assert graphs.replayed[:8] == [1, 20, 4, 4, 20, 20, 1, 16]
     assert len(graphs.recorded) == len(set(graphs.recorded))
@@ -127,21 +116,21 @@ def test_padding_is_empty() -> None:
     network, rng = Network(), random.Random(0)
     forward = make(network, FakeGraphs())
     for count in (5, 18, 7, 5):
-        forward(*decodes(rng, count))
+        forward(decodes(rng, count))
     batch = network.calls[-1]
-    assert batch.slots[5:].tolist() == [-1] * 3
+    assert batch.slot_mapping[:, 5:].tolist() == [[-1] * 3]
     assert batch.seq_lens[5:].tolist() == [0] * 3
-    assert batch.query_start.tolist() == list(range(9))
-    assert (batch.num_decodes, batch.max_query_len, batch.max_seq_len) == (8, 1, MAX_LEN)
+    assert batch.query_start_loc.tolist() == list(range(9))
+    assert (batch.num_decodes, batch.max_seq_len) == (8, MAX_LEN)
 
 
 def test_recording_touches_no_block() -> None:
     """Not even those of a larger batch before, whose inputs are still in the buffers."""
     network, rng = Network(), random.Random(0)
     forward = make(network, FakeGraphs())
-    forward(*decodes(rng, 20))
+    forward(decodes(rng, 20))
     network.written.clear()
-    forward(*decodes(rng, 2))
+    forward(decodes(rng, 2))
     assert network.written[:2] == [[-1, -1]] * 2
     assert min(network.written[2]) >= 0
 
@@ -151,17 +140,20 @@ def test_all_graphs_at_start_the_largest_first() -> None:
     forward = make(Network(), graphs, at_start=True)
     assert graphs.recorded == [20, 16, 8, 4, 2, 1]
     assert forward.capture_seconds > 0.0
-    forward(*decodes(random.Random(0), 6))
+    forward(decodes(random.Random(0), 6))
     assert (graphs.recorded[6:], graphs.replayed) == ([], [8])
 
 
 def test_a_step_with_a_prompt_is_not_replayed() -> None:
     graphs, network = FakeGraphs(), Network()
     forward = make(network, graphs)
-    token_ids, batch = decodes(random.Random(0), 3)
-    batch.num_decodes, batch.query_start = 1, torch.tensor([0, 1, 3], dtype=torch.int32)
-    forward(token_ids, batch)
-    assert len(network.calls) == 1
+    batch = decodes(random.Random(0), 3)
+    batch.num_decodes, batch.query_start_loc = 1, torch.tensor([0, 1, 3], dtype=torch.int32)
+    forward(batch)
+    batch = decodes(random.Random(0), 3)
+    batch.all_sampled = False
+    forward(batch)
+    assert len(network.calls) == 2
     assert graphs.recorded == graphs.replayed == []
 
 
@@ -171,9 +163,9 @@ def test_cuda_graphs_repeat_what_was_recorded() -> None:
     x, y = torch.zeros(3, device="cuda"), torch.zeros(5, device="cuda")
     calls = []
 
-    def run(value: Tensor) -> Tensor:
+    def run(value: Tensor) -> ForwardOutput:
         calls.append(value)
-        return value * 2 + 1
+        return ForwardOutput(value * 2 + 1)
 
     replays = [record(partial(run, value)) for value in (x, y)]
     assert len(calls) == 4
@@ -181,4 +173,4 @@ def test_cuda_graphs_repeat_what_was_recorded() -> None:
         for number in (3.0, 4.0):
             value.fill_(number)
             replay()
-            assert output.tolist() == [2 * number + 1] * len(value)
+            assert output.hidden.tolist() == [2 * number + 1] * len(value)

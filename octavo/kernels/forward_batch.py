@@ -1,0 +1,172 @@
+"""What the network gets in a step: flat arrays without padding, and the one table of what they are.
+
+Copies to a device, buffers of captured graphs and their padding, recording, warm-up and tests are made from the table,
+so a new array is one line of ``ForwardBatch``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """The sizes of a batch, or the largest there will be."""
+
+    #: T.
+    tokens: int
+    #: S.
+    sequences: int
+    #: N: rows whose logits are wanted.
+    sampled: int
+    #: Longest context in tokens.
+    max_seq_len: int
+    block_size: int
+    #: G: groups of layers with block tables of their own.
+    groups: int = 1
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        """The shape of an array: ``dims`` has a letter for each dimension, see ``Array``."""
+        sizes = {
+            "G": self.groups,
+            "T": self.tokens,
+            "S": self.sequences,
+            "s": self.sequences + 1,
+            "N": self.sampled,
+            "B": -(-self.max_seq_len // self.block_size),
+        }
+        return tuple(sizes[dim] for dim in dims)
+
+
+class Array(NamedTuple):
+    """An array of the batch."""
+
+    #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks.
+    dims: str
+    dtype: torch.dtype
+    #: What stands where there is no token or sequence: nothing is written or read for it. None: its own index.
+    padding: int | None = 0
+    #: What is added to it when every sequence goes one token further within its block.
+    advance: int = 0
+    name: str = ""
+
+    def filled(self, size: BatchSize, device: torch.device | str = "cpu") -> Tensor:
+        """An array of padding."""
+        shape = size.shape(self.dims)
+        if self.padding is None:
+            return torch.arange(shape[-1], dtype=self.dtype, device=device)
+        return torch.full(shape, self.padding, dtype=self.dtype, device=device)
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """Which tokens a step computes, of which sequences they are, and where their KV entries lie.
+
+    Sequence ``s`` owns rows ``query_start_loc[s]:query_start_loc[s + 1]`` of the step's tokens; their positions are
+    consecutive.
+    """
+
+    #: int64 [T]
+    token_ids: Annotated[Tensor, Array("T", torch.int64)]
+    #: int64 [T]: position of each token in its sequence.
+    positions: Annotated[Tensor, Array("T", torch.int64, advance=1)]
+    #: int64 [G, T]: block * block_size + offset of each token in each KV group; a negative one is not written anywhere.
+    slot_mapping: Annotated[Tensor, Array("GT", torch.int64, padding=-1, advance=1)]
+    #: int64 [N]: the tokens whose logits are wanted, in any order and as often as they are.
+    sampled_rows: Annotated[Tensor, Array("N", torch.int64, padding=None)]
+    #: int32 [S + 1]
+    query_start_loc: Annotated[Tensor, Array("s", torch.int32, padding=None)]
+    #: int32 [S]: tokens in context, those of this step included.
+    seq_lens: Annotated[Tensor, Array("S", torch.int32, advance=1)]
+    #: int32 [G, S, B]; entries past a sequence's own blocks, or outside a group's window, are never read.
+    block_tables: Annotated[Tensor, Array("GSB", torch.int32)]
+    #: The first sequences of the batch that have one token each.
+    num_decodes: int
+    max_seq_len: int
+    #: Whether ``sampled_rows`` are all tokens in order.
+    all_sampled: bool
+
+    @classmethod
+    def of(cls, arrays: Sequence[Tensor], *, num_decodes: int, max_seq_len: int, all_sampled: bool) -> ForwardBatch:
+        """The batch of these arrays, in the order of ``ARRAYS``."""
+        named: dict[str, Any] = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
+        return cls(**named, num_decodes=num_decodes, max_seq_len=max_seq_len, all_sampled=all_sampled)
+
+    def arrays(self) -> list[Tensor]:
+        """In the order of ``ARRAYS``."""
+        return [getattr(self, array.name) for array in ARRAYS]
+
+
+#: The table, in the order of the fields.
+ARRAYS: tuple[Array, ...] = tuple(
+    hint.__metadata__[0]._replace(name=name)
+    for name, hint in get_type_hints(ForwardBatch, include_extras=True).items()
+    if get_origin(hint) is Annotated
+)
+
+
+class ForwardOutput(NamedTuple):
+    """What the network gives."""
+
+    #: Hidden states [T, E] after the last norm.
+    hidden: Tensor
+    #: float32 [N, vocab] of the sampled rows; None where there is no head.
+    logits: Tensor | None = None
+
+    def first(self, tokens: int, sampled: int) -> ForwardOutput:
+        """The first rows of each."""
+        return ForwardOutput(self.hidden[:tokens], None if self.logits is None else self.logits[:sampled])
+
+
+#: A network as it is captured: embedding, layers, norm and head.
+Forward = Callable[[ForwardBatch], ForwardOutput]
+
+
+def padding_batch(size: BatchSize, device: torch.device | str = "cpu") -> ForwardBatch:
+    """A batch of padding alone: one token for each sequence, all of them sampled, none of them real."""
+    arrays = [array.filled(size, device) for array in ARRAYS]
+    return ForwardBatch.of(arrays, num_decodes=size.sequences, max_seq_len=size.max_seq_len, all_sampled=True)
+
+
+def make_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Tensor,
+    block_size: int,
+    *,
+    token_ids: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> ForwardBatch:
+    """The batch of sequences that compute the last ``query_lens`` of ``seq_lens`` tokens; each samples at its end.
+
+    For warm-up, measurements and tests; the engine's steps are made by ``runner.input_batch``. Sequences with one token
+    come first. ``block_tables`` [G, S, B], or [S, B] for one group; token ids are 0 if they are not given.
+    """
+    tables = block_tables if block_tables.dim() == 3 else block_tables[None]
+    starts = [0, *itertools.accumulate(query_lens)]
+    spans = list(zip(query_lens, seq_lens, strict=True))
+    positions = torch.cat([torch.arange(0), *(torch.arange(end - count, end) for count, end in spans)])
+    sequence = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens, dtype=torch.int64))
+    blocks = tables[:, sequence, positions // block_size].long()
+    one_each = all(count == 1 for count in query_lens)
+    batch = ForwardBatch(
+        token_ids=torch.zeros_like(positions) if token_ids is None else token_ids,
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        sampled_rows=torch.tensor(starts[1:], dtype=torch.int64) - 1,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_tables=tables.to(torch.int32),
+        num_decodes=next((i for i, count in enumerate(query_lens) if count != 1), len(spans)),
+        max_seq_len=max(seq_lens, default=0),
+        all_sampled=one_each,
+    )
+    for array in ARRAYS:
+        setattr(batch, array.name, getattr(batch, array.name).to(device))
+    return batch
