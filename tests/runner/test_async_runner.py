@@ -256,7 +256,7 @@ def test_prompt_logprobs_and_errors_come_with_their_step(worker: Worker, monkeyp
         output = forward(batch)
         if calls % 5 == 2:  # of the five steps
             assert output.logits is not None
-            output.logits[0] = float("nan")
+            output.logits.numpy()[0] = np.nan
         return output
 
     monkeypatch.setattr(worker.runner, "_forward", spoiled)
