@@ -26,13 +26,16 @@ void require_vocabulary(int64_t vocab) {
 }
 
 // Rows differ much in what they cost, so each is a task of its own.
+// `mask` holds a bit for each token of each row, rows of whole words; 0 masks nothing.
 void choose_tokens(uintptr_t logits, int64_t stride, int64_t rows, int64_t vocab, uintptr_t filters, uintptr_t keys,
-                   uintptr_t out) {
+                   uintptr_t mask, uintptr_t out) {
   require_vocabulary(vocab);
+  const int64_t words = (vocab + 31) / 32;
   nb::gil_scoped_release release;
   parallel_for(rows, [&](int64_t i) {
+    const uint32_t* const allowed = mask ? pointer<uint32_t>(mask) + i * words : nullptr;
     pointer<int64_t>(out)[i] = choose_token(pointer<float>(logits) + i * stride, vocab, pointer<Filters>(filters)[i],
-                                            pointer<uint32_t>(keys) + 2 * i);
+                                            pointer<uint32_t>(keys) + 2 * i, allowed);
   });
 }
 
@@ -60,7 +63,8 @@ void logprobs_of_tokens(uintptr_t logits, int64_t stride, int64_t rows, int64_t 
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
-  m.def("choose_tokens", &choose_tokens, "logits"_a, "stride"_a, "rows"_a, "vocab"_a, "filters"_a, "keys"_a, "out"_a);
+  m.def("choose_tokens", &choose_tokens, "logits"_a, "stride"_a, "rows"_a, "vocab"_a, "filters"_a, "keys"_a,
+        "mask"_a, "out"_a);
   m.def("token_logprobs", &logprobs_of_tokens, "logits"_a, "stride"_a, "rows"_a, "vocab"_a, "indices"_a, "tokens"_a,
         "counts"_a, "logprobs"_a, "ranks"_a, "width"_a, "top_ids"_a, "top_logprobs"_a);
 }

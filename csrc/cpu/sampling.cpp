@@ -38,6 +38,18 @@ OCTAVO_INLINE I32 lane_numbers() {
 // -0.0 + 0 is 0, so that no distance is -0.0.
 OCTAVO_INLINE F32 distance_of(F32 logits, float top) { return (top + 0.0f) - logits; }
 
+void apply_mask(float* row, int64_t size, const uint32_t* allowed) {
+  for (int64_t begin = 0; begin < size; begin += 32) {
+    const uint32_t word = allowed[begin / 32];
+    if (word == ~0u) continue;
+    for_vectors(begin + 32 < size ? 32 : size - begin, [&](int64_t offset, auto lanes) {
+      float* const logits = row + begin + offset;
+      const U32 bits = splat(word) >> (U32)(lane_numbers() + static_cast<int32_t>(offset)) & 1;
+      store(logits, bits != 0 ? load(logits, lanes) : splat(-kInfinity), lanes);
+    });
+  }
+}
+
 float survey(const float* row, int64_t size, float* columns, int64_t* num_columns) {
   constexpr int64_t kChunk = kColumn * kLanes;
   F32 tops = splat(-kInfinity);
@@ -213,7 +225,7 @@ void lowest_bounds(const Tokens& tokens, const Race& race, float* out) {
 }  // namespace
 
 const SamplingTable* sampling_table() {
-  static const SamplingTable table{survey, within, weights, mass, count_greater, bounds, lowest_bounds};
+  static const SamplingTable table{apply_mask, survey, within, weights, mass, count_greater, bounds, lowest_bounds};
   return &table;
 }
 

@@ -18,7 +18,7 @@ struct Tokens {
   int64_t size;
 };
 
-// The hash of octavo/runner/noise.py: uniform 32-bit numbers that depend on nothing but a row's key and a token's id.
+// The hash of octavo/kernels/noise.py: uniform 32-bit numbers that depend on nothing but a row's key and a token's id.
 // T is uint32_t, or a vector of them.
 template <typename T>
 inline __attribute__((always_inline)) T random_bits(T id, const uint32_t* key) {
@@ -43,6 +43,8 @@ constexpr int64_t kRaceBlock = 256;
 constexpr int64_t kColumn = 16;
 
 struct SamplingTable {
+  // Writes -infinity to the tokens whose bit is clear: bit i % 32 of word i / 32 is token i's.
+  void (*apply_mask)(float* row, int64_t size, const uint32_t* allowed);
   // The row's greatest logit, or NaN if there is a NaN. Also the greatest of each of some columns, disjoint sets of
   // kColumn tokens which together hold most of the row or, if it is short, none; `columns` has room for size / kColumn.
   float (*survey)(const float* row, int64_t size, float* columns, int64_t* num_columns);
@@ -62,7 +64,7 @@ struct SamplingTable {
 
 // ---- a row at a time (sampling_row.cpp) ---------------------------------------------------------------------------
 
-// As the structured array FILTERS of octavo/runner/filters.py lays them out; a filter that is off keeps everything.
+// As the records FILTERS of octavo/kernels/sampling.py lay them out; a filter that is off keeps everything.
 struct Filters {
   double temperature;  // 0: the most likely token is taken
   int64_t top_k;       // from 1
@@ -73,7 +75,8 @@ struct Filters {
 // Instead of a token: why there is none.
 enum Reason : int64_t { kNan = -1, kInfinite = -2, kAllMasked = -3 };
 
-int64_t choose_token(const float* row, int64_t vocab, const Filters& filters, const uint32_t* key);
+// Tokens that `allowed` (see SamplingTable::apply_mask) lacks are masked in the row first; null allows all.
+int64_t choose_token(float* row, int64_t vocab, const Filters& filters, const uint32_t* key, const uint32_t* allowed);
 
 struct TokenLogprobs {
   double* logprob;       // NaN if the row has no finite greatest logit; then nothing else is written

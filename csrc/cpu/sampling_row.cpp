@@ -148,7 +148,7 @@ Tokens survivors(Row& row, const Filters& f) {
   return top_p ? row.nucleus(list, f.temperature, f.top_p * row.mass(list, f.temperature)) : list;
 }
 
-// ---- the race: argmin of log(E) + distance / temperature, see octavo/runner/draw.py ---------------------------------
+// ---- the race: argmin of log(E) + distance / temperature, see octavo/kernels/numpy_sampling.py -----------------------
 
 // Far above the rounding errors of the float32 bounds (in powers of two), far below what would let many tokens through.
 constexpr double kMargin = 0.01;
@@ -210,7 +210,9 @@ int64_t most_likely(const float* row, int64_t vocab) {
 
 }  // namespace
 
-int64_t choose_token(const float* logits, int64_t vocab, const Filters& filters, const uint32_t* key) {
+int64_t choose_token(float* logits, int64_t vocab, const Filters& filters, const uint32_t* key,
+                     const uint32_t* allowed) {
+  if (allowed != nullptr) isa().sampling->apply_mask(logits, vocab, allowed);
   if (filters.temperature == 0.0) return most_likely(logits, vocab);
   Row row(logits, vocab);
   if (!std::isfinite(row.top())) return reason(row.top());

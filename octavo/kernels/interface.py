@@ -18,6 +18,7 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.sampling import SamplingBackend
 
 
 @dataclass(slots=True)
@@ -72,6 +73,10 @@ class Kernels(ABC):
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x, contiguous float32 [T, width], joined in order of rank: [T, size * width]."""
         return x if self.group is None else self.group.all_gather(x)
+
+    @abstractmethod
+    def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:
+        """What chooses tokens from logits [n, vocab_size] and scores them."""
 
     @abstractmethod
     def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.numpy_sampling import NumpySampling
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
 _MAX_ELEMENTS = 1 << 24
@@ -42,6 +43,10 @@ class ReferenceKernels(Kernels):
         """Torch's threads, which cannot be pinned; None leaves them as torch chose them."""
         if count is not None:
             torch.set_num_threads(count)
+
+    def make_sampling_backend(self, vocab_size: int) -> NumpySampling:
+        """Numpy, on the host."""
+        return NumpySampling(vocab_size)
 
     def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Keys and values without padding.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.kernels.forward_batch import ARRAYS
-from octavo.runner.token_table import TokenTable
+from octavo.sampling.token_table import TokenTable
 
 _ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 

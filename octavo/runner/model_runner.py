@@ -30,9 +30,9 @@ from octavo.runner.device_batch import HandOver, HostInputs, PinnedSend, ToDevic
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.pending import MAX_IN_FLIGHT, CudaSpans, PendingPrompt, PendingStep, PendingTokens
 from octavo.runner.profile import CudaMemory, largest_step, measure_peak
-from octavo.runner.sampler import Sampler
 from octavo.runner.sleep import Slept, put_to_sleep, wake
-from octavo.runner.token_table import TokenTable
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.token_table import TokenTable
 
 #: Rows of logits computed at once for prompt logprobs; bounds their memory at 128 x vocabulary x 4 bytes.
 _PROMPT_LOGPROB_ROWS = 128
@@ -119,8 +119,8 @@ class ModelRunner:
         return c.num_layers, blocks, self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
 
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
-        use_triton = self._on_gpu and self._kernels.name == "triton"
-        return Sampler(self.config.vocab_size, tokens, device=self.device, use_triton=use_triton)
+        vocab_size = self.config.vocab_size
+        return Sampler(vocab_size, tokens, self._kernels.make_sampling_backend(vocab_size))
 
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:

@@ -14,7 +14,8 @@ from octavo.core.plan import SequenceResult, StepResult
 from octavo.runner.input_batch import InputBatch, NewTokens
 
 if TYPE_CHECKING:
-    from octavo.runner.sample_output import PendingLogprobs, PendingSample
+    from octavo.kernels.sampling import PendingLogprobs
+    from octavo.sampling.outputs import PendingSamplerOutput
 
 #: Steps that may be queued and not waited for: one that computes, and the next.
 MAX_IN_FLIGHT = 2
@@ -24,7 +25,7 @@ MAX_IN_FLIGHT = 2
 class PendingTokens:
     """The tokens of a step that come from the sampler."""
 
-    sample: PendingSample
+    sample: PendingSamplerOutput
     new: NewTokens
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,10 +17,10 @@ from scipy import special
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 
+from octavo.kernels import noise  # noqa: E402
 from octavo.kernels.cpu.sampling import choose_tokens, token_logprobs  # noqa: E402
-from octavo.runner import noise  # noqa: E402
-from octavo.runner.arithmetic import NumpyArithmetic  # noqa: E402
-from octavo.runner.filters import RECORD, Filters  # noqa: E402
+from octavo.kernels.numpy_sampling import NumpySampling  # noqa: E402
+from octavo.kernels.sampling import FILTERS, Filters, pack_mask  # noqa: E402
 
 OFF = Filters(1.0, 10**9, 1.0, 0.0)
 #: Around the sizes of vectors (4 to 16), columns (16 vectors), blocks of the race (256).
@@ -41,11 +42,18 @@ def gaussian(seed: int, *shape: int, scale: float = 3.0) -> NDArray[np.float32]:
 
 
 def records(*filters: Filters, vocab: int) -> NDArray[np.void]:
-    return np.array([astuple(replace(f, top_k=min(f.top_k, vocab))) for f in filters], RECORD)
+    return np.array([astuple(replace(f, top_k=min(f.top_k, vocab))) for f in filters], FILTERS)
 
 
 def keys(count: int, seed: int = 0) -> NDArray[np.uint32]:
     return noise.keys(np.arange(seed, seed + count, dtype=np.uint64), np.full(count, 5))
+
+
+def drawn_by_numpy(
+    logits: NDArray[np.float32], filters: NDArray[np.void], hashes: NDArray[np.uint32]
+) -> NDArray[np.int64]:
+    drawn: NDArray[np.int64] = NumpySampling(logits.shape[1]).choose(torch.from_numpy(logits), filters, hashes).numpy()
+    return drawn
 
 
 def on_an_edge(logits: NDArray[np.float32], f: Filters) -> bool:
@@ -96,7 +104,7 @@ def test_the_tokens_that_numpy_draws(
         assume(not on_an_edge(logits, f))
     batch = np.repeat(logits[None], DRAWS, axis=0)
     filters = np.repeat(records(f, vocab=vocab), DRAWS)
-    expected = NumpyArithmetic(vocab).choose(batch, filters, keys(DRAWS, seed))
+    expected = drawn_by_numpy(batch, filters, keys(DRAWS, seed))
     assert choose_tokens(batch, filters, keys(DRAWS, seed)).tolist() == expected.tolist()
 
 
@@ -116,8 +124,33 @@ def test_the_tokens_that_numpy_draws_from_a_large_vocabulary(f: Filters, scale: 
     vocab = 49157
     logits = gaussian(3, 16, vocab, scale=scale)
     filters = np.repeat(records(f, vocab=vocab), 16)
-    expected = NumpyArithmetic(vocab).choose(logits, filters, keys(16))
+    expected = drawn_by_numpy(logits, filters, keys(16))
     assert choose_tokens(logits, filters, keys(16)).tolist() == expected.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(vocab=sizes, seed=st.integers(0, 1000), density=st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
+def test_a_mask_is_as_good_as_minus_infinity_in_the_logits(vocab: int, seed: int, density: float) -> None:
+    cycle = (Filters(0.0, 0, 0.0, 0.0), OFF, replace(OFF, top_k=9), replace(OFF, top_p=0.8), replace(OFF, min_p=0.1))
+    n = len(cycle)
+    filters, hashes = records(*cycle, vocab=vocab), keys(n, seed)
+    allowed = np.random.default_rng(seed).random((n, vocab)) < density
+    allowed[seed % n] = True
+    logits = gaussian(seed, n, vocab)
+    if seed % 3 == 0:
+        logits[:, seed % vocab] = [np.nan, np.inf, -np.inf, 0.0, -0.0]
+    written = np.where(allowed, logits, np.float32(-np.inf))
+    mask = np.stack([pack_mask(row) for row in allowed])
+    expected = choose_tokens(written, filters, hashes)
+    assert choose_tokens(logits, filters, hashes, mask).tolist() == expected.tolist()
+    assert logits.view(np.uint32).tolist() == written.view(np.uint32).tolist()
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    filters = records(OFF, OFF, vocab=65)
+    for shape in ((2, 2), (1, 3), (2, 4)):
+        with pytest.raises(ValueError, match=r"shape \[2, 3\]"):
+            choose_tokens(gaussian(0, 2, 65), filters, keys(2), np.zeros(shape, np.uint32))
 
 
 def test_prefixes_end_where_they_should_among_equals() -> None:
@@ -143,7 +176,7 @@ def test_a_lone_outlier_does_not_spoil_the_search() -> None:
     for f in (replace(OFF, top_k=15_000), replace(OFF, top_p=0.7)):
         filters = np.repeat(records(f, vocab=20_000), 40)
         batch = np.repeat(logits, 40, axis=0)
-        expected = NumpyArithmetic(20_000).choose(batch, filters, keys(40))
+        expected = drawn_by_numpy(batch, filters, keys(40))
         assert choose_tokens(batch, filters, keys(40)).tolist() == expected.tolist()
 
 
@@ -151,7 +184,7 @@ def test_a_lone_outlier_does_not_spoil_the_search() -> None:
 @given(sizes, st.integers(0, 1000))
 def test_a_temperature_of_zero_takes_the_most_likely(vocab: int, seed: int) -> None:
     logits = np.round(gaussian(seed, 3, vocab, scale=1.0))
-    filters = np.zeros(3, RECORD)
+    filters = np.zeros(3, FILTERS)
     assert choose_tokens(logits, filters, np.zeros((3, 2), np.uint32)).tolist() == logits.argmax(-1).tolist()
 
 
@@ -197,7 +230,8 @@ def test_logprobs_are_log_softmax(vocab: int, seed: int, scale: float, coarse: b
         # A distance is rounded to float32 once; weights are within 2e-7.
         assert logprobs[i] == pytest.approx(expected[i, tokens[i]], rel=1e-7, abs=3e-7)
         assert ranks[i] == 1 + np.count_nonzero(logits[row] > logits[row, tokens[i]])
-        order = np.argsort(-logits[row], kind="stable")[: counts[i]]
+        # The ranking is by distance, in which logits that differ may tie.
+        order = np.argsort(logits[row].max() - logits[row], kind="stable")[: counts[i]]
         assert top_ids[i, : counts[i]].tolist() == order.tolist()
         np.testing.assert_allclose(top_logprobs[i, : counts[i]], expected[i, order], rtol=1e-7, atol=3e-7)
 

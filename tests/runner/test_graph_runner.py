@@ -24,7 +24,6 @@ from octavo.kernels.triton.graphs import GraphedForward
 from octavo.models.config import read_model_config
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.pending import PendingStep
-from octavo.runner.sampler import Sampler
 
 BLOCK = 16
 PARAMS = [
@@ -115,7 +114,6 @@ def test_interpreted(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels are compiled for the GPU here")
     monkeypatch.setattr(TritonKernels, "capture", capture)
     runner = make(network, "triton", "cpu")
-    runner._sampler = Sampler(64, runner._batch.tokens, device="cpu", use_triton=True)
     assert_same(run(runner, 2), run(make(network, "reference", "cpu"), 1))
     graphs = runner._forward
     assert isinstance(graphs, GraphedForward)

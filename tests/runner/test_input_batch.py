@@ -190,7 +190,7 @@ def test_a_token_is_not_given_to_the_next_sequence_of_its_row() -> None:
     assert batch.holds(new).tolist() == [False, True]
     batch.fill(new, np.array([60, 61]))
     assert batch.tokens.ids[row, :6].tolist() == [5, 6, 7, 8, 9, 10]
-    assert batch.tokens.outputs(batch.row(8)) == [61]
+    assert batch.tokens.ids[batch.row(8), :3].tolist() == [1, 2, 61]
 
 
 def test_a_token_after_the_longest_sequence_harms_nobody() -> None:

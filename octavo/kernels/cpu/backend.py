@@ -21,6 +21,7 @@ from octavo.kernels.cpu import attention, linear, quant
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
 from octavo.kernels.cpu.recording import Recording, step_of
+from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import Kernels, LayerCache
@@ -121,6 +122,10 @@ class CpuKernels(Kernels):
         return out
 
     # --- kernels ----------------------------------------------------------------------------------------------------
+
+    def make_sampling_backend(self, vocab_size: int) -> CompiledSampling:
+        """All rows in one call, on the threads of the other kernels."""
+        return CompiledSampling()
 
     def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""

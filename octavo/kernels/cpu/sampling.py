@@ -9,13 +9,20 @@ import importlib
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
 
 _cpu: Any = importlib.import_module("octavo._cpu")
 
 
 def choose_tokens(
-    logits: NDArray[np.float32], filters: NDArray[np.void], keys: NDArray[np.uint32]
+    logits: NDArray[np.float32],
+    filters: NDArray[np.void],
+    keys: NDArray[np.uint32],
+    mask: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.int64]:
     """A token for each row.
 
@@ -24,36 +31,69 @@ def choose_tokens(
         filters: [n], records of float64 temperature (0 takes the most likely token), int64 top_k, float64 top_p and
             float64 min_p, in this order; a filter that is off has the value that keeps everything.
         keys: [n, 2], hash keys of the rows.
+        mask: [n, ``mask_words(vocab)``]; the logits of tokens whose bit is clear become -inf in place.
 
     Returns:
         [n] token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
+
+    Raises:
+        ValueError: the logits are not float32 and contiguous, or the mask has another shape.
     """
     rows, vocab = logits.shape
     filters, keys = np.ascontiguousarray(filters), np.ascontiguousarray(keys)
+    if mask is not None:
+        mask = np.ascontiguousarray(mask, np.uint32)
+        if mask.shape != (rows, mask_words(vocab)):
+            raise ValueError(f"a mask must have shape [{rows}, {mask_words(vocab)}], not {list(mask.shape)}")
     out = np.empty(rows, np.int64)
-    _cpu.choose_tokens(
-        logits.ctypes.data, _stride(logits), rows, vocab, filters.ctypes.data, keys.ctypes.data, out.ctypes.data
-    )
+    arrays = (0 if a is None else a.ctypes.data for a in (filters, keys, mask, out))
+    _cpu.choose_tokens(logits.ctypes.data, _stride(logits), rows, vocab, *arrays)
     return out
 
 
-class SameFilters:
-    """``choose_tokens`` with filters that are the same in every step, and keys of zeros: for rows that do not draw.
+class CompiledSampling(SamplingBackend):
+    """By ``octavo._cpu``: all rows in one call, on the threads that the kernels use.
 
-    Keeps the arguments and their addresses: to ask numpy for those takes longer than the kernel does for one row.
+    Owns the arguments of a choice where no row draws, and their addresses: to ask numpy for those takes longer than
+    the kernel does for one row.
     """
 
-    def __init__(self, filters: NDArray[np.void]) -> None:
-        """Filters: of as many rows as there will be at most."""
-        self.rows = len(filters)
-        self._filters, self._keys = filters, np.zeros((self.rows, 2), np.uint32)
-        self._out = np.empty(self.rows, np.int64)
-        self._addresses = self._filters.ctypes.data, self._keys.ctypes.data, self._out.ctypes.data
+    def __init__(self) -> None:
+        self._make_plain(1)
 
-    def choose_tokens(self, logits: int, stride: int, rows: int, vocab: int) -> NDArray[np.int64]:
-        """A token for each of at most ``self.rows`` rows [rows, vocab] at that address, ``stride`` elements apart."""
-        _cpu.choose_tokens(logits, stride, rows, vocab, *self._addresses)
-        return self._out[:rows].copy()
+    def _make_plain(self, rows: int) -> None:
+        self._rows = rows
+        self._plain = np.zeros(rows, FILTERS), np.zeros((rows, 2), np.uint32)
+        filters, keys = self._plain
+        self._addresses = filters.ctypes.data, keys.ctypes.data, 0
+
+    def choose_most_likely(self, logits: Tensor) -> Tensor:
+        """See ``SamplingBackend``."""
+        rows, vocab = logits.shape
+        if rows > self._rows:
+            self._make_plain(2 * rows)
+        out = torch.empty(rows, dtype=torch.int64)
+        _cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses, out.data_ptr())
+        return out
+
+    def choose(
+        self,
+        logits: Tensor,
+        filters: NDArray[np.void],
+        keys: NDArray[np.uint32],
+        mask: NDArray[np.uint32] | None = None,
+    ) -> Tensor:
+        """See ``SamplingBackend``."""
+        return torch.from_numpy(choose_tokens(logits.numpy(), filters, keys, mask))
+
+    def logprobs(
+        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+    ) -> HostLogprobs:
+        """See ``SamplingBackend``."""
+        vocab = logits.shape[1]
+        counts, known = np.minimum(counts, vocab), np.maximum(tokens.numpy(), 0)
+        found, ranks, top_ids, top_found = token_logprobs(logits.numpy(), indices, known, counts)
+        return HostLogprobs(as_position_logprobs(known, found, ranks, counts, top_ids, top_found, vocab))
 
 
 def token_logprobs(

@@ -13,6 +13,7 @@ from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import activation, attention, cache, matmul, norm, quant, quantize, rotary, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
+from octavo.kernels.triton.sampling_backend import TritonSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ class TritonKernels(Kernels):
         if not self._graphed:
             return forward
         return GraphedForward(forward, CudaGraphs(), largest, device=self.device, at_start=self._capture_at_start)
+
+    def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
+        """On the device: nothing goes to the host but what was chosen."""
+        return TritonSampling(vocab_size, self.device)
 
     # --- cache ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What sampling and logprobs share: rows of logits seen as short columns, and prefixes of a row's ranking.
 
-The ranking of a row is that of ``octavo/runner/filters.py``: by *distance* (the greatest logit minus a token's own, so
+The ranking of a row is that of ``octavo/kernels/filters.py``: by *distance* (the greatest logit minus a token's own, so
 zero or positive), and by token id among equals. A *key* holds both, the distance's bits above the id: keys are all
 different and order as the ranking does. A prefix of the ranking is told by its last key: nothing is sorted.
 

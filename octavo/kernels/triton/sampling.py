@@ -1,4 +1,4 @@
-"""The choice of tokens from rows of logits: greedy, or by the race of ``octavo/runner/draw.py`` after the filters.
+"""The choice of tokens from rows of logits: greedy, or by the race of ``octavo/kernels/numpy_sampling.py``.
 
 Two launches. The survey reads the logits, many programs a row, and leaves the greatest logit of each column (see
 ``ranking``) and, for a row that draws from all tokens, a bound on when the first of the column finishes the race. Then
@@ -44,7 +44,13 @@ _SMALL = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "keys_ptr"]
 
 
 def choose_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """A token for each row; what comes of a row does not depend on the others.
 
@@ -55,6 +61,8 @@ def choose_tokens(
         top_p: [n] float64, above 0.
         min_p: [n] float64. A filter that is off has the value that keeps everything.
         keys: [n, 2] int32 or int64, contiguous: hash keys of the rows, of which the low 32 bits count.
+        mask: [n, columns] int32, contiguous, a column's word for each: the logits of tokens whose bit is clear become
+            -inf in place.
 
     Returns:
         [n] int64 token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
@@ -69,7 +77,16 @@ def choose_tokens(
     listed = torch.empty(rows, columns, dtype=torch.int32, device=logits.device)
     filters = (temperature, top_k, top_p, min_p, keys)
     survey_kernel[(triton.cdiv(columns, SURVEYED.value), rows)](
-        logits, logits.stride(0), vocab, *filters, best, second, columns, num_warps=4
+        logits,
+        logits.stride(0),
+        vocab,
+        *filters,
+        best if mask is None else mask,
+        best,
+        second,
+        columns,
+        MASKED=mask is not None,
+        num_warps=4,
     )
     choose_kernel[(rows,)](
         logits,
@@ -99,21 +116,30 @@ def survey_kernel(
     top_p_ptr,
     min_p_ptr,
     keys_ptr,
+    mask_ptr,
     best_ptr,
     second_ptr,
     columns,
+    MASKED: tl.constexpr,
 ):
     """Of each of SURVEYED columns of a row: the greatest logit, or NaN; and what ``choose_kernel`` needs beside it.
 
     That is the bound on the race for rows that draw from all tokens, relative to the column's best token, and for rows
     with top-p alone the tokens' tempered probabilities divided by the best one's.
+
+    MASKED, it writes -inf to the tokens that are not allowed, so that nothing after it needs the mask.
     """
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * SURVEYED + tl.arange(0, SURVEYED)
     token = column[:, None] * COLUMN + tl.arange(0, COLUMN)[None, :]
     logits = tl.load(logits_ptr + row * row_stride + token, token < vocab, other=float("-inf"))
-    best = greatest(logits)
     place = row * columns + column
+    if MASKED:
+        word = tl.load(mask_ptr + place, column < columns, other=-1)
+        masked = ((word[:, None] >> tl.arange(0, COLUMN)[None, :]) & 1) == 0
+        logits = tl.where(masked, float("-inf"), logits)
+        tl.store(logits_ptr + row * row_stride + token, logits, masked & (token < vocab))
+    best = greatest(logits)
     tl.store(best_ptr + place, best, column < columns)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
@@ -278,7 +304,7 @@ def _survivors_bounds(
 
 @triton.jit
 def _random_bits(token, key_ptr):
-    """The hash of ``octavo/runner/noise.py``: uniform 32-bit numbers."""
+    """The hash of ``octavo/kernels/noise.py``: uniform 32-bit numbers."""
     x = token.to(tl.uint32) + 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.slow
 VOCABULARIES = (128_256, 50_257, 262_144, 7)
 
 
-def choose(vocab: int) -> None:
+def choose(vocab: int, masked: bool) -> None:
     from octavo.kernels.triton.sampling import choose_tokens
 
     numbers, counts = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
     keys = torch.zeros(64, 2, dtype=torch.int32)
-    choose_tokens(torch.empty(64, vocab), numbers, counts, numbers, numbers, keys)
+    mask = torch.zeros(64, -(-vocab // 32), dtype=torch.int32) if masked else None
+    choose_tokens(torch.empty(64, vocab), numbers, counts, numbers, numbers, keys, mask)
 
 
 def score(vocab: int, k: int) -> None:
@@ -40,7 +41,7 @@ def launches() -> list[Compiled]:
 
 
 def test_every_launch_compiles(launches: list[Compiled]) -> None:
-    assert len(launches) == 2 * (len(VOCABULARIES) + 3)
+    assert len(launches) == 2 * (2 * len(VOCABULARIES) + 3)
 
 
 def test_hardly_a_register_is_spilled(launches: list[Compiled]) -> None:
@@ -57,7 +58,8 @@ def test_surveys_fill_the_card_and_read_16_bytes_at_once(launches: list[Compiled
 
 
 def main() -> None:
-    cases: dict[str, Callable[[], None]] = {f"choose {v}": partial(choose, v) for v in VOCABULARIES}
+    cases: dict[str, Callable[[], None]] = {f"choose {v}": partial(choose, v, False) for v in VOCABULARIES}
+    cases |= {f"choose {v}, masked": partial(choose, v, True) for v in VOCABULARIES}
     for k in (0, 1, 100):
         cases[f"score 128256, {k}"] = partial(score, 128_256, k)
     tell(cases.items())

@@ -17,11 +17,11 @@ from scipy import special
 triton: Any = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from octavo.kernels import noise  # noqa: E402
+from octavo.kernels.numpy_sampling import NumpySampling  # noqa: E402
+from octavo.kernels.sampling import FILTERS, Filters, pack_mask  # noqa: E402
 from octavo.kernels.triton import sampling  # noqa: E402
 from octavo.kernels.triton.logprobs import MOST_NAMED, token_logprobs, unpack  # noqa: E402
-from octavo.runner import noise  # noqa: E402
-from octavo.runner.arithmetic import NumpyArithmetic  # noqa: E402
-from octavo.runner.filters import RECORD, Filters  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -37,7 +37,7 @@ def gaussian(seed: int, *shape: int, scale: float = 3.0) -> NDArray[np.float32]:
 
 
 def records(*filters: Filters, vocab: int) -> NDArray[np.void]:
-    return np.array([astuple(replace(f, top_k=min(f.top_k, vocab))) for f in filters], RECORD)
+    return np.array([astuple(replace(f, top_k=min(f.top_k, vocab))) for f in filters], FILTERS)
 
 
 def keys(count: int, seed: int = 0) -> NDArray[np.uint32]:
@@ -62,7 +62,7 @@ def choose(
 
 def expected(logits: NDArray[np.float32], filters: NDArray[np.void], hashes: NDArray[np.uint32]) -> list[int]:
     with np.errstate(over="ignore"):
-        return NumpyArithmetic(logits.shape[1]).choose(logits.copy(), filters, hashes).tolist()
+        return NumpySampling(logits.shape[1]).choose(torch.from_numpy(logits.copy()), filters, hashes).tolist()
 
 
 def on_an_edge(logits: NDArray[np.float32], f: Filters) -> bool:
@@ -236,6 +236,22 @@ def test_a_row_does_not_depend_on_others_or_on_where_it_lies() -> None:
     for i in range(len(whole)):
         assert choose(logits[i : i + 1], filters[i : i + 1], hashes[i : i + 1]) == whole[i : i + 1]
     assert choose(logits[:0], filters[:0], hashes[:0]) == []
+
+
+@pytest.mark.parametrize("vocab", [31, 33, 2047, 5003])
+def test_a_mask_is_as_good_as_minus_infinity_in_the_logits(vocab: int) -> None:
+    each = (GREEDY, OFF, replace(OFF, top_k=9), replace(OFF, top_p=0.8), replace(OFF, min_p=0.1), GREEDY, OFF)
+    n = len(each)
+    filters, hashes = records(*each, vocab=vocab), keys(n)
+    allowed = np.random.default_rng(vocab).random((n, vocab)) < np.array([[0.0, 0.02, 0.5, 0.98, 0.7, 1.0, 1.0]]).T
+    logits = gaussian(vocab, n, vocab)
+    logits[:, vocab // 2] = [np.nan, np.inf, -np.inf, 0.0, -0.0, np.nan, 2.0]
+    written = np.where(allowed, logits, np.float32(-np.inf))
+    mask = on_device(np.stack([pack_mask(row) for row in allowed]).view(np.int32))
+    given, right, key = on_device(logits), on_device(written), on_device(hashes.view(np.int32))
+    found = sampling.choose_tokens(given, **as_columns(filters), keys=key, mask=mask)
+    assert found.tolist() == sampling.choose_tokens(right, **as_columns(filters), keys=key).tolist()
+    assert given.cpu().numpy().view(np.uint32).tolist() == written.view(np.uint32).tolist()
 
 
 def test_keys_may_be_wider() -> None:

@@ -18,23 +18,29 @@ from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
-from octavo.runner.arithmetic import CompiledArithmetic, NumpyArithmetic
-from octavo.runner.logprobs import position_logprobs
-from octavo.runner.sampler import SampleOutput, Sampler
-from octavo.runner.token_table import TokenTable
+from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
+from octavo.kernels.sampling import SamplingBackend
+from octavo.sampling.outputs import SamplerOutput
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.token_table import TokenTable
 
 VOCAB = 200
 
 
 @pytest.fixture(params=["numpy", "compiled"], autouse=True, scope="module")
-def _arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test holds for both."""
     if request.param == "compiled":
         pytest.importorskip("octavo._cpu")
-    make = {"numpy": NumpyArithmetic, "compiled": lambda vocab: CompiledArithmetic()}[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.runner.sampler.fastest_arithmetic", make)
+        patch.setattr(Rows, "make_backend", {"numpy": NumpySampling, "compiled": compiled_sampling}[request.param])
         yield
+
+
+def compiled_sampling(vocab_size: int) -> SamplingBackend:
+    from octavo.kernels.cpu.sampling import CompiledSampling
+
+    return CompiledSampling()
 
 
 def set_threads(count: int) -> None:
@@ -47,9 +53,11 @@ def set_threads(count: int) -> None:
 class Rows:
     """A sampler and its table, as the runner uses them."""
 
+    make_backend: Callable[[int], SamplingBackend] = NumpySampling
+
     def __init__(self, rows: int = 8, vocab: int = VOCAB, max_len: int = 64) -> None:
         self.tokens = TokenTable(rows, max_len)
-        self.sampler = Sampler(vocab, self.tokens)
+        self.sampler = Sampler(vocab, self.tokens, type(self).make_backend(vocab))
 
     def add(
         self,
@@ -72,7 +80,7 @@ class Rows:
         self.tokens.ids[row, self.tokens.num_tokens[row]] = token
         self.tokens.num_tokens[row] += 1
 
-    def step(self, logits: Tensor, rows: list[int]) -> SampleOutput:
+    def step(self, logits: Tensor, rows: list[int]) -> SamplerOutput:
         output = self.sampler.sample(logits.clone(), np.array(rows))
         for row, token in zip(rows, output.token_ids.tolist(), strict=True):
             self.append(row, token)
@@ -337,7 +345,7 @@ def test_only_rows_that_ask_get_logprobs() -> None:
 def test_rows_that_only_want_the_most_likely_token_in_batches_of_any_size() -> None:
     """What serves one batch size must not show in the next, and a result must not change with the next call."""
     rows = Rows(rows=70, vocab=97)
-    earlier: list[tuple[SampleOutput, list[int]]] = []
+    earlier: list[tuple[SamplerOutput, list[int]]] = []
     for seed, count in enumerate((1, 3, 2, 64, 1, 65, 0, 5)):
         logits = torch.from_numpy(np.random.default_rng(seed).integers(-9, 9, (count, 97)).astype(np.float32))
         expected = logits.numpy().argmax(axis=1).tolist()  # with many ties, of which the lowest wins
@@ -402,7 +410,7 @@ def test_a_bad_row_fails_alone(name: str) -> None:
     logits = gaussian(5, VOCAB)
     good = {0: greedy(), 1: SamplingParams(top_p=0.9, logprobs=2), 3: greedy(repetition_penalty=1.2), 4: greedy()}
 
-    def run(with_bad: bool) -> SampleOutput:
+    def run(with_bad: bool) -> SamplerOutput:
         rows = Rows()
         for row, p in good.items():
             rows.add(row, p, seed=row)
@@ -489,7 +497,7 @@ REQUESTS: list[tuple[SamplingParams, dict[str, Any]]] = [
 ]
 
 
-def outcome(output: SampleOutput, i: int) -> tuple[int, PositionLogprobs | None]:
+def outcome(output: SamplerOutput, i: int) -> tuple[int, PositionLogprobs | None]:
     return int(output.token_ids[i]), output.logprobs.get(i)
 
 
@@ -585,5 +593,72 @@ def test_greedy_batches_touch_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     for row in range(4):
         rows.add(row, greedy(top_k=5, top_p=0.5, min_p=0.2))  # idle without a temperature
     refuse: Callable[..., Any] = lambda *a: pytest.fail("a greedy batch needs no more than argmax")  # noqa: E731
-    monkeypatch.setattr(rows.sampler, "_sample_special", refuse)
+    for name in ("_edit", "_mask"):
+        monkeypatch.setattr(rows.sampler, name, refuse)
     rows.step(gaussian(4, VOCAB), [0, 1, 2, 3])
+
+
+# Late and repeated sampling
+
+READING = {"penalties", "phrases", "custom"}
+ASKED: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "nothing": (greedy(), {}),
+    "a draw": (SamplingParams(top_k=9, logprobs=1), {}),
+    "bias": (greedy(logit_bias={3: 4.0}), {}),
+    "allowed": (SamplingParams(allowed_token_ids=[3, 4, 9]), {}),
+    "min_tokens": (SamplingParams(min_tokens=8), {"stop": [3, 10]}),
+    "bad words of one token": (greedy(bad_words=["x"]), {"bad_words": [[0], [1]]}),
+    "penalties": (greedy(presence_penalty=0.5), {}),
+    "phrases": (greedy(bad_words=["x"]), {"bad_words": [[0], [5, 6]]}),
+    "custom": (greedy(logits_processors=[lambda outputs, logits: logits]), {}),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_which_rows_need_to_know_their_tokens(name: str) -> None:
+    rows = Rows()
+    params, more = ASKED[name]
+    rows.add(0, greedy())
+    rows.add(1, params, **more)
+    assert not rows.sampler.needs_tokens(np.array([0]))
+    assert rows.sampler.needs_tokens(np.array([0, 1])) == (name in READING)
+    rows.sampler.fork(1, 2, seed=9)
+    assert rows.sampler.needs_tokens(np.array([2])) == (name in READING)
+    rows.sampler.remove(1)
+    assert not rows.sampler.needs_tokens(np.array([0, 1]))
+
+
+@pytest.mark.parametrize("name", sorted(ASKED.keys() - READING))
+def test_a_row_that_does_not_need_its_tokens_does_not_depend_on_them(name: str) -> None:
+    params, more = ASKED[name]
+    outcomes = []
+    for last in (5, 150):
+        rows = Rows()
+        rows.add(0, params, seed=1, **more)
+        rows.append(0, last)
+        outcomes.append(outcome(rows.step(gaussian(1, VOCAB), [0]), 0))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("pick", range(len(REQUESTS)))
+def test_a_row_sampled_at_several_places_is_as_if_step_by_step(pick: int) -> None:
+    """Drafts are verified in one call, of which two are taken and one is not; then the row goes on."""
+    params, more = REQUESTS[pick]
+    logits = gaussian(7, VOCAB, seed=pick)
+    steady, spread = Rows(), Rows()
+    for rows in (steady, spread):
+        rows.add(0, params, seed=3, **more)
+        rows.add(1, greedy(), seed=4)
+        rows.step(logits[:1], [0])
+    expected = [outcome(steady.step(logits[s][None], [0]), 0) for s in range(1, 6)]
+    start = int(spread.tokens.num_tokens[0])
+    drafts = [expected[0][0], expected[1][0], (expected[2][0] + 1) % VOCAB]
+    spread.tokens.ids[0, start : start + 3] = drafts
+    places = start + np.arange(4)
+    found = spread.sampler.start(
+        logits[[1, 2, 0, 3, 4]].clone(), np.array([0, 0, 1, 0, 0]), np.array([*places[:2], 3, *places[2:]])
+    ).wait()
+    assert [outcome(found, i) for i in (0, 1, 3)] == expected[:3]
+    spread.tokens.ids[0, start : start + 3] = [token for token, _ in expected[:3]]
+    spread.tokens.num_tokens[0] = start + 3
+    assert [outcome(spread.step(logits[s][None], [0]), 0) for s in (4, 5)] == expected[3:]

@@ -22,10 +22,3 @@ class TokenTable:
     def num_rows(self) -> int:
         """Rows of the table."""
         return self.ids.shape[0]
-
-    def outputs(self, row: int, last: int | None = None) -> list[int]:
-        """Generated tokens of the row, or the ``last`` of them."""
-        start, stop = int(self.num_prompt[row]), int(self.num_tokens[row])
-        if last is not None:
-            start = max(start, stop - last)
-        return self.ids[row, start:stop].tolist()

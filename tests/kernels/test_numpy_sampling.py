@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from octavo.runner import noise
-from octavo.runner.draw import Drawer
-from octavo.runner.filters import Filters, best, distances, filtered_logits
-from octavo.runner.logprobs import FLOOR, position_logprobs
+from octavo.kernels import noise
+from octavo.kernels.filters import best, distances, filtered_logits
+from octavo.kernels.numpy_sampling import Drawer, NumpySampling, position_logprobs
+from octavo.kernels.sampling import FILTERS, FLOOR, Filters, pack_mask
 
 
 def filters(size: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:
@@ -220,3 +221,20 @@ def test_logprobs_are_finite_numbers_whatever_the_logits(logits: list[float]) ->
 def test_an_impossible_token_has_the_floor() -> None:
     result = position_logprobs(np.array([0.0, -np.inf], np.float32), 1, 2)
     assert (result.logprob, result.rank, result.top_logprobs) == (FLOOR, 2, [0.0, FLOOR])
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 500])
+def test_a_mask_is_as_good_as_minus_infinity_in_the_logits(vocab: int) -> None:
+    each = [filters(vocab), filters(vocab, top_k=3), filters(vocab, top_p=0.7), Filters(0.0, 0, 0.0, 0.0)]
+    n = len(each)
+    logits = np.stack([gaussian(i, vocab) for i in range(n)])
+    logits[:, vocab // 2] = np.nan
+    allowed = np.random.default_rng(vocab).random((n, vocab)) < 0.5
+    allowed[0] = True
+    written = torch.from_numpy(np.where(allowed, logits, np.float32(-np.inf)))
+    records = np.array([astuple(f) for f in each], FILTERS)
+    keys = noise.keys(np.arange(n, dtype=np.uint64), np.arange(n))
+    mask = np.stack([pack_mask(row) for row in allowed])
+    given, backend = torch.from_numpy(logits), NumpySampling(vocab)
+    assert backend.choose(given, records, keys, mask).tolist() == backend.choose(written, records, keys).tolist()
+    assert torch.equal(given.view(torch.int32), written.view(torch.int32))

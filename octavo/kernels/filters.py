@@ -10,40 +10,13 @@ A row at a time is also the quick way on a CPU: a row fits the second-level cach
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.sampling_params import SamplingParams
-
-#: Beyond it the distribution is uniform in float32 anyway, and 1 / temperature stays a normal number.
-MAX_TEMPERATURE = 1e30
-
-#: The fields of ``Filters`` as a record, for an array that holds those of many rows.
-RECORD = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8")])
+from octavo.kernels.sampling import Filters
 
 _BLOCK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """Temperature and filters of a row; a filter that is off has the value that keeps everything."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int) -> Filters:
-        """Those of a request that does not sample greedily."""
-        top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
-        return cls(min(params.temperature, MAX_TEMPERATURE), top_k, params.top_p, params.min_p)
-
-    def keep_all(self, vocab_size: int) -> bool:
-        """Whether every token with a finite logit survives."""
-        return self.top_k >= vocab_size and self.top_p >= 1.0 and self.min_p <= 0.0
 
 
 def distances(

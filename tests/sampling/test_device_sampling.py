@@ -1,4 +1,4 @@
-"""The sampler with its arithmetic on the device: what the one on the host gives, at once or later."""
+"""The sampler with its backend on the device: what the one on the host gives, at once or later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 
 from octavo.core.plan import NewSequence
 from octavo.core.sampling_params import SamplingParams
-from octavo.runner.arithmetic import NumpyArithmetic
-from octavo.runner.sample_output import PendingSample, SampleOutput
-from octavo.runner.sampler import Sampler
-from octavo.runner.token_table import TokenTable
+from octavo.kernels.numpy_sampling import NumpySampling
+from octavo.kernels.triton.sampling_backend import TritonSampling
+from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.token_table import TokenTable
 
 VOCAB = 200
 ON_GPU = torch.cuda.is_available()
@@ -30,8 +31,8 @@ class Rows:
     def __init__(self, on_device: bool, rows: int = 16) -> None:
         self.tokens = TokenTable(rows, 64)
         self.device = DEVICE if on_device else "cpu"
-        arithmetic = NumpyArithmetic(VOCAB)
-        self.sampler = Sampler(VOCAB, self.tokens, arithmetic, device=self.device, use_triton=on_device)
+        backend = TritonSampling(VOCAB, torch.device(DEVICE)) if on_device else NumpySampling(VOCAB)
+        self.sampler = Sampler(VOCAB, self.tokens, backend)
 
     def add(self, row: int, params: SamplingParams, outputs: list[int] | None = None, **options: Any) -> None:
         known = [1, 2, 3, *(outputs or [])]
@@ -41,14 +42,14 @@ class Rows:
         sequence = NewSequence(row, known, 3, 0, params, options.get("seed", 7 * row), stop, bad_words)
         self.sampler.add(row, sequence)
 
-    def start(self, logits: Tensor, rows: list[int]) -> PendingSample:
+    def start(self, logits: Tensor, rows: list[int]) -> PendingSamplerOutput:
         return self.sampler.start(logits.clone().to(self.device), np.array(rows, np.int64))
 
     def append(self, row: int, token: int) -> None:
         self.tokens.ids[row, self.tokens.num_tokens[row]] = token
         self.tokens.num_tokens[row] += 1
 
-    def step(self, logits: Tensor, rows: list[int]) -> SampleOutput:
+    def step(self, logits: Tensor, rows: list[int]) -> SamplerOutput:
         output = self.start(logits, rows).wait()
         for row, token in zip(rows, output.token_ids.tolist(), strict=True):
             self.append(row, token)
@@ -86,7 +87,7 @@ REQUESTS: list[tuple[SamplingParams, dict[str, Any]]] = [
 ]
 
 
-def assert_alike(found: SampleOutput, right: SampleOutput) -> None:
+def assert_alike(found: SamplerOutput, right: SamplerOutput) -> None:
     assert found.token_ids.tolist() == right.token_ids.tolist()
     assert found.token_ids.dtype == np.int64
     assert found.errors == right.errors

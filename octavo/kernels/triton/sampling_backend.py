@@ -1,0 +1,98 @@
+"""Sampling on a GPU, as a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import PositionLogprobs
+from octavo.kernels.sampling import HostCopy, SamplingBackend, as_position_logprobs, as_rows
+from octavo.kernels.triton.logprobs import token_logprobs, unpack
+from octavo.kernels.triton.sampling import choose_tokens
+
+
+class DeviceLogprobs:
+    """Logprobs under way (see ``PendingLogprobs``)."""
+
+    __slots__ = ("_counts", "_found", "_tokens", "_vocab_size")
+
+    def __init__(self, found: Tensor, tokens: Tensor, counts: NDArray[np.int64], vocab_size: int) -> None:
+        self._found, self._tokens = HostCopy(found), HostCopy(tokens)
+        self._counts, self._vocab_size = counts, vocab_size
+
+    def wait(self) -> list[PositionLogprobs]:
+        """One for each token; with a token that is none, one without meaning."""
+        found = unpack(self._found.wait(), len(self._counts))
+        logprobs, ranks, ids, named = (values.numpy() for values in found)
+        tokens = self._tokens.wait().numpy()
+        return as_position_logprobs(tokens, logprobs, ranks, self._counts, ids, named, self._vocab_size)
+
+
+class TritonSampling(SamplingBackend):
+    """Sampling on a device. Owns nothing but the filters of rows that draw nothing."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._plain = torch.zeros(5, dtype=torch.int64, device=device)
+
+    def prepare(self, logits: Tensor) -> Tensor:
+        """See ``SamplingBackend``."""
+        return as_rows(logits)
+
+    def to_device(self, values: NDArray[Any]) -> Tensor:
+        """See ``SamplingBackend``; a copy, so the array may change."""
+        staged = torch.from_numpy(values)
+        return (staged.pin_memory() if self._pinned else staged.clone()).to(self._device, non_blocking=True)
+
+    def choose_most_likely(self, logits: Tensor) -> Tensor:
+        """See ``SamplingBackend``."""
+        rows = len(logits)
+        if 5 * rows > len(self._plain):
+            self._plain = torch.zeros(10 * rows, dtype=torch.int64, device=self._device)
+        return _choose(logits, self._plain[: 5 * rows].view(5, rows), None)
+
+    def choose(
+        self,
+        logits: Tensor,
+        filters: NDArray[np.void],
+        keys: NDArray[np.uint32],
+        mask: NDArray[np.uint32] | None = None,
+    ) -> Tensor:
+        """See ``SamplingBackend``; all that is asked goes to the device in one small copy, and the mask in another."""
+        asked = torch.empty(5, len(filters), dtype=torch.int64, pin_memory=self._pinned)
+        host = asked.numpy()
+        for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
+            host[line] = filters[name].view(np.int64)
+        host[4] = np.ascontiguousarray(keys).view(np.int64)[:, 0]
+        allowed = None if mask is None else self.to_device(np.ascontiguousarray(mask).view(np.int32))
+        return _choose(logits, asked.to(self._device, non_blocking=True), allowed)
+
+    def logprobs(
+        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+    ) -> DeviceLogprobs:
+        """See ``SamplingBackend``."""
+        counts = np.minimum(counts, self._vocab_size)
+        width = int(counts.max(initial=0))
+        found = token_logprobs(logits, self.to_device(indices), tokens, width)
+        return DeviceLogprobs(found, tokens, counts, self._vocab_size)
+
+
+def _choose(logits: Tensor, asked: Tensor, mask: Tensor | None) -> Tensor:
+    """``asked``: a line each of temperature, top_k, top_p, min_p and key, as 64 bits."""
+    temperature, top_k, top_p, min_p, key = asked
+    as_float = torch.float64
+    return choose_tokens(
+        logits,
+        temperature.view(as_float),
+        top_k,
+        top_p.view(as_float),
+        min_p.view(as_float),
+        key.view(torch.int32).view(-1, 2),
+        mask,
+    )

@@ -1,0 +1,293 @@
+"""What a request changes in its logits before the choice: processors, masks, bias and penalties.
+
+A sequence has one small object for each thing that its request asks for, of one of two kinds: an edit of the row of
+logits on the host, or a mask of tokens, which every backend applies where the logits are. Masks commute with edits, as
+-inf stays -inf under bias and penalties and custom processors come first, so all of them are applied with the choice.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import NewSequence
+from octavo.core.sampling_params import LogitsProcessor, SamplingParams
+from octavo.kernels.sampling import pack_mask
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class RowError(Exception):
+    """One sequence cannot go on; the message says why."""
+
+
+class SequenceProcessor:
+    """Something that one sequence asks for; not to be confused with ``LogitsProcessor``, a callable of the user's.
+
+    It gets the tokens so far, int32 [n], prompt included, which are the next token's context. Calls come with ever more
+    tokens of one sequence, of which a stateful one may count those that are new.
+    """
+
+    #: Whether it reads the tokens so far: where not, they may be unknown and only their number counts.
+    reads_tokens = False
+
+    def fork(self) -> Self:
+        """One for a copy of the sequence that goes on from here; itself where it has no state."""
+        return self
+
+
+class LogitsEdit(SequenceProcessor, ABC):
+    """Changes a row of logits on the host."""
+
+    @abstractmethod
+    def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
+        """Edits logits [vocab_size] in place.
+
+        Raises:
+            RowError: the sequence cannot go on.
+        """
+
+
+class TokenMask(SequenceProcessor, ABC):
+    """Allows some tokens only."""
+
+    @abstractmethod
+    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
+        """The tokens allowed next, packed (see ``mask_words``); None allows all. The caller does not change it.
+
+        Raises:
+            RowError: the sequence cannot go on.
+        """
+
+
+class LogitsProcessors:
+    """All that one sequence asks for, in the order that ``SamplingParams`` documents."""
+
+    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
+        params, num_prompt = sequence.params, sequence.num_prompt_tokens
+        self._edits: list[LogitsEdit] = []
+        self._masks: list[TokenMask] = []
+        if params.logits_processors:
+            self._edits.append(CustomProcessors(params.logits_processors, sequence.token_ids[:num_prompt]))
+        banned = _in_vocabulary([word[0] for word in sequence.bad_words_ids if len(word) == 1], vocab_size)
+        if params.allowed_token_ids is not None or len(banned):
+            self._masks.append(AllowedTokens(params.allowed_token_ids, banned, vocab_size))
+        phrases = [word for word in sequence.bad_words_ids if len(word) > 1 and word[-1] < vocab_size]
+        if phrases:
+            self._masks.append(BadPhrases(phrases, num_prompt, vocab_size))
+        if len(sequence.token_ids) - num_prompt < params.min_tokens:
+            stop_ids = _in_vocabulary(sequence.stop_token_ids, vocab_size)
+            self._masks.append(MinTokens(num_prompt + params.min_tokens, stop_ids, vocab_size))
+        if params.logit_bias:
+            self._edits.append(LogitBias(params.logit_bias, vocab_size))
+        if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self._edits.append(Penalties(params, sequence.token_ids[:num_prompt], vocab_size))
+
+    def __bool__(self) -> bool:
+        """Whether the sequence asks for anything."""
+        return bool(self._edits or self._masks)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether ``edit`` does anything."""
+        return bool(self._edits)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any reads the tokens so far, and not their number alone."""
+        return any(processor.reads_tokens for processor in (*self._edits, *self._masks))
+
+    def fork(self) -> LogitsProcessors:
+        """Those of a copy of the sequence that goes on from here."""
+        child = copy.copy(self)
+        child._edits = [edit.fork() for edit in self._edits]
+        child._masks = [mask.fork() for mask in self._masks]
+        return child
+
+    def edit(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
+        """Every edit in turn; see ``LogitsEdit.apply``."""
+        for edit in self._edits:
+            edit.apply(logits, token_ids)
+
+    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
+        """What every mask allows; see ``TokenMask.bitmask``."""
+        allowed = None
+        for mask in self._masks:
+            bits = mask.bitmask(token_ids)
+            if bits is not None:
+                allowed = bits if allowed is None else allowed & bits
+        return allowed
+
+
+class CustomProcessors(LogitsEdit):
+    """The request's own callables, one after the other."""
+
+    reads_tokens = True
+
+    def __init__(self, processors: list[LogitsProcessor], prompt: list[int]) -> None:
+        self._prompt = prompt
+        self._processors = [(f, _takes_prompt(f)) for f in processors]
+
+    def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
+        """See ``LogitsEdit``; one that raises, or returns something else than logits, is a ``RowError``."""
+        outputs = token_ids[len(self._prompt) :].tolist()
+        # A copy: a processor may keep or spoil what it was given.
+        current = torch.from_numpy(logits.copy())
+        for processor, takes_prompt in self._processors:
+            try:
+                before = (list(self._prompt), list(outputs)) if takes_prompt else (list(outputs),)
+                current = _checked(processor(*before, current), logits.size)
+            except Exception as error:
+                name = getattr(processor, "__qualname__", type(processor).__qualname__)
+                raise RowError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
+        # +inf is how some processors force a token; a finite number does the same and has no NaN in its wake.
+        np.minimum(current.numpy(), _LARGEST, out=logits)
+
+
+def _checked(result: object, vocab_size: int) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise TypeError(f"it must return a tensor of logits, not {type(result).__name__}")
+    if tuple(result.shape) != (vocab_size,):
+        raise ValueError(f"it must return logits of shape [{vocab_size}], not {list(result.shape)}")
+    return result.detach().to("cpu", torch.float32)
+
+
+def _takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether the processor cannot be called with two arguments, so it wants the prompt tokens too."""
+    try:
+        inspect.signature(processor).bind(None, None)
+    except TypeError:
+        return True
+    except ValueError:  # no signature to be had
+        return False
+    return False
+
+
+class AllowedTokens(TokenMask):
+    """Some tokens (None: all of the vocabulary) but for the banned ones."""
+
+    def __init__(self, allowed_ids: list[int] | None, banned_ids: NDArray[np.int64], vocab_size: int) -> None:
+        allowed = np.full(vocab_size, allowed_ids is None)
+        if allowed_ids is not None:
+            allowed[_in_vocabulary(allowed_ids, vocab_size)] = True
+        allowed[banned_ids] = False
+        self._bits = pack_mask(allowed)
+
+    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32]:
+        """See ``TokenMask``."""
+        return self._bits
+
+
+class BadPhrases(TokenMask):
+    """No last token of a phrase whose other tokens are the latest output."""
+
+    reads_tokens = True
+
+    def __init__(self, phrases: list[list[int]], num_prompt: int, vocab_size: int) -> None:
+        self._phrases = [(phrase[:-1], phrase[-1]) for phrase in phrases]
+        self._longest = max(len(start) for start, _ in self._phrases)
+        self._num_prompt = num_prompt
+        self._vocab_size = vocab_size
+
+    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
+        """See ``TokenMask``."""
+        latest = token_ids[max(self._num_prompt, len(token_ids) - self._longest) :].tolist()
+        ends = [end for start, end in self._phrases if latest[-len(start) :] == start]
+        return _all_but(np.array(ends), self._vocab_size) if ends else None
+
+
+class MinTokens(TokenMask):
+    """No stop token before the sequence has some number of tokens, prompt included."""
+
+    def __init__(self, min_tokens: int, stop_ids: NDArray[np.int64], vocab_size: int) -> None:
+        self._min_tokens = min_tokens
+        self._bits = _all_but(stop_ids, vocab_size)
+
+    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
+        """See ``TokenMask``."""
+        return self._bits if len(token_ids) < self._min_tokens else None
+
+
+class LogitBias(LogitsEdit):
+    """Adds a number to the logits of some tokens."""
+
+    def __init__(self, bias: dict[int, float], vocab_size: int) -> None:
+        known = {token: value for token, value in bias.items() if token < vocab_size}
+        self._ids = np.array(list(known), np.int64)
+        self._bias = np.array(list(known.values()), np.float32)
+
+    def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
+        """See ``LogitsEdit``."""
+        logits[self._ids] += self._bias
+
+
+class Penalties(LogitsEdit):
+    """Repetition, frequency and presence penalties.
+
+    Owns the distinct tokens in the order first met and how often each was generated (0 for prompt tokens). Invariant:
+    the sequence's first ``_counted`` tokens are in the counts.
+    """
+
+    reads_tokens = True
+
+    def __init__(self, params: SamplingParams, prompt: list[int], vocab_size: int) -> None:
+        self._repetition = params.repetition_penalty
+        self._frequency = params.frequency_penalty
+        self._presence = params.presence_penalty
+        self._vocab_size = vocab_size
+        self._index: dict[int, int] = {}
+        self._ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.int32)
+        self._counted = len(prompt)
+        if self._repetition != 1.0:  # the other two look at the output alone
+            for token in dict.fromkeys(prompt):
+                self._place(token)
+
+    def fork(self) -> Self:
+        """With counts of its own."""
+        child = copy.copy(self)
+        child._index, child._ids, child._counts = dict(self._index), self._ids.copy(), self._counts.copy()
+        return child
+
+    def _place(self, token: int) -> int:
+        """Index of the token in the arrays, where it gets a place if it has none."""
+        place = self._index.setdefault(token, len(self._index))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        return place
+
+    def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
+        """Counts the tokens that are new, then edits the logits of all those counted."""
+        for token in token_ids[self._counted :].tolist():
+            place = self._place(token)
+            self._counts[place] += 1
+        self._counted = len(token_ids)
+        ids, counts = self._ids[: len(self._index)], self._counts[: len(self._index)]
+        if len(ids) and int(ids.max()) >= self._vocab_size:
+            inside = ids < self._vocab_size
+            ids, counts = ids[inside], counts[inside]
+        values = logits[ids].astype(np.float64)
+        values = np.where(values > 0.0, values / self._repetition, values * self._repetition)
+        values -= self._frequency * counts + self._presence * (counts > 0)
+        # A tiny or huge penalty must not make infinities, except of tokens that are masked already.
+        with np.errstate(over="ignore"):
+            logits[ids] = np.where(np.isneginf(values), -np.inf, np.clip(values, -_LARGEST, _LARGEST))
+
+
+def _all_but(ids: NDArray[np.int64], vocab_size: int) -> NDArray[np.uint32]:
+    allowed = np.ones(vocab_size, bool)
+    allowed[ids] = False
+    return pack_mask(allowed)
+
+
+def _in_vocabulary(ids: list[int], vocab_size: int) -> NDArray[np.int64]:
+    return np.array([t for t in ids if 0 <= t < vocab_size], np.int64)

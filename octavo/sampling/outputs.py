@@ -1,0 +1,57 @@
+"""What the sampler gives: tokens on the device at once, everything else once it is waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import PositionLogprobs
+from octavo.kernels.sampling import NO_TOKEN, HostCopy, PendingLogprobs
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """What came of the rows of a step; the dictionaries are by index in the batch, not by row.
+
+    ``token_ids`` int64 [n] holds 0 where ``errors`` names the index: that sequence has no token and ends.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class PendingSamplerOutput:
+    """The choice of a step's tokens, which the device may still be busy with.
+
+    Holds all that was asked for when it was started: nothing of it depends on what becomes of the rows afterwards.
+    """
+
+    __slots__ = ("_copy", "_failed", "_scored", "tokens")
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        failed: dict[int, str] | None = None,
+        scored: list[tuple[NDArray[np.int64], PendingLogprobs]] | None = None,
+    ) -> None:
+        #: int64 [n] on the logits' device, in the order of its current stream; a negative one is no token.
+        self.tokens = tokens
+        self._copy = HostCopy(tokens)
+        self._failed = failed or {}
+        self._scored = scored or []
+
+    def wait(self) -> SamplerOutput:
+        """What came of it, on the host; may be called again."""
+        output = SamplerOutput(self._copy.wait().numpy().copy())
+        chosen = output.token_ids
+        if self._failed or min(chosen.tolist(), default=0) < 0:
+            output.errors = {i: NO_TOKEN[int(chosen[i])] for i in np.flatnonzero(chosen < 0).tolist()} | self._failed
+            chosen[list(output.errors)] = 0
+        for which, logprobs in self._scored:
+            found = zip(which.tolist(), logprobs.wait(), strict=True)
+            output.logprobs.update((i, position) for i, position in found if i not in output.errors)
+        return output

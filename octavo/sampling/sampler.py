@@ -1,0 +1,203 @@
+"""From logits to tokens, for the rows of one step."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from octavo.core.plan import NewSequence, PositionLogprobs
+from octavo.kernels import noise
+from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
+from octavo.sampling.logits_processors import LogitsProcessors, RowError
+from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
+from octavo.sampling.token_table import TokenTable
+
+
+class Sampler:
+    """Chooses the next token of each row as its request asks.
+
+    Owns what each row of the persistent batch asks for, and reads the tokens so far from the table. Invariant: the
+    result of a row depends on its logits, its tokens and its request only, bit for bit, and not on the other rows.
+    """
+
+    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend) -> None:
+        """For the rows of the table, on the backend's device."""
+        self._vocab_size = vocab_size
+        self._tokens = tokens
+        self._backend = backend
+        rows = tokens.num_rows
+        #: Rows that ask for more than the most likely token; a set, as most often there are none.
+        self._special: set[int] = set()
+        self._num_logprobs = np.full(rows, -1, np.int64)
+        self._seeds = np.zeros(rows, np.uint64)
+        self._filters = np.zeros(rows, FILTERS)  # a temperature of 0 where nothing is drawn
+        self._processors: dict[int, LogitsProcessors] = {}
+        #: Rows whose processors read the tokens so far.
+        self._token_readers: set[int] = set()
+
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """The sequence joins at this row, for the first time or back from preemption with its outputs."""
+        self.remove(row)
+        params = sequence.params
+        random = not params.greedy and params.top_k != 1
+        if random:
+            self._seeds[row] = sequence.seed & 0xFFFFFFFFFFFFFFFF
+            self._filters[row] = astuple(Filters.of(params, self._vocab_size))
+        if params.logprobs is not None:
+            self._num_logprobs[row] = params.logprobs
+        self._set_processors(row, LogitsProcessors(sequence, self._vocab_size))
+        if random or row in self._processors or params.logprobs is not None:
+            self._special.add(row)
+
+    def _set_processors(self, row: int, processors: LogitsProcessors) -> None:
+        if processors:
+            self._processors[row] = processors
+            if processors.reads_tokens:
+                self._token_readers.add(row)
+
+    def fork(self, parent: int, child: int, seed: int) -> None:
+        """A copy of the sequence at row ``parent`` joins at row ``child``, where it draws by its own seed."""
+        self.remove(child)
+        for state in (self._num_logprobs, self._filters):
+            state[child] = state[parent]
+        self._seeds[child] = seed & 0xFFFFFFFFFFFFFFFF
+        if parent in self._special:
+            self._special.add(child)
+        if parent in self._processors:
+            self._set_processors(child, self._processors[parent].fork())
+
+    def remove(self, row: int) -> None:
+        """Forgets what the row asked for, if anything."""
+        self._special.discard(row)
+        self._token_readers.discard(row)
+        self._num_logprobs[row] = -1
+        self._filters[row] = 0
+        self._processors.pop(row, None)
+
+    def needs_tokens(self, rows: NDArray[np.int64]) -> bool:
+        """Whether the ids of all tokens of these rows must be in the table when ``start`` is called.
+
+        True where one has penalties, bad words of several tokens or custom processors. For others (minimum tokens,
+        allowed tokens, bias, bad words of one token, filters) the number of tokens is enough.
+        """
+        return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
+
+    def start(
+        self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
+    ) -> PendingSamplerOutput:
+        """Chooses a token for each row; the caller appends it to the table.
+
+        Rows may be added, removed and given other tokens before the result is waited for: it does not change. Rows that
+        ``needs_tokens`` names must have the ids of the tokens before each position in the table; for others it does not
+        matter which they are.
+
+        Args:
+            logits: [n, vocab_size]; may be changed in place.
+            rows: [n], the row of each. One may come several times, with other positions (to verify drafts, say).
+            positions: [n], where in its sequence each token chosen stands; ``tokens.num_tokens[rows]`` unless given.
+                Tokens of the table before ``tokens.num_tokens[row]`` are taken for good: those from there to the
+                position may be replaced later.
+        """
+        backend = self._backend
+        logits = backend.prepare(logits)
+        row_list = rows.tolist()
+        if self._special.isdisjoint(row_list):
+            return PendingSamplerOutput(backend.choose_most_likely(logits))
+        if positions is None:
+            positions = self._tokens.num_tokens[rows]
+        mine = self._processors
+        processors = {i: mine[row] for i, row in enumerate(row_list) if row in mine} if mine else {}
+        counts = self._num_logprobs[rows]
+        scored = counts >= 0
+        changed = np.array([i for i in processors if scored[i]], np.int64)
+        # Logprobs are the model's own: of rows that are about to change they need a copy.
+        originals = logits[backend.to_device(changed)] if len(changed) else logits
+        failed = self._edit(logits, rows, positions, {i: p for i, p in processors.items() if p.edits_logits})
+        mask = self._mask(rows, positions, processors, failed)
+        tokens = backend.choose(logits, self._filters[rows], noise.keys(self._seeds[rows], positions), mask)
+        found = []
+        scored[changed] = False
+        unchanged = np.flatnonzero(scored)
+        for which, source, at in (unchanged, logits, unchanged), (changed, originals, np.arange(len(changed))):
+            if len(which):
+                own = tokens if len(which) == len(tokens) else tokens[backend.to_device(which)]
+                found.append((which, backend.logprobs(source, at, own, counts[which])))
+        return PendingSamplerOutput(tokens, failed, found)
+
+    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SamplerOutput:
+        """``start`` and ``wait`` in one."""
+        return self.start(logits, rows).wait()
+
+    def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
+        """Logprobs of known tokens.
+
+        Args:
+            logits: [n, vocab_size], those that the model gave at the positions before the targets.
+            targets: [n] token ids.
+            k: number of most likely tokens to name at each position.
+        """
+        tokens, backend = np.asarray(targets, np.int64), self._backend
+        every = np.arange(len(tokens))
+        return backend.logprobs(backend.prepare(logits), every, backend.to_device(tokens), np.full_like(tokens, k))
+
+    def prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
+        """``start_prompt_logprobs`` and ``wait`` in one."""
+        return self.start_prompt_logprobs(logits, targets, k).wait()
+
+    def _edit(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        processors: dict[int, LogitsProcessors],
+    ) -> dict[int, str]:
+        """Edits the logits at these indices of the batch on the host; returns the errors of those that failed.
+
+        What is on a device goes to the host and comes back, so that one arithmetic chooses for all rows.
+        """
+        failed: dict[int, str] = {}
+        if not processors:
+            return failed
+        if logits.is_cpu:
+            values = logits.numpy()
+            copies = {i: values[i] for i in processors}
+        else:
+            places = self._backend.to_device(np.array(list(processors), np.int64))
+            edited = logits[places].cpu()
+            copies = dict(zip(processors, edited.numpy(), strict=True))
+        for i, each in processors.items():
+            try:
+                self._at(each, rows[i], positions[i]).edit(copies[i], self._tokens.ids[rows[i], : positions[i]])
+            except RowError as error:
+                failed[i] = str(error)
+        if not logits.is_cpu:
+            logits[places] = edited.to(logits.device)
+        return failed
+
+    def _mask(
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        processors: dict[int, LogitsProcessors],
+        failed: dict[int, str],
+    ) -> NDArray[np.uint32] | None:
+        """What each of the rows may choose (see ``SamplingBackend.choose``); adds the errors of those that failed."""
+        mask = None
+        for i, each in processors.items():
+            try:
+                bits = self._at(each, rows[i], positions[i]).bitmask(self._tokens.ids[rows[i], : positions[i]])
+            except RowError as error:
+                failed[i] = str(error)
+                continue
+            if bits is not None:
+                if mask is None:
+                    mask = np.full((len(rows), mask_words(self._vocab_size)), 0xFFFFFFFF, np.uint32)
+                mask[i] = bits
+        return mask
+
+    def _at(self, processors: LogitsProcessors, row: int, position: int) -> LogitsProcessors:
+        """The row's processors; a fork where the tokens up to the position may be replaced, to be counted for once."""
+        return processors if position <= self._tokens.num_tokens[row] else processors.fork()
