@@ -38,15 +38,24 @@ OCTAVO_INLINE I32 lane_numbers() {
 // -0.0 + 0 is 0, so that no distance is -0.0.
 OCTAVO_INLINE F32 distance_of(F32 logits, float top) { return (top + 0.0f) - logits; }
 
+// For up to 32 tokens, the bits of one word.
+OCTAVO_INLINE void apply_word(float* row, int64_t size, uint32_t word) {
+  for_vectors(size, [&](int64_t i, auto lanes) {
+    const U32 bits = splat(word) >> (U32)(lane_numbers() + static_cast<int32_t>(i)) & 1;
+    store(row + i, bits != 0 ? load(row + i, lanes) : splat(-kInfinity), lanes);
+  });
+}
+
 void apply_mask(float* row, int64_t size, const uint32_t* allowed) {
-  for (int64_t begin = 0; begin < size; begin += 32) {
-    const uint32_t word = allowed[begin / 32];
-    if (word == ~0u) continue;
-    for_vectors(begin + 32 < size ? 32 : size - begin, [&](int64_t offset, auto lanes) {
-      float* const logits = row + begin + offset;
-      const U32 bits = splat(word) >> (U32)(lane_numbers() + static_cast<int32_t>(offset)) & 1;
-      store(logits, bits != 0 ? load(logits, lanes) : splat(-kInfinity), lanes);
-    });
+  constexpr int64_t kGroup = 8;  // words looked at together, as most often all tokens are allowed, or few
+  const int64_t words = (size + 31) / 32;
+  for (int64_t group = 0; group < words; group += kGroup) {
+    const int64_t end = group + kGroup < words ? group + kGroup : words;
+    uint32_t all = ~0u;
+    for (int64_t w = group; w < end; ++w) all &= allowed[w];
+    if (all == ~0u) continue;
+    for (int64_t w = group; w < end; ++w)
+      if (allowed[w] != ~0u) apply_word(row + 32 * w, 32 * w + 32 < size ? 32 : size - 32 * w, allowed[w]);
   }
 }
 

@@ -106,6 +106,8 @@ class SamplingBackend(ABC):
     ) -> Tensor:
         """A token for each row, or a key of ``NO_TOKEN``: int64 [n], where the logits are.
 
+        The arrays may change as soon as it returns.
+
         Args:
             logits: [n, vocab]; masked tokens become -inf in place.
             filters: [n] records (``FILTERS``); a temperature of 0 takes the most likely token, the lowest id among

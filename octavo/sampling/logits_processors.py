@@ -279,8 +279,7 @@ class Penalties(LogitsEdit):
         values = np.where(values > 0.0, values / self._repetition, values * self._repetition)
         values -= self._frequency * counts + self._presence * (counts > 0)
         # A tiny or huge penalty must not make infinities, except of tokens that are masked already.
-        with np.errstate(over="ignore"):
-            logits[ids] = np.where(np.isneginf(values), -np.inf, np.clip(values, -_LARGEST, _LARGEST))
+        logits[ids] = np.where(np.isneginf(values), -np.inf, np.clip(values, -_LARGEST, _LARGEST))
 
 
 def _all_but(ids: NDArray[np.int64], vocab_size: int) -> NDArray[np.uint32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,21 +37,23 @@ class PendingSamplerOutput:
         self,
         tokens: Tensor,
         failed: dict[int, str] | None = None,
-        scored: list[tuple[NDArray[np.int64], PendingLogprobs]] | None = None,
+        scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = (),
     ) -> None:
         #: int64 [n] on the logits' device, in the order of its current stream; a negative one is no token.
         self.tokens = tokens
-        self._copy = HostCopy(tokens)
-        self._failed = failed or {}
-        self._scored = scored or []
+        self._copy = HostCopy(tokens) if tokens.is_cuda else None
+        self._failed = failed
+        self._scored = scored
 
     def wait(self) -> SamplerOutput:
         """What came of it, on the host; may be called again."""
-        output = SamplerOutput(self._copy.wait().numpy().copy())
-        chosen = output.token_ids
+        chosen: NDArray[np.int64] = (self.tokens if self._copy is None else self._copy.wait()).numpy()
+        output = SamplerOutput(chosen)
         if self._failed or min(chosen.tolist(), default=0) < 0:
-            output.errors = {i: NO_TOKEN[int(chosen[i])] for i in np.flatnonzero(chosen < 0).tolist()} | self._failed
-            chosen[list(output.errors)] = 0
+            none = {i: NO_TOKEN[int(chosen[i])] for i in np.flatnonzero(chosen < 0).tolist()}
+            output.errors = none | (self._failed or {})
+            output.token_ids = chosen.copy()
+            output.token_ids[list(output.errors)] = 0
         for which, logprobs in self._scored:
             found = zip(which.tolist(), logprobs.wait(), strict=True)
             output.logprobs.update((i, position) for i, position in found if i not in output.errors)

@@ -37,6 +37,7 @@ class Sampler:
         self._processors: dict[int, LogitsProcessors] = {}
         #: Rows whose processors read the tokens so far.
         self._token_readers: set[int] = set()
+        self._masks = np.empty((0, mask_words(vocab_size)), np.uint32)
 
     def add(self, row: int, sequence: NewSequence) -> None:
         """The sequence joins at this row, for the first time or back from preemption with its outputs."""
@@ -108,23 +109,22 @@ class Sampler:
             return PendingSamplerOutput(backend.choose_most_likely(logits))
         if positions is None:
             positions = self._tokens.num_tokens[rows]
-        mine = self._processors
-        processors = {i: mine[row] for i, row in enumerate(row_list) if row in mine} if mine else {}
+        keys = noise.keys(self._seeds[rows], positions)
         counts = self._num_logprobs[rows]
         scored = counts >= 0
-        changed = np.array([i for i in processors if scored[i]], np.int64)
+        if self._processors.keys().isdisjoint(row_list):
+            tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
+            return PendingSamplerOutput(tokens, None, self._logprobs(tokens, logits, which, which, counts))
+        processed = [i for i, row in enumerate(row_list) if row in self._processors]
+        changed = np.array([i for i in processed if scored[i]], np.int64)
         # Logprobs are the model's own: of rows that are about to change they need a copy.
         originals = logits[backend.to_device(changed)] if len(changed) else logits
-        failed = self._edit(logits, rows, positions, {i: p for i, p in processors.items() if p.edits_logits})
-        mask = self._mask(rows, positions, processors, failed)
-        tokens = backend.choose(logits, self._filters[rows], noise.keys(self._seeds[rows], positions), mask)
-        found = []
-        scored[changed] = False
+        failed, mask = self._process(logits, row_list, positions.tolist(), processed)
+        tokens = backend.choose(logits, self._filters[rows], keys, mask)
+        scored[processed] = False
         unchanged = np.flatnonzero(scored)
-        for which, source, at in (unchanged, logits, unchanged), (changed, originals, np.arange(len(changed))):
-            if len(which):
-                own = tokens if len(which) == len(tokens) else tokens[backend.to_device(which)]
-                found.append((which, backend.logprobs(source, at, own, counts[which])))
+        found = self._logprobs(tokens, logits, unchanged, unchanged, counts)
+        found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts)
         return PendingSamplerOutput(tokens, failed, found)
 
     def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SamplerOutput:
@@ -147,57 +147,69 @@ class Sampler:
         """``start_prompt_logprobs`` and ``wait`` in one."""
         return self.start_prompt_logprobs(logits, targets, k).wait()
 
-    def _edit(
+    def _logprobs(
         self,
+        tokens: Tensor,
         logits: Tensor,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        processors: dict[int, LogitsProcessors],
-    ) -> dict[int, str]:
-        """Edits the logits at these indices of the batch on the host; returns the errors of those that failed.
+        places: NDArray[np.int64],
+        which: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> list[tuple[NDArray[np.int64], PendingLogprobs]]:
+        """Logprobs of the tokens chosen at indices ``which`` of the batch, whose logits are at these places."""
+        if not len(which):
+            return []
+        own = tokens if len(which) == len(tokens) else tokens[self._backend.to_device(which)]
+        return [(which, self._backend.logprobs(logits, places, own, counts[which]))]
 
-        What is on a device goes to the host and comes back, so that one arithmetic chooses for all rows.
+    def _process(
+        self, logits: Tensor, rows: list[int], positions: list[int], indices: list[int]
+    ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
+        """Does what the processors at these indices of the batch ask for, except that it does not apply the masks.
+
+        Rows to be edited go from a device to the host and come back, so that one arithmetic chooses for all rows.
+
+        Returns:
+            The errors of those that failed, and the mask of all rows (see ``SamplingBackend.choose``), if any.
         """
-        failed: dict[int, str] = {}
-        if not processors:
-            return failed
-        if logits.is_cpu:
+        edited = [i for i in indices if self._processors[rows[i]].edits_logits]
+        editable: dict[int, NDArray[np.float32]] = {}
+        if edited and logits.is_cpu:
             values = logits.numpy()
-            copies = {i: values[i] for i in processors}
-        else:
-            places = self._backend.to_device(np.array(list(processors), np.int64))
-            edited = logits[places].cpu()
-            copies = dict(zip(processors, edited.numpy(), strict=True))
-        for i, each in processors.items():
-            try:
-                self._at(each, rows[i], positions[i]).edit(copies[i], self._tokens.ids[rows[i], : positions[i]])
-            except RowError as error:
-                failed[i] = str(error)
-        if not logits.is_cpu:
-            logits[places] = edited.to(logits.device)
-        return failed
+            editable = {i: values[i] for i in edited}
+        elif edited:
+            places = self._backend.to_device(np.array(edited, np.int64))
+            copies = logits[places].cpu()
+            editable = dict(zip(edited, copies.numpy(), strict=True))
+        failed: dict[int, str] = {}
+        masks: dict[int, NDArray[np.uint32]] = {}
+        with np.errstate(over="ignore"):
+            for i in indices:
+                row, position = rows[i], positions[i]
+                processors, known = self._processors[row], self._tokens.ids[row, :position]
+                if position > self._tokens.num_tokens[row]:
+                    processors = processors.fork()  # what may be replaced must not be counted for good
+                try:
+                    if i in editable:
+                        processors.edit(editable[i], known)
+                    bits = processors.bitmask(known)
+                except RowError as error:
+                    failed[i] = str(error)
+                else:
+                    if bits is not None:
+                        masks[i] = bits
+        if edited and not logits.is_cpu:
+            logits[places] = copies.to(logits.device)
+        return failed, self._joined(masks, len(rows))
 
-    def _mask(
-        self,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        processors: dict[int, LogitsProcessors],
-        failed: dict[int, str],
-    ) -> NDArray[np.uint32] | None:
-        """What each of the rows may choose (see ``SamplingBackend.choose``); adds the errors of those that failed."""
-        mask = None
-        for i, each in processors.items():
-            try:
-                bits = self._at(each, rows[i], positions[i]).bitmask(self._tokens.ids[rows[i], : positions[i]])
-            except RowError as error:
-                failed[i] = str(error)
-                continue
-            if bits is not None:
-                if mask is None:
-                    mask = np.full((len(rows), mask_words(self._vocab_size)), 0xFFFFFFFF, np.uint32)
-                mask[i] = bits
-        return mask
-
-    def _at(self, processors: LogitsProcessors, row: int, position: int) -> LogitsProcessors:
-        """The row's processors; a fork where the tokens up to the position may be replaced, to be counted for once."""
-        return processors if position <= self._tokens.num_tokens[row] else processors.fork()
+    def _joined(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:
+        """The masks of some rows as one of all, if any; overwritten by the next."""
+        if not masks:
+            return None
+        if len(self._masks) < num_rows:
+            self._masks = np.empty((num_rows, mask_words(self._vocab_size)), np.uint32)
+        joined = self._masks[:num_rows]
+        if len(masks) < num_rows:
+            joined.fill(0xFFFFFFFF)
+        for i, bits in masks.items():
+            joined[i] = bits
+        return joined

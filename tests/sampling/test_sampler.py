@@ -593,7 +593,7 @@ def test_greedy_batches_touch_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     for row in range(4):
         rows.add(row, greedy(top_k=5, top_p=0.5, min_p=0.2))  # idle without a temperature
     refuse: Callable[..., Any] = lambda *a: pytest.fail("a greedy batch needs no more than argmax")  # noqa: E731
-    for name in ("_edit", "_mask"):
+    for name in ("_process", "_logprobs"):
         monkeypatch.setattr(rows.sampler, name, refuse)
     rows.step(gaussian(4, VOCAB), [0, 1, 2, 3])
 

@@ -64,17 +64,17 @@ class CompiledSampling(SamplingBackend):
     def _make_plain(self, rows: int) -> None:
         self._rows = rows
         self._plain = np.zeros(rows, FILTERS), np.zeros((rows, 2), np.uint32)
+        self._out = np.empty(rows, np.int64)
         filters, keys = self._plain
-        self._addresses = filters.ctypes.data, keys.ctypes.data, 0
+        self._addresses = filters.ctypes.data, keys.ctypes.data, 0, self._out.ctypes.data
 
     def choose_most_likely(self, logits: Tensor) -> Tensor:
         """See ``SamplingBackend``."""
         rows, vocab = logits.shape
         if rows > self._rows:
             self._make_plain(2 * rows)
-        out = torch.empty(rows, dtype=torch.int64)
-        _cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses, out.data_ptr())
-        return out
+        _cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses)
+        return torch.from_numpy(self._out[:rows].copy())
 
     def choose(
         self,
