@@ -1,7 +1,7 @@
 """The two messages between scheduler and workers: the plan of a step and its result.
 
 A plan is the whole truth that a worker gets. It carries changes only: a worker remembers the tokens and block tables
-of the sequences it has met, and appends the tokens it samples itself.
+of the sequences it has met, and appends the tokens that it samples.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     seed: int
     stop_token_ids: list[int]
     bad_words_ids: list[list[int]]
+    #: Whether the worker appends what it samples. If not, the sequence goes on with ``StepPlan.new_tokens``.
+    appends_sampled: bool = True
 
 
 class Fork(msgspec.Struct, array_like=True):
@@ -69,13 +71,16 @@ class StepPlan(msgspec.Struct):
     blocks_to_copy: list[tuple[int, int]] = []
     new: list[NewSequence] = []
     forks: list[Fork] = []
-    #: (sequence id, token): takes the place of the last known token, which the worker sampled. For beam search.
-    last_tokens: list[tuple[int, int]] = []
+    #: By sequence id: tokens to append that the worker has not appended itself, such as those a beam search chose.
+    new_tokens: dict[int, list[int]] = {}
     table_changes: list[TableChange] = []
     #: Scheduled sequences.
     seq_ids: list[int] = []
-    #: Tokens to compute for each of ``seq_ids``. A sequence whose last known token is computed samples one.
+    #: Tokens to compute for each of ``seq_ids``, with its drafts. One whose last known token is computed samples.
     num_tokens: list[int] = []
+    #: By sequence id: guesses at the tokens that follow the last known one. They are computed behind it, and accepted
+    #: as long as each is the very token that the worker samples at its place.
+    drafts: dict[int, list[int]] = {}
 
     @property
     def total_tokens(self) -> int:
@@ -96,9 +101,10 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
 
 
 class SequenceResult(msgspec.Struct, array_like=True):
-    """What a step adds to one sequence beyond its token."""
+    """What a step adds to one sequence beyond its tokens."""
 
-    logprobs: PositionLogprobs | None = None
+    #: One for each sampled token, where they were asked for.
+    logprobs: list[PositionLogprobs] = []
     #: First prompt position that ``prompt_logprobs`` covers (position 0 has none).
     prompt_start: int = 0
     prompt_logprobs: list[PositionLogprobs] = []
@@ -110,9 +116,11 @@ class StepResult(msgspec.Struct):
     """What came of a plan."""
 
     step: int
-    #: Sequences that sampled, in the order of the plan, and their tokens.
+    #: Sequences that sampled, and their tokens, one after the other.
     seq_ids: list[int] = []
     token_ids: list[int] = []
+    #: How many of ``token_ids`` each sequence has; empty: one each.
+    num_tokens: list[int] = []
     #: By sequence id; absent for a sequence with nothing to add.
     extras: dict[int, SequenceResult] = {}
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).

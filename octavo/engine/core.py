@@ -64,7 +64,7 @@ class EngineCore:
             seconds = self.executor.collective_rpc("measure_swap")[0]
             if seconds:
                 self.scheduler.move_cost.observe_move(1, seconds)
-        self._loop = StepLoop(self.scheduler, self.executor, ahead=_schedules_ahead(options))
+        self._loop = StepLoop(self.scheduler, self.executor, max_in_flight=_steps_in_flight(options))
         self._asleep = False
 
     def add(self, request: GroupRequest) -> None:
@@ -124,11 +124,10 @@ class EngineCore:
         return self._loop.times
 
 
-def _schedules_ahead(options: EngineConfig) -> bool:
-    """``async_scheduling``: by default where the processor has time to spare while the device computes."""
-    if options.async_scheduling is None:
-        return resolve_device(options.device) != "cpu"
-    return options.async_scheduling
+def _steps_in_flight(options: EngineConfig) -> int:
+    """Two with ``async_scheduling``, by default where the processor has time to spare while the device computes."""
+    ahead = options.async_scheduling
+    return 2 if ahead or (ahead is None and resolve_device(options.device) != "cpu") else 1
 
 
 def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:

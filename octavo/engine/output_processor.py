@@ -223,10 +223,11 @@ class OutputProcessor:
 
     def _add_logprobs(self, request: _Request, completion: _Completion, extra: SequenceResult) -> None:
         output = completion.output
-        if extra.logprobs is not None and output.cumulative_logprob is not None:
-            output.cumulative_logprob += extra.logprobs.logprob
+        for position in extra.logprobs:
+            if output.cumulative_logprob is not None:
+                output.cumulative_logprob += position.logprob
             if output.logprobs is not None:
-                output.logprobs.append(self._readable(extra.logprobs))
+                output.logprobs.append(self._readable(position))
         known = request.prompt_logprobs
         if known is not None and output.index == 0:
             # After a preemption the prompt is computed again; what is known already is not added twice.

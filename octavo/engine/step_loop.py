@@ -38,15 +38,15 @@ class StepTimes:
 class StepLoop:
     """Owns the steps in flight: planned and submitted, not yet taken in.
 
-    Invariant: they are waited for in order, and between two calls there is at most one; none if ``ahead`` is off, or
-    if no request is left.
+    Invariant: they are waited for in order, and between two calls there are fewer than ``max_in_flight``; none if no
+    request is left.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, ahead: bool) -> None:
-        """With ``ahead``, the next step is planned and submitted while the device computes this one."""
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
+        """While the workers compute a step, so many in all may be planned and submitted."""
         self._scheduler = scheduler
         self._executor = executor
-        self._ahead = ahead
+        self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
 
@@ -55,12 +55,16 @@ class StepLoop:
         start = time.perf_counter()
         if not self._in_flight:
             self._submit()
-        if self._ahead and not isinstance(self._in_flight[0][1], _Failed) and self._scheduler.can_run_ahead:
+        while self._may_run_ahead():
             self._submit()
         outputs = self._take_in()
         self.settle()
         self.times.total += time.perf_counter() - start
         return outputs
+
+    def _may_run_ahead(self) -> bool:
+        failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
+        return len(self._in_flight) < self._max_in_flight and not failed and self._scheduler.can_run_ahead
 
     def settle(self) -> None:
         """Waits for what is in flight if no request is left that it could be for: all of them ended meanwhile."""

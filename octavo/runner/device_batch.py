@@ -110,7 +110,7 @@ def _unpack(arrays: Sequence[NDArray[Any]], sizes: list[int], packed: Tensor) ->
 
 
 @dataclass(slots=True)
-class HandOver:
+class SampledTokens:
     """Tokens that were sampled by a step in flight: their ids are on the device only."""
 
     #: int64 [n] on the device; a negative one stands for no token.
@@ -125,11 +125,11 @@ class HandOver:
         return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
 
 
-def to_device(inputs: StepInputs, hand_over: HandOver | None, send: Send) -> ForwardBatch:
-    """Sends a step's arrays, and puts tokens that are on the device already in their places there."""
+def to_device(inputs: StepInputs, awaited: Sequence[SampledTokens], send: Send) -> ForwardBatch:
+    """Sends a step's arrays, and puts tokens that are on the device already in their places there, in this order."""
     count = len(inputs.arrays["token_ids"])
-    some = hand_over is not None and not hand_over.is_all(count)
-    indices = [hand_over.targets, hand_over.sources] if hand_over is not None and some else []
+    some = [tokens for tokens in awaited if not tokens.is_all(count)]
+    indices = [array for tokens in some for array in (tokens.targets, tokens.sources)]
     sent = send([*indices, *(inputs.arrays[array.name] for array in ARRAYS)])
     batch = ForwardBatch.of(
         sent[len(indices) :],
@@ -137,19 +137,20 @@ def to_device(inputs: StepInputs, hand_over: HandOver | None, send: Send) -> For
         max_seq_len=inputs.max_seq_len,
         all_sampled=inputs.all_sampled,
     )
-    if hand_over is not None:
-        if some:
-            known = hand_over.token_ids.index_select(0, sent[1]).clamp_(min=0)
-            batch.token_ids.index_copy_(0, sent[0], known)
+    places = iter(sent[: len(indices)])
+    for tokens in awaited:
+        if any(tokens is one for one in some):
+            targets, sources = next(places), next(places)
+            batch.token_ids.index_copy_(0, targets, tokens.token_ids.index_select(0, sources).clamp_(min=0))
         else:
-            batch.token_ids = hand_over.token_ids.clamp(min=0)
+            batch.token_ids = tokens.token_ids.clamp(min=0)
     return batch
 
 
 class ToDevice(Protocol):
     """Brings the inputs of steps to the device: ``to_device``, in one of two ways."""
 
-    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> ForwardBatch:
+    def __call__(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
         """The batch on the device, valid until the step is done."""
         ...
 
@@ -160,14 +161,14 @@ class HostInputs:
     def __init__(self) -> None:
         self._last: tuple[StepInputs, ForwardBatch] | None = None
 
-    def __call__(self, inputs: StepInputs, *, hand_over: HandOver | None) -> ForwardBatch:
+    def __call__(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``ToDevice``."""
-        if hand_over is not None:  # some tokens are not in the arrays
-            return to_device(inputs, hand_over, send_nowhere)
+        if awaited:  # some tokens are not in the arrays
+            return to_device(inputs, awaited, send_nowhere)
         if self._last is not None and self._last[0] is inputs:
             batch = self._last[1]
             batch.max_seq_len = inputs.max_seq_len
         else:
-            batch = to_device(inputs, None, send_nowhere)
+            batch = to_device(inputs, (), send_nowhere)
             self._last = inputs, batch
         return batch

@@ -32,9 +32,33 @@ class StepInputs:
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    #: The sequences that sample, an index into ``seq_ids`` for each sampled row, and children that sample with them.
+    #: The sequences that sample, as indices into ``seq_ids``, and children that sample with them.
     sampling: NDArray[np.int64]
     forked: ForkedRows | None
+    #: Guesses that are computed with them, if the plan has any.
+    drafted: DraftedTokens | None
+
+
+@dataclass(slots=True)
+class DraftedTokens:
+    """Guesses behind the known tokens of the sequences that sample, forked ones last."""
+
+    #: The guesses of each.
+    tokens: list[list[int]]
+    #: Rows that each samples: one more than it has guesses.
+    counts: NDArray[np.int64]
+    #: Which of its sequence's sampled rows each sampled row is: 0 follows the last known token.
+    offsets: NDArray[np.int64]
+
+    def accept(self, sampled: list[int]) -> list[list[int]]:
+        """Of each sequence's sampled tokens those that count: up to the first that its guess does not foresee."""
+        accepted, start = [], 0
+        for guesses in self.tokens:
+            tokens = sampled[start : start + len(guesses) + 1]
+            right = next((i for i, guess in enumerate(guesses) if guess != tokens[i]), len(guesses))
+            accepted.append(tokens[: right + 1])
+            start += len(tokens)
+        return accepted
 
 
 @dataclass(slots=True)
@@ -52,18 +76,21 @@ class ForkedRows:
 class NewTokens:
     """Where the tokens that a step samples belong, once they are known."""
 
-    #: Row of each sequence that samples: [n].
+    #: Row of each sequence that appends what it samples: [n].
     rows: NDArray[np.int64]
     #: The token's position: [n].
     places: NDArray[np.int64]
-    #: Sequences that had been forgotten until then.
-    departures: int
+    #: Which of the step's sampled tokens it is: [n].
+    indices: NDArray[np.int64]
+    #: Generation of the rows: sequences that had been forgotten until then.
+    generation: int
 
 
 class InputBatch:
     """Owns a row for each sequence that the worker holds: its tokens, its block table, how much is computed.
 
     A token counts as known from the step that samples it, though its id may be on the device only until ``fill``.
+    Drafts lie behind the known tokens and count when they are accepted.
     Invariant: a sequence keeps its row from the plan that introduces it to the plan that forgets it.
 
     The most frequent step is the last one once more: the same sequences decode, each one token further in the same
@@ -79,9 +106,11 @@ class InputBatch:
         # Zeros are virtual until written: a long context that nobody uses costs nothing.
         self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        #: Whether the row's sequence appends what it samples.
+        self.appends = np.ones(max_num_seqs, dtype=bool)
         #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
-        self._departures = 0
-        self._vacated = np.zeros(max_num_seqs, dtype=np.int64)
+        self._generation = 0
+        self._row_generation = np.zeros(max_num_seqs, dtype=np.int64)
         #: Those of the last step, if the next one may repeat it.
         self._last: StepInputs | None = None
         self._rows: dict[int, int] = {}
@@ -106,6 +135,7 @@ class InputBatch:
         self.tokens.num_tokens[row] = known
         self.tokens.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = sequence.num_computed
+        self.appends[row] = sequence.appends_sampled
         return row
 
     def fork(self, parent: int, child: int) -> int:
@@ -117,14 +147,17 @@ class InputBatch:
         self.tokens.ids[row, :known] = self.tokens.ids[source, :known]
         held = int(known) // self.block_size + 1
         self.block_tables[:, row, :held] = self.block_tables[:, source, :held]
-        for counts in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed):
-            counts[row] = counts[source]
+        for state in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.appends):
+            state[row] = state[source]
         return row
 
-    def set_last_token(self, seq_id: int, token: int) -> None:
-        """Puts a token in the place of the last one known, whose KV entry must not be computed yet."""
+    def append(self, seq_id: int, token_ids: list[int]) -> None:
+        """Adds known tokens."""
+        self._last = None
         row = self._rows[seq_id]
-        self.tokens.ids[row, self.tokens.num_tokens[row] - 1] = token
+        start = self.tokens.num_tokens[row]
+        self.tokens.ids[row, start : start + len(token_ids)] = token_ids
+        self.tokens.num_tokens[row] += len(token_ids)
 
     def forget(self, seq_id: int) -> int | None:
         """Takes the row back; None if the sequence was never met."""
@@ -132,8 +165,8 @@ class InputBatch:
         if row is not None:
             self._last = None
             self._free.append(row)
-            self._departures += 1
-            self._vacated[row] = self._departures
+            self._generation += 1
+            self._row_generation[row] = self._generation
         return row
 
     def change_table(self, change: TableChange) -> None:
@@ -180,9 +213,13 @@ class InputBatch:
             positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
         max_seq_len = int(ends.max())
-        sampling = np.flatnonzero(ends == self.tokens.num_tokens[rows])
+        sampling = np.flatnonzero(ends >= self.tokens.num_tokens[rows])
         forked = self._forked(plan, seq_ids, sampling) if plan.forks else None
         sources = sampling if forked is None else np.concatenate([sampling, forked.parents])
+        sampled_rows, drafted = offsets[1:][sources] - 1, None
+        if plan.drafts:
+            drafted = self._draft(plan, seq_ids, sampling, forked)
+            sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
         all_sampled = one_each and len(sources) == len(positions)
         return StepInputs(
@@ -190,7 +227,7 @@ class InputBatch:
                 "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
                 "positions": positions,
                 "slot_mapping": blocks * self.block_size + positions % self.block_size,
-                "sampled_rows": offsets[1:][sources] - 1,
+                "sampled_rows": sampled_rows,
                 "query_start_loc": offsets.astype(np.int32),
                 "seq_lens": ends.astype(np.int32),
                 "block_tables": self.block_tables[:, rows, : -(-max_seq_len // self.block_size)],
@@ -205,7 +242,23 @@ class InputBatch:
             ends=ends,
             sampling=sampling,
             forked=forked,
+            drafted=drafted,
         )
+
+    def _draft(
+        self, plan: StepPlan, seq_ids: list[int], sampling: NDArray[np.int64], forked: ForkedRows | None
+    ) -> DraftedTokens:
+        """Writes the drafts behind the known tokens; a sequence samples at its last known token and at each of them."""
+        tokens = self.tokens
+        drafts = [plan.drafts.get(seq_ids[i], []) for i in sampling.tolist()]
+        drafts += [[]] * (len(forked.rows) if forked else 0)
+        for i, guesses in zip(sampling.tolist(), drafts, strict=False):
+            row = self._rows[seq_ids[i]]
+            known = tokens.num_tokens[row]
+            tokens.ids[row, known : known + len(guesses)] = guesses
+        counts = np.array([1 + len(guesses) for guesses in drafts], dtype=np.int64)
+        ends = counts.cumsum()
+        return DraftedTokens(drafts, counts, np.arange(ends[-1]) - np.repeat(ends - counts, counts))
 
     @staticmethod
     def _decodes_first(plan: StepPlan) -> tuple[list[int], NDArray[np.int64]]:
@@ -228,36 +281,51 @@ class InputBatch:
         return ForkedRows(children, rows, np.array([parent for _, parent in pairs], dtype=np.int64))
 
     def advance(self, inputs: StepInputs, rows: NDArray[np.int64]) -> NewTokens:
-        """Counts the step's tokens as computed, and those that these rows sample as known: ``fill`` must follow."""
+        """Counts the step's tokens as computed, and those that these rows sample as known: ``fill`` must follow.
+
+        With drafts both are counted by ``accept``, when it is known how many tokens there are.
+        """
         self._last = inputs if inputs.repeats else None
         self.num_computed[inputs.rows] = inputs.ends
         if inputs.forked is not None:
             self.num_computed[inputs.forked.rows] = inputs.ends[inputs.forked.parents]
+        indices = np.arange(len(rows)) if inputs.drafted is None else np.empty(0, dtype=np.int64)
+        if not self.appends[rows].all():
+            indices = indices[self.appends[rows[indices]]]
+        if len(indices) != len(rows):
+            rows = rows[indices]
         places = self.tokens.num_tokens[rows]
         self.tokens.num_tokens[rows] = places + 1
-        return NewTokens(rows, places, self._departures)
+        return NewTokens(rows, places, indices, self._generation)
 
     def holds(self, new: NewTokens) -> NDArray[np.bool_]:
         """Which of the sequences still have their row: [n]."""
-        return self._vacated[new.rows] <= new.departures
+        return self._row_generation[new.rows] <= new.generation
 
     def fill(self, new: NewTokens, token_ids: NDArray[np.int64]) -> None:
-        """Writes the ids [n] of the tokens that a step sampled."""
-        if new.departures == self._departures:
-            self.tokens.ids[new.rows, new.places] = token_ids
+        """Writes the ids of the tokens that a step sampled."""
+        sampled = token_ids if len(token_ids) == len(new.indices) else token_ids[new.indices]
+        if new.generation == self._generation:
+            self.tokens.ids[new.rows, new.places] = sampled
             return
         held = self.holds(new)
-        self.tokens.ids[new.rows[held], new.places[held]] = token_ids[held]
+        self.tokens.ids[new.rows[held], new.places[held]] = sampled[held]
 
-    def handed_over(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which of a step's tokens are those that the step before samples, whose ids are not filled in yet.
+    def accept(self, seq_id: int, token_ids: list[int]) -> None:
+        """Appends the tokens that a step with drafts gave a sequence; all but the last of them are computed."""
+        self.append(seq_id, token_ids)
+        row = self._rows[seq_id]
+        self.num_computed[row] = self.tokens.num_tokens[row] - 1
+
+    def awaited(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of a step's tokens are those that a step in flight samples, whose ids are not filled in yet.
 
         Returns:
-            Their index among the flat tokens, and their index in ``new``: [m] each.
+            Their index among the flat tokens, and their index among the sampled ones: [m] each.
         """
-        which = np.full(len(self._vacated), -1, dtype=np.int64)
+        which = np.full(len(self._row_generation), -1, dtype=np.int64)
         held = np.flatnonzero(self.holds(new))
-        which[new.rows[held]] = held
+        which[new.rows[held]] = new.indices[held]
         sources = which[inputs.rows[inputs.sampling]]
         given = sources >= 0
         return inputs.arrays["sampled_rows"][: len(given)][given], sources[given]

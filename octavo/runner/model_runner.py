@@ -26,9 +26,9 @@ from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
 from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
-from octavo.runner.device_batch import HandOver, HostInputs, PinnedSend, ToDevice, to_device
+from octavo.runner.device_batch import HostInputs, PinnedSend, SampledTokens, ToDevice, to_device
 from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.runner.pending import MAX_IN_FLIGHT, CudaSpans, PendingPrompt, PendingStep, PendingTokens
+from octavo.runner.pending import CudaSpans, PendingPrompt, PendingStep, PendingTokens
 from octavo.runner.profile import CudaMemory, largest_step, measure_peak
 from octavo.runner.sleep import Slept, put_to_sleep, wake
 from octavo.sampling.sampler import Sampler
@@ -138,7 +138,8 @@ class ModelRunner:
         """The largest batch that a step may have."""
         options = self.options
         tokens, sequences = options.max_num_batched_tokens, min(options.max_num_seqs, options.max_num_batched_tokens)
-        return BatchSize(tokens, sequences, sequences, max_model_len, options.block_size)
+        # Every token may be sampled at, where drafts are verified.
+        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size)
 
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         hidden = self.model.forward(batch, caches)
@@ -217,20 +218,19 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queues a step's work on the device and returns; as ``execute`` with the waiting left to the caller.
 
-        One more step may be in flight, and the plan may schedule sequences that sample in it: their tokens then go from
-        step to step on the device. Not so where the host must know the token: the plan may not fork such a sequence or
-        replace its last token, nor may its sampling depend on its tokens (penalties, bad words, processors, beams).
+        Further steps may be in flight, and the plan may schedule sequences that sample in them: their tokens then go
+        from step to step on the device. Where the host must know a token before the next is sampled (penalties, bad
+        words, processors), it is waited for when the network's forward is queued. The plan may not fork a sequence
+        whose token is awaited, nor append to it, nor follow drafts whose verdict is.
 
         Raises:
-            RuntimeError: ``MAX_IN_FLIGHT`` steps are in flight, or the plan needs a token that nobody knows yet.
+            RuntimeError: the plan needs a token that nobody knows yet.
         """
         with self._mode():
             return self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> PendingStep:
         start, in_kernels = time.perf_counter(), self.clock.seconds
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight: wait for one before step {plan.step}")
         self._forget(plan.forget)
         self._change_rows(plan)
         inputs = self._batch.build(plan) if plan.seq_ids else None
@@ -245,7 +245,7 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, step: PendingStep) -> None:
         """Runs the network, scores prompts, and samples."""
-        batch = self._to_device(inputs, hand_over=self._hand_over(inputs))
+        batch = self._to_device(inputs, self._awaited(inputs))
         # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
         span = self._spans.begin() if self._spans is not None else None
         output = self._forward(batch)
@@ -258,13 +258,15 @@ class ModelRunner:
         if self._spans is not None and span is not None:
             step.span = self._spans.end(span)
 
-    def _hand_over(self, inputs: StepInputs) -> HandOver | None:
-        """The tokens of this step that the step in flight samples."""
-        sampled = self._in_flight[-1].sampled if self._in_flight else None
-        if sampled is None:
-            return None
-        targets, sources = self._batch.handed_over(inputs, sampled.new)
-        return HandOver(sampled.sample.tokens, targets, sources) if len(targets) else None
+    def _awaited(self, inputs: StepInputs) -> list[SampledTokens]:
+        """The tokens of this step that steps in flight sample, oldest first."""
+        awaited = []
+        for step in self._in_flight:
+            if step.sampled is not None:
+                targets, sources = self._batch.awaited(inputs, step.sampled.new)
+                if len(targets):
+                    awaited.append(SampledTokens(step.sampled.sample.tokens, targets, sources))
+        return awaited
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -279,13 +281,13 @@ class ModelRunner:
             self._sampler.add(row, sequence)
             if sequence.params.prompt_logprobs is not None:
                 self._wants_prompt_logprobs[sequence.seq_id] = sequence.params.prompt_logprobs
-        if self._in_flight and (plan.forks or plan.last_tokens):
-            self._require_known([fork.parent for fork in plan.forks] + [seq_id for seq_id, _ in plan.last_tokens])
+        if self._in_flight and (plan.forks or plan.new_tokens):
+            self._require_known([fork.parent for fork in plan.forks] + list(plan.new_tokens))
         for fork in plan.forks:
             row = self._batch.fork(fork.parent, fork.child)
             self._sampler.fork(self._batch.row(fork.parent), row, fork.seed)
-        for seq_id, token in plan.last_tokens:
-            self._batch.set_last_token(seq_id, token)
+        for seq_id, token_ids in plan.new_tokens.items():
+            self._batch.append(seq_id, token_ids)
         for change in plan.table_changes:
             self._batch.change_table(change)
 
@@ -305,8 +307,15 @@ class ModelRunner:
             seq_ids = seq_ids + forked.seq_ids
             rows = np.concatenate([rows, forked.rows])
         step.result.seq_ids = seq_ids
-        sample = self._sampler.start(logits, rows)
-        step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows))
+        sampled, positions, drafted = rows, None, inputs.drafted
+        if drafted is not None:
+            sampled = np.repeat(rows, drafted.counts)
+            positions = self._batch.tokens.num_tokens[sampled] + drafted.offsets
+        if self._in_flight and self._sampler.needs_tokens(rows):
+            for earlier in self._in_flight:
+                earlier.receive()
+        sample = self._sampler.start(logits, sampled, positions)
+        step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
 
     def _score_prompts(self, inputs: StepInputs, hidden: Tensor, step: PendingStep) -> None:
         """Begins to score the prompt tokens that follow the positions computed in this step."""

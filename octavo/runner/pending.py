@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from octavo.core.plan import SequenceResult, StepResult
-from octavo.runner.input_batch import InputBatch, NewTokens
+from octavo.runner.input_batch import DraftedTokens, InputBatch, NewTokens
 
 if TYPE_CHECKING:
     from octavo.kernels.sampling import PendingLogprobs
-    from octavo.sampling.outputs import PendingSamplerOutput
-
-#: Steps that may be queued and not waited for: one that computes, and the next.
-MAX_IN_FLIGHT = 2
+    from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
 
 
 @dataclass(slots=True)
 class PendingTokens:
-    """The tokens of a step that come from the sampler."""
+    """The tokens of a step that come from the sampler, and where they belong."""
 
     sample: PendingSamplerOutput
     new: NewTokens
+    drafted: DraftedTokens | None
 
 
 @dataclass(slots=True)
@@ -59,6 +57,7 @@ class PendingStep:
         self.span: Span | None = None
         self._batch = batch
         self._in_flight = in_flight
+        self._received = False
 
     def wait(self) -> StepResult:
         """What came of the plan; its tokens are in the token table from now on. To be called once.
@@ -74,8 +73,7 @@ class PendingStep:
             extra = self._extra(prompt.seq_id)
             extra.prompt_start = prompt.start
             extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
-        if self.sampled is not None:
-            self._take_tokens(self.sampled)
+        self.receive()
         if self.span is not None:
             result.device_seconds, result.idle_seconds = self.span.wait()
         if self.swap_seconds is not None:
@@ -83,14 +81,37 @@ class PendingStep:
         result.seconds = max(result.seconds + time.perf_counter() - start, result.device_seconds)
         return result
 
-    def _take_tokens(self, sampled: PendingTokens) -> None:
-        result, output = self.result, sampled.sample.wait()
+    def receive(self) -> None:
+        """Waits for the step's tokens alone; from now on they are in the token table."""
+        if self.sampled is None or self._received:
+            return
+        self._received = True
+        result, output = self.result, self.sampled.sample.wait()
+        if self.sampled.drafted is not None:
+            self._accept(self.sampled.drafted, output)
+            return
         result.token_ids = output.token_ids.tolist()
-        self._batch.fill(sampled.new, output.token_ids)
+        self._batch.fill(self.sampled.new, output.token_ids)
         for i, logprobs in output.logprobs.items():
-            self._extra(result.seq_ids[i]).logprobs = logprobs
+            self._extra(result.seq_ids[i]).logprobs = [logprobs]
         for i, message in output.errors.items():
             self._extra(result.seq_ids[i]).error = message
+
+    def _accept(self, drafted: DraftedTokens, output: SamplerOutput) -> None:
+        """Of what was sampled behind drafts, takes as much as the drafts foresaw, and the token after it."""
+        result, start = self.result, 0
+        accepted = drafted.accept(output.token_ids.tolist())
+        for seq_id, tokens, count in zip(result.seq_ids, accepted, drafted.counts.tolist(), strict=True):
+            taken = range(start, start + len(tokens))
+            result.token_ids += tokens
+            result.num_tokens.append(len(tokens))
+            self._batch.accept(seq_id, tokens)
+            logprobs = [output.logprobs[i] for i in taken if i in output.logprobs]
+            error = next((output.errors[i] for i in taken if i in output.errors), None)
+            if logprobs or error is not None:
+                extra = self._extra(seq_id)
+                extra.logprobs, extra.error = logprobs, error
+            start += count
 
     def _extra(self, seq_id: int) -> SequenceResult:
         return self.result.extras.setdefault(seq_id, SequenceResult())

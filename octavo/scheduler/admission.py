@@ -90,7 +90,7 @@ class Admission:
     def start(self, group: SequenceGroup, step: Step) -> bool:
         """Begins a waiting group, or one preempted by recompute, with what the prefix cache holds of it."""
         blocks = self._blocks
-        if self._queues.rows + group.width > self._options.max_num_seqs:
+        if self._queues.rows + group.width > self._options.max_num_seqs or self._awaits_tokens(group):
             return False
         promised = self._promised(step)
         if not self._fits(1, promised):
@@ -121,6 +121,8 @@ class Admission:
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs or len(group.seqs) > step.budget:
             return False
+        if self._awaits_tokens(group):
+            return False
         promised = self._promised(step)
         moved = blocks.blocks_to_swap_in(group.seq_ids)
         to_grow = len(group.seqs) if self._queues.running else 0
@@ -130,6 +132,10 @@ class Admission:
         self._queues.run(group)
         self._go_on(group, step)
         return True
+
+    def _awaits_tokens(self, group: SequenceGroup) -> bool:
+        """Whether it was preempted while steps were in flight that are so still: the workers need its tokens."""
+        return group.resumable_after > self._queues.last_result
 
     def _go_on(self, group: SequenceGroup, step: Step) -> None:
         """Schedules a group that has just come in, if budget and blocks allow."""
@@ -184,7 +190,11 @@ class Admission:
         if group is None or group.status is SequenceStatus.SWAPPED:
             return None
         while queues.running and not self._would_fit(group):
-            lower = [g for g in queues.running if g.priority > group.priority and queues.order(g) > queues.order(group)]
+            lower = [
+                g
+                for g in queues.running
+                if g.priority > group.priority and queues.order(g) > queues.order(group) and not g.awaits_result
+            ]
             if not lower:
                 break
             self._preemption.put_out(self._preemption.victim(lower, step.now), step)

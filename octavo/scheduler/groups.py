@@ -12,8 +12,8 @@ class Sequence:
 
     The KV entries of its first ``num_computed`` tokens are in the blocks that the block manager keeps under ``seq_id``,
     or will be when the steps in flight are done. It always has one more token than these: when all of ``token_ids``
-    are computed, a step in flight is sampling that token, which counts already; only its id is still to come.
-    Invariant: ``0 <= num_computed <= len(token_ids)`` whenever a step is planned.
+    are computed, a step in flight is sampling that token, which counts already; only its id is still to come. With
+    several steps in flight it may await several tokens, ``num_computed - len(token_ids) + 1`` of them.
     """
 
     __slots__ = (
@@ -97,19 +97,25 @@ class SequenceGroup:
         "num_recomputes",
         "num_swapped_blocks",
         "num_swaps",
+        "plans_on_results",
         "prefilling",
         "priority",
         "request",
+        "resumable_after",
         "seqs",
         "status",
         "stop_token_ids",
-        "tied",
         "unforked",
         "urgent",
     )
 
-    def __init__(self, request: GroupRequest, arrival: int, seq_id: int, max_model_len: int) -> None:
-        """``arrival`` numbers the groups in the order they came; ``seq_id`` is its first sequence's."""
+    def __init__(
+        self, request: GroupRequest, arrival: int, seq_id: int, max_model_len: int, drafted: bool = False
+    ) -> None:
+        """``arrival`` numbers the groups in the order they came; ``seq_id`` is its first sequence's.
+
+        ``drafted``: whether tokens are guessed, which wants all tokens before them.
+        """
         self.request = request
         self.group_id = request.group_id
         self.arrival = arrival
@@ -121,10 +127,10 @@ class SequenceGroup:
         self.max_length = max_model_len if wanted is None else min(prompt + wanted, max_model_len)
         self.status = SequenceStatus.WAITING
         self.beam = BeamSearch(request.beam, self.stop_token_ids, self.max_length - prompt) if request.beam else None
+        #: Whether what it computes next depends on the result of its last step, so that it is not planned before that.
+        self.plans_on_results = drafted or request.beam is not None
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
-        #: Whether a token must be known before the next one can be sampled: no step is planned ahead of it.
-        self.tied = _is_tied(request)
         #: Sequences still to be forked off when the prompt is computed.
         self.unforked = request.num_sequences - 1
         #: Whether some sequence has more than its last token to compute.
@@ -132,6 +138,8 @@ class SequenceGroup:
         self.is_long = False
         #: Whether it has waited so long that no later arrival goes before it.
         self.urgent = False
+        #: The last step that may still bring tokens to it, where it was preempted with steps in flight.
+        self.resumable_after = 0
         #: Digests of its blocks' contents, for the prefix cache; made when first looked up.
         self.chain: PrefixChain | None = None
         self.first_scheduled_time: float | None = None
@@ -157,6 +165,11 @@ class SequenceGroup:
         return self.num_recomputes + self.num_swaps
 
     @property
+    def awaits_result(self) -> bool:
+        """Whether a step in flight decides what it computes next: it chooses beams, or verifies drafts."""
+        return self.plans_on_results and self.seqs[0].awaits_token
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether only the last token of each of its sequences is left to compute, and the group has forked.
 
@@ -169,9 +182,3 @@ class SequenceGroup:
     def seq_ids(self) -> list[int]:
         """Ids of its unfinished sequences."""
         return [s.seq_id for s in self.seqs]
-
-
-def _is_tied(request: GroupRequest) -> bool:
-    params = request.params
-    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return bool(penalised or params.logits_processors or request.bad_words_ids or request.beam is not None)

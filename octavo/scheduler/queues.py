@@ -19,16 +19,16 @@ class Queues:
 
     Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
     only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
-    ``rows`` is the sum of the running groups' widths, ``tied`` counts those with that mark; ``prefilling`` has the
-    running groups with that mark, in order.
+    ``rows`` is the sum of the running groups' widths; ``prefilling`` has the running groups with that mark, in order.
     """
 
-    def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
+    def __init__(self, options: SchedulerOptions, blocks: BlockManager, drafted: bool = False) -> None:
         self.blocks = blocks
         self.policy = load_policy(options.scheduling_policy)
         self._threshold = options.long_prefill_token_threshold
         self._max_model_len = options.max_model_len
         self._aging_limit = options.aging_limit
+        self._drafted = drafted
         self._by_arrival = type(self.policy) is FirstComeFirstServed
         self.waiting = GroupQueue(self.policy, options.aging_limit)
         #: Prompts above the threshold wait apart, so that short ones can pass without a search.
@@ -37,15 +37,16 @@ class Queues:
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.rows = 0
-        self.tied = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         #: Sequences that the workers must forget.
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
         self.newcomers: list[Sequence] = []
-        #: Running sequences whose last token the workers have wrong.
-        self.corrections: list[Sequence] = []
+        #: Running sequences whose last token the workers lack: they did not append it themselves.
+        self.unsent: list[Sequence] = []
+        #: Numbers of the last step that was planned, and of the last whose result is known.
+        self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
 
@@ -61,7 +62,7 @@ class Queues:
 
     def add(self, request: GroupRequest) -> SequenceGroup:
         """Puts a new group into the waiting queue."""
-        group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len)
+        group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len, self._drafted)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
@@ -101,7 +102,6 @@ class Queues:
         (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_for(group)).remove(group)
         _set_status(group, SequenceStatus.RUNNING)
         self.rows += group.width
-        self.tied += group.tied
         self._insert(self.running, group)
         if group.prefilling:
             self._insert(self.prefilling, group)
@@ -110,6 +110,7 @@ class Queues:
     def put_out(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """From running to waiting or swapped; its blocks are the caller's business."""
         self._leave_running(group)
+        group.resumable_after = self.last_step
         for seq in group.seqs:
             if seq.known:
                 self.forget.append(seq.seq_id)
@@ -143,8 +144,7 @@ class Queues:
                 self._drop(seq, SequenceStatus.FINISHED_STOPPED)
         # Beams may become fewer for want of candidates, and more again: all W keep counting.
         group.seqs, group.unforked = beams, group.width - len(beams)
-        # The workers appended what they sampled, not what the search chose.
-        self.corrections += beams
+        self.unsent += beams
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,6 @@ class Queues:
         if group.prefilling:
             self.prefilling.remove(group)
         self.rows -= group.width
-        self.tied -= group.tied
 
     def _insert(self, groups: list[SequenceGroup], group: SequenceGroup) -> None:
         if not groups or self.order(groups[-1]) <= self.order(group):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import SequenceStatus
 from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
@@ -24,6 +27,8 @@ class Results:
         outputs = StepOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
+        for seq, _ in step.drafted:
+            self._take_verdict(seq)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -36,23 +41,21 @@ class Results:
         self, result: StepResult, updates: list[SequenceUpdate], beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
         """Appends what was sampled; returns the sequences that have come to their end, and finds those of beams."""
-        extras, sequences = result.extras, self._queues.sequences
+        sequences = self._queues.sequences
         ended: list[Sequence] = []
-        extra: SequenceResult | None = None
-        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
+        for seq_id, token, extra in _tokens_of(result):
             seq = sequences.get(seq_id)
-            if seq is None:  # aborted while the step ran
+            # Aborted while the step ran; or ended by a token before this one.
+            if seq is None or (result.num_tokens and seq.status.finished):
                 continue
             group = seq.group
             if group.beam is not None:
                 beams[group.group_id] = group
                 continue
-            if extras:
-                extra = extras.get(seq_id)
-                if extra is not None and extra.error is not None:
-                    updates.append(_failed(seq, extra))
-                    ended.append(seq)
-                    continue
+            if extra is not None and extra.error is not None:
+                updates.append(_failed(seq, extra))
+                ended.append(seq)
+                continue
             tokens = seq.token_ids
             tokens.append(token)
             update = SequenceUpdate(group.group_id, seq.index, token, extra)
@@ -67,6 +70,12 @@ class Results:
             update.finish_reason = seq.status.value
             ended.append(seq)
         return ended
+
+    def _take_verdict(self, seq: Sequence) -> None:
+        """After drafts: what is computed is what was taken in, all but the last token; the rest is computed anew."""
+        if seq.status is SequenceStatus.RUNNING:
+            seq.num_computed = len(seq.token_ids) - 1
+            self._register(seq, seq.num_computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceUpdate]) -> list[Sequence]:
         """What came without a token: logprobs of a prompt's chunk, or an error. Returns the sequences that failed."""
@@ -103,7 +112,7 @@ class Results:
             self._queues.end_group(group, SequenceStatus.FINISHED_ERROR)
             updates.append(GroupUpdate(group.group_id, group.status.value, errors[0]))
             return
-        candidates = [Candidates(e.logprobs.top_ids, e.logprobs.top_logprobs) for e in found if e.logprobs is not None]
+        candidates = [Candidates(p.top_ids, p.top_logprobs) for e in found for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
         prompt = len(group.request.prompt_token_ids)
         outcome = group.beam.step(candidates, [s.token_ids[prompt:] for s in group.seqs])
@@ -130,6 +139,24 @@ class Results:
         for (_, token), seq in zip(survivors, after, strict=True):
             seq.token_ids.append(token)
         queues.replace_beams(group, after)
+
+
+def _tokens_of(result: StepResult) -> Iterable[tuple[int, int, SequenceResult | None]]:
+    """Each sampled token: its sequence, its id, and what else came with it."""
+    if not result.num_tokens:
+        if not result.extras:
+            return zip(result.seq_ids, result.token_ids, itertools.repeat(None))
+        return zip(result.seq_ids, result.token_ids, map(result.extras.get, result.seq_ids), strict=True)
+    return _several_tokens_of(result)
+
+
+def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceResult | None]]:
+    tokens = iter(result.token_ids)
+    for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
+        extra = result.extras.get(seq_id)
+        for i in range(count):
+            own = extra if extra is None or i >= len(extra.logprobs) else SequenceResult([extra.logprobs[i]])
+            yield seq_id, next(tokens), own
 
 
 def _failed(seq: Sequence, extra: SequenceResult) -> SequenceUpdate:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from octavo.scheduler.chunks import prompt_chunks, rejoin
-from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Chunks, Step, grow, take_prefill
+
+
+class Drafter(Protocol):
+    """Guesses what a sequence goes on with; see ``StepPlan.drafts``."""
+
+    def propose(self, sequence: Sequence) -> list[int]:
+        """Tokens that may follow ``sequence.token_ids``, all of which are known; perhaps none."""
+        ...
 
 
 class Running:
@@ -17,14 +27,18 @@ class Running:
     nothing that was decided is ever taken back.
     """
 
-    def __init__(self, options: SchedulerOptions, queues: Queues, preemption: Preemption) -> None:
+    def __init__(
+        self, options: SchedulerOptions, queues: Queues, preemption: Preemption, drafter: Drafter | None = None
+    ) -> None:
         self._options, self._queues, self._preemption = options, queues, preemption
+        self.drafter = drafter
 
     def schedule(self, step: Step) -> list[SequenceGroup]:
         """Schedules all that run; returns groups that can not go on even alone in all the blocks."""
         queues = self._queues
         chunks = self._split_budget(step)
         running, decodes = queues.running, step.decodes
+        drafts = self._propose(step) if self.drafter is not None else {}
         hopeless = []
         position = 0
         while position < len(running):
@@ -36,11 +50,11 @@ class Running:
                 work = chunks.get(group.group_id)
                 if work is None:
                     continue
-            elif seq.room and len(seqs) == 1:  # by far the most frequent: one more token inside its last block
+            elif seq.room and len(seqs) == 1 and not drafts:  # most often: one more token inside its last block
                 seq.room -= 1
                 decodes.append(seq)
                 continue
-            elif seq.is_ending:
+            elif seq.is_ending or group.awaits_result or (drafts and self._draft(group, drafts, step)):
                 continue
             else:
                 work = [(s, 1) for s in seqs]
@@ -57,6 +71,34 @@ class Running:
                 self._preemption.put_out(group, step)
                 position -= 1
         return hopeless
+
+    def _propose(self, step: Step) -> dict[int, list[int]]:
+        """Drafts by sequence id, no longer than a sequence may become, and within the budget that is left."""
+        assert self.drafter is not None
+        open_ = [
+            seq
+            for group in self._queues.running
+            if not (group.prefilling or group.awaits_result or group.beam is not None)
+            for seq in group.seqs
+            if not seq.is_ending
+        ]
+        drafts = {}
+        for seq in open_:
+            guesses = self.drafter.propose(seq)[: min(seq.max_length - 2 - seq.num_computed, max(step.budget, 0))]
+            if guesses:
+                drafts[seq.seq_id] = guesses
+                step.budget -= len(guesses)
+        return drafts
+
+    def _draft(self, group: SequenceGroup, drafts: dict[int, list[int]], step: Step) -> bool:
+        """Schedules a group with its drafts if blocks for them are free; nobody is preempted for a guess."""
+        work = [(seq, drafts.get(seq.seq_id, [])) for seq in group.seqs]
+        if not any(guesses for _, guesses in work):
+            return False
+        if not grow(self._queues, [(seq, 1 + len(guesses)) for seq, guesses in work], step):
+            return False
+        step.drafted += work
+        return True
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
         """Takes the decodes' tokens from the budget, and shares out the rest to those who prefill, in order."""
@@ -91,6 +133,10 @@ class Running:
         return True
 
     def _blocks_may_come(self) -> bool:
-        """Whether the step in flight ends somebody whose blocks are worth waiting for, or may end who is alone."""
+        """Whether a step in flight ends a group whose blocks are worth waiting for, or may end the only one.
+
+        A group that awaits a result keeps its blocks until that is known.
+        """
         running = self._queues.running
-        return any(g.seqs[0].is_ending for g in running) or (len(running) == 1 and running[0].seqs[0].awaits_token)
+        alone = len(running) == 1 and running[0].seqs[0].awaits_token
+        return alone or any(g.seqs[0].is_ending or g.awaits_result for g in running)

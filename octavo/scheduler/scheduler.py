@@ -15,7 +15,7 @@ from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.results import Results
-from octavo.scheduler.running import Running
+from octavo.scheduler.running import Drafter, Running
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step import Step, advance, make_plan
 
@@ -32,18 +32,19 @@ class Scheduler:
         blocks: BlockManager,
         options: SchedulerOptions,
         *,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_model_len`` tokens must fit the blocks."""
+        """``max_model_len`` tokens must fit the blocks; a ``drafter`` guesses tokens that a step then verifies."""
         if blocks.blocks_for(options.max_model_len) > blocks.num_blocks:
             raise ValueError(f"max_model_len {options.max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        self.queues = Queues(options, blocks)
+        self.queues = Queues(options, blocks, drafted=drafter is not None)
         self._stats = SchedulerStats()
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
-        self._running = Running(options, self.queues, self._preemption)
+        self._running = Running(options, self.queues, self._preemption, drafter)
         self._results = Results(self.queues)
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
@@ -95,19 +96,14 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether one step is in flight and the next can be planned before its tokens are known.
-
-        That wants somebody who goes on after it, and nobody whose sampling looks at the tokens before.
-        """
-        if len(self._in_flight) != 1 or self.queues.tied:
-            return False
-        return any(not g.seqs[0].is_ending for g in self.queues.running)
+        """Whether some group can be planned further before the results of the steps in flight are known."""
+        return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
 
     def schedule(self) -> StepPlan:
         """Decides what the next step computes.
 
         Raises:
-            RuntimeError: a step is in flight that cannot be run ahead of.
+            RuntimeError: a step is in flight that no group can run ahead of.
         """
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and must be taken in first")
@@ -119,7 +115,7 @@ class Scheduler:
         else:
             self._fill_mixed(step, favoured)
         self._end_hopeless(step)
-        self._stats.steps += 1
+        self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         advance(self.queues, step)
         self._in_flight[plan.step] = step
@@ -188,7 +184,7 @@ class Scheduler:
 
     def _count(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
-        stats.decode_tokens += len(step.decodes)
+        stats.decode_tokens += len(step.decodes) + len(step.drafted)
         stats.prefill_tokens += step.num_prompt_tokens
         stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
@@ -197,6 +193,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Takes in what the plan brought: appends sampled tokens, finishes, frees. Plans come back in their order."""
         step = self._in_flight.pop(plan.step)
+        self.queues.last_result = plan.step
         now = self._clock()
         if step.prefills:  # a step planned ahead begins when the one before it is done
             self._last_prompt_latency = now - max(step.now, self._last_update)
@@ -212,8 +209,9 @@ class Scheduler:
         Nobody knows how far the plan came, so whatever it was to move is lost too.
         """
         step = self._in_flight.pop(plan.step)
+        self.queues.last_result = plan.step
         outputs = StepOutputs(groups=self._take_refused())
-        scheduled = [s.group for s in step.decodes] + step.prefill_groups
+        scheduled = [s.group for s in step.decodes] + [s.group for s, _ in step.drafted] + step.prefill_groups
         groups = {g.group_id: g for g in scheduled + step.moved}
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()

@@ -23,6 +23,8 @@ class Step:
     #: Tokens that may still be scheduled.
     budget: int
     decodes: list[Sequence] = field(default_factory=list)
+    #: Decodes with drafts behind their token.
+    drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     prefills: Chunks = field(default_factory=list)
     #: Sequences that fill blocks in this step, and all their tokens that are computed after it.
     filled: Chunks = field(default_factory=list)
@@ -57,7 +59,9 @@ def grow(queues: Queues, work: Chunks, step: Step) -> bool:
             if growth.blocks:
                 step.changes.append(TableChange(seq.seq_id, growth.index, growth.blocks))
             slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
-            seq.room = min(slots, seq.max_length - 1) - seq.num_computed
+            room = min(slots, seq.max_length - 1) - seq.num_computed
+            # Without room it is looked at again before its next token, which a result may have to decide.
+            seq.room = n if seq.group.plans_on_results else room
     for seq, n in work:
         seq.room -= n
     return True
@@ -95,19 +99,22 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
-    if queues.newcomers or queues.corrections:
-        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.prefills}
+    if queues.newcomers or queues.unsent:
+        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.drafted + step.prefills}
         _introduce(queues, scheduled, plan)
-        _correct(queues, scheduled, plan)
+        _send_tokens(queues, scheduled, plan)
     plan.forks += step.forks
     plan.forget, queues.forget = queues.forget, []
     plan.table_changes += step.changes
-    # A chunk of one token is a decode to the kernels; those rows come first.
-    short = [s.seq_id for s, n in step.prefills if n == 1]
-    chunks = [(s.seq_id, n) for s, n in step.prefills if n > 1]
-    plan.seq_ids = [s.seq_id for s in step.decodes] + short
-    plan.num_tokens = [1] * len(plan.seq_ids) + [n for _, n in chunks]
-    plan.seq_ids += [seq_id for seq_id, _ in chunks]
+    plan.seq_ids = [s.seq_id for s in step.decodes]
+    plan.num_tokens = [1] * len(plan.seq_ids)
+    for seq, drafts in step.drafted:
+        plan.seq_ids.append(seq.seq_id)
+        plan.num_tokens.append(1 + len(drafts))
+        plan.drafts[seq.seq_id] = drafts
+    if step.prefills:
+        plan.seq_ids += [s.seq_id for s, _ in step.prefills]
+        plan.num_tokens += [n for _, n in step.prefills]
     return plan
 
 
@@ -118,6 +125,8 @@ def advance(queues: Queues, step: Step) -> None:
         seq.num_computed += 1
         if not seq.num_computed % size:
             filled.append((seq, seq.num_computed))
+    for seq, drafts in step.drafted:
+        seq.num_computed += 1 + len(drafts)
     for seq, n in step.prefills:
         seq.num_computed += n
         filled.append((seq, seq.num_computed))
@@ -148,11 +157,12 @@ def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
     queues.newcomers = later
 
 
-def _correct(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
-    """Tells the workers which token a beam search chose, where they hold another."""
-    running = [s for s in queues.corrections if s.status is SequenceStatus.RUNNING]
-    plan.last_tokens = [(s.seq_id, s.token_ids[-1]) for s in running if s.seq_id in scheduled]
-    queues.corrections = [s for s in running if s.seq_id not in scheduled]
+def _send_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+    """Tells the workers the last tokens that they did not append; those just introduced have theirs."""
+    introduced = {new.seq_id for new in plan.new}
+    running = [s for s in queues.unsent if s.status is SequenceStatus.RUNNING and s.seq_id not in introduced]
+    plan.new_tokens = {s.seq_id: [s.token_ids[-1]] for s in running if s.seq_id in scheduled}
+    queues.unsent = [s for s in running if s.seq_id not in scheduled]
 
 
 def _seed(seq: Sequence) -> int:
@@ -170,4 +180,5 @@ def _new_sequence(seq: Sequence) -> NewSequence:
         seed=_seed(seq),
         stop_token_ids=request.stop_token_ids,
         bad_words_ids=request.bad_words_ids,
+        appends_sampled=request.beam is None,
     )

@@ -332,13 +332,13 @@ def test_a_sequence_that_fails_ends_alone(llm: LLM) -> None:
 def test_by_default_steps_are_planned_ahead_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.engine import core
 
-    assert not load(tiny_model, device="cpu").llm_engine.core._loop._ahead
+    assert load(tiny_model, device="cpu").llm_engine.core._loop._max_in_flight == 1
     options = make_config(model="any")
-    for device, expected in (("cpu", False), ("cuda", True)):
+    for device, expected in (("cpu", 1), ("cuda", 2)):
         monkeypatch.setattr(core, "resolve_device", lambda name, found=device: found)
-        assert core._schedules_ahead(options) is expected
+        assert core._steps_in_flight(options) == expected
         for asked in (True, False):
-            assert core._schedules_ahead(options.model_copy(update={"async_scheduling": asked})) is asked
+            assert core._steps_in_flight(options.model_copy(update={"async_scheduling": asked})) == 1 + asked
 
 
 def test_served_from_a_process_of_its_own(tiny_model: Path, alone: list[Any]) -> None:

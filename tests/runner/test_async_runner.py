@@ -19,7 +19,7 @@ from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChang
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.models.config import read_model_config
-from octavo.runner.device_batch import HandOver, PinnedSend, send_nowhere, to_device
+from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.pending import PendingStep
@@ -237,6 +237,26 @@ def test_forks_beside_decodes_in_flight(worker: Worker) -> None:
     assert sampled(results, 1) != sampled(results, 2)
 
 
+def test_three_steps_in_flight(worker: Worker) -> None:
+    """The newest of a sequence's tokens counts, whichever step it is of."""
+    plans = [start(0, 1, 2), decode(0, 1, 2), decode(0, 1), decode(1, 0), decode(2, 0), decode(2), decode(1, 2, 0)]
+    ahead, expected = worker.run(plans, 3), worker.run(plans, 1)
+    assert [facts(result) for result in ahead] == [facts(result) for result in expected]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_penalties_of_tokens_that_are_in_flight(worker: Worker, depth: int) -> None:
+    """They are waited for when the forward is queued."""
+    params = SamplingParams(temperature=2.0, repetition_penalty=1.8, frequency_penalty=1.0)
+    new = [introduce(0, PROMPT[:3], RANDOM), introduce(1, PROMPT, params)]
+    tables = [table(0, 0), table(1, 1)]
+    first = always(new=new, table_changes=tables, seq_ids=[0, 1], num_tokens=[3, 10])
+    plans = [first, decode(0, 1), decode(1, 0), decode(0), decode(0, 1), decode(1), decode(0, 1)]
+    ahead, expected = worker.run(plans, depth), worker.run(plans, 1)
+    assert [facts(result) for result in ahead] == [facts(result) for result in expected]
+    assert len(sampled(expected, 1)) == 6
+
+
 def test_penalties_where_the_tokens_are_known(worker: Worker) -> None:
     """The sequence is scheduled in every second step only."""
     params = SamplingParams(temperature=2.0, repetition_penalty=1.8, frequency_penalty=1.0)
@@ -397,8 +417,6 @@ def test_steps_are_waited_for_in_order_and_once(worker: Worker) -> None:
     second = worker.runner.submit(StepPlan(step=2, **decode(0)({})))
     with pytest.raises(RuntimeError, match="step 2 is not the oldest"):
         second.wait()
-    with pytest.raises(RuntimeError, match="2 steps are in flight"):
-        worker.runner.submit(StepPlan(step=3, **decode(0)({})))
     assert len(first.wait().token_ids) == 1
     with pytest.raises(RuntimeError, match="step 1 is not the oldest"):
         first.wait()
@@ -411,7 +429,7 @@ def test_a_plan_that_needs_a_token_in_flight_is_refused(worker: Worker) -> None:
     with pytest.raises(RuntimeError, match=r"sequences \[0\] are not known yet"):
         worker.runner.submit(StepPlan(step=2, forks=[Fork(0, 1, 5)]))
     with pytest.raises(RuntimeError, match=r"sequences \[0\] are not known yet"):
-        worker.runner.submit(StepPlan(step=2, last_tokens=[(0, 5)]))
+        worker.runner.submit(StepPlan(step=2, new_tokens={0: [5]}))
     pending.wait()
     worker.runner.execute(StepPlan(step=3, forget=[0]))
 
@@ -446,11 +464,11 @@ def test_a_token_that_is_none_is_handed_over_as_token_zero() -> None:
     new = batch.advance(first, first.rows)
     then = batch.build(StepPlan(step=2, seq_ids=[2, 0, 1], num_tokens=[1, 1, 1]))
     tokens = torch.tensor([5, -2, 9])
-    inputs = to_device(then, HandOver(tokens, *batch.handed_over(then, new)), send_nowhere)
+    inputs = to_device(then, [SampledTokens(tokens, *batch.awaited(then, new))], send_nowhere)
     assert inputs.token_ids.tolist() == [9, 5, 0]
     assert inputs.positions.tolist() == [4, 2, 3]
     same = batch.build(StepPlan(step=2, seq_ids=[0, 1, 2], num_tokens=[1, 1, 1]))
-    inputs = to_device(same, HandOver(tokens, *batch.handed_over(same, new)), send_nowhere)
+    inputs = to_device(same, [SampledTokens(tokens, *batch.awaited(same, new))], send_nowhere)
     assert inputs.token_ids.tolist() == [5, 0, 9]
     batch.fill(new, np.array([5, 0, 9]))
     rows = [batch.row(i) for i in range(3)]

@@ -101,9 +101,7 @@ def assert_same(found: list[StepResult], expected: list[StepResult]) -> None:
         assert (ours.seq_ids, ours.token_ids) == (theirs.seq_ids, theirs.token_ids)
         assert ours.extras.keys() == theirs.extras.keys()
         for seq_id, extra in ours.extras.items():
-            mine, other = extra.logprobs, theirs.extras[seq_id].logprobs
-            assert mine is not None
-            assert other is not None
+            [mine], [other] = extra.logprobs, theirs.extras[seq_id].logprobs
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-3)
             assert mine.top_ids == other.top_ids
 

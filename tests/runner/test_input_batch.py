@@ -30,7 +30,8 @@ def test_a_fork_is_a_copy_and_goes_its_own_way() -> None:
     row = batch.fork(7, 9)
     assert row == batch.row(9) != batch.row(7)
     assert batch.num_rows == 2
-    batch.set_last_token(9, 15)
+    batch.tokens.num_tokens[row] -= 1
+    batch.append(9, [15])
     batch.change_table(TableChange(9, 2, [30]))
     inputs = batch.build(StepPlan(step=1, seq_ids=[9, 7], num_tokens=[1, 1]))
     assert inputs.arrays["token_ids"].tolist() == [15, 14]
@@ -157,7 +158,8 @@ def test_whatever_changes_between_two_steps_the_inputs_are_those_of_the_sequence
         elif event == 2:
             seq_id = rng.choice(held)
             decoding.tokens[seq_id][-1] = 7
-            decoding.batch.set_last_token(seq_id, 7)
+            decoding.batch.tokens.num_tokens[decoding.batch.row(seq_id)] -= 1
+            decoding.batch.append(seq_id, [7])
         elif event == 3:
             decoding.step(rng.choice(held))
         elif event == 4:

@@ -71,16 +71,18 @@ def introduce(
     num_computed: int = 0,
     stop: list[int] | None = None,
     bad_words: list[list[int]] | None = None,
+    appends_sampled: bool = True,
 ) -> NewSequence:
     prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    return NewSequence(seq_id, tokens, prompt, num_computed, params, seed, stop or [], bad_words or [])
+    own = appends_sampled
+    return NewSequence(seq_id, tokens, prompt, num_computed, params, seed, stop or [], bad_words or [], own)
 
 
 def samples(result: StepResult) -> dict[int, tuple[int, PositionLogprobs | None]]:
     """By sequence."""
     extras = result.extras
     return {
-        seq_id: (token, extras[seq_id].logprobs if seq_id in extras else None)
+        seq_id: (token, next(iter(extras[seq_id].logprobs), None) if seq_id in extras else None)
         for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True)
     }
 
@@ -231,6 +233,42 @@ def test_an_error_of_a_child_is_its_own(worker: Worker) -> None:
     assert calls == [[], [], []]
 
 
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+def test_drafts_change_nothing(worker: Worker, request_: dict[str, Any]) -> None:
+    """Guesses right, wrong, or right at first: the tokens and logprobs are those of one token a step."""
+    [expected, company] = [worker.alone(PROMPT, count=12, seed=40 + i, **request_) for i in range(2)]
+    plan: dict[str, Any] = {
+        "new": [introduce(i, PROMPT, seed=39 + i, **request_) for i in (1, 2)],
+        "table_changes": [TableChange(1, 0, [50, 9, 70, 71, 72, 73]), TableChange(2, 0, [1, 2, 3, 4, 5, 6])],
+    }
+    results = [worker.step(seq_ids=[1, 2], num_tokens=[10, 10], **plan)]
+    found: dict[int, list[Any]] = {1: [], 2: []}
+    rng = random.Random(3)
+    while len(found[1]) < 12:
+        taken = iter(results[-1].token_ids)
+        counts = results[-1].num_tokens or [1] * len(results[-1].seq_ids)
+        for seq_id, count in zip(results[-1].seq_ids, counts, strict=True):
+            extra = results[-1].extras.get(seq_id)
+            logprobs = extra.logprobs if extra is not None and extra.logprobs else [None] * count
+            found[seq_id] += zip([next(taken) for _ in range(count)], logprobs, strict=True)
+        known = len(found[1])
+        right = [token for token, _ in expected[known : known + rng.randrange(4)]]
+        guesses = right + [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
+        seq_ids = [1] if len(found[2]) >= 12 else [1, 2]
+        results.append(
+            worker.step(seq_ids=seq_ids, num_tokens=[1 + len(guesses), 1][: len(seq_ids)], drafts={1: guesses})
+        )
+    worker.step(forget=[1, 2])
+    for seq_id, alone in ((1, expected), (2, company)):
+        assert [token for token, _ in found[seq_id]][:12] == [token for token, _ in alone][: len(found[seq_id])]
+        if worker.options["kernels"] == "cpu":  # torch's own products depend on the number of rows
+            assert found[seq_id][:12] == alone[: len(found[seq_id])]
+    assert any(max(result.num_tokens, default=1) > 2 for result in results), "no guess was accepted"
+
+
 # --- beam search ----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +289,7 @@ def test_beams_are_sequences_computed_from_scratch(worker: Worker, scratch: Work
     tokens = {0: list(prompt)}
     shared = Counter(tables[0])
     result = worker.step(
-        new=[introduce(0, prompt, params)],
+        new=[introduce(0, prompt, params, appends_sampled=False)],
         table_changes=[TableChange(0, 0, tables[0])],
         seq_ids=[0],
         num_tokens=[len(prompt)],
@@ -279,7 +317,7 @@ def follow(
     first_id: int,
 ) -> tuple[dict[str, Any], dict[int, list[int]], dict[int, list[int]]]:
     """The plan by which each chosen (beam, token) becomes a beam, and the tokens and tables of the new beams."""
-    plan: dict[str, Any] = {"forks": [], "last_tokens": [], "table_changes": [], "blocks_to_copy": []}
+    plan: dict[str, Any] = {"forks": [], "new_tokens": {}, "table_changes": [], "blocks_to_copy": []}
     new_tokens: dict[int, list[int]] = {}
     new_tables: dict[int, list[int]] = {}
     for i, (parent, token) in enumerate(chosen):
@@ -289,7 +327,7 @@ def follow(
             plan["forks"].append(Fork(parent, beam, 0))
             shared.update(tables[parent])
         new_tokens[beam], new_tables[beam] = [*tokens[parent], token], list(tables[parent])
-        plan["last_tokens"].append((beam, token))
+        plan["new_tokens"][beam] = [token]
     plan["forget"] = [beam for beam in tokens if beam not in new_tokens]
     for beam in plan["forget"]:
         shared.subtract(tables[beam])

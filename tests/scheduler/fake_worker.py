@@ -26,6 +26,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.running import Drafter
 from octavo.scheduler.scheduler import Scheduler
 
 EOS = 0
@@ -107,15 +108,12 @@ class Row:
     known: int
     #: Tokens at which the sequence ends.
     limit: int
+    #: Whether it goes on with what it samples, or with what the plans say.
+    appends: bool
 
     @property
     def known_in_full(self) -> bool:
         return self.known == len(self.tokens)
-
-    @property
-    def tied(self) -> bool:
-        """Whether its sampling looks at the ids before, on the host."""
-        return self.params.presence_penalty != 0.0
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -156,6 +154,7 @@ class FakeWorker(Executor):
 
     def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
         self.options = options
+        self.max_in_flight = 2
         self.block_size = blocks.block_size
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_host_blocks)]
@@ -190,7 +189,7 @@ class FakeWorker(Executor):
         with self.breaking():
             self.on_submit(plan)
             plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
-            assert len(self.in_flight) < 2, "three steps in flight"
+            assert len(self.in_flight) < self.max_in_flight, "too many steps in flight"
             step = FakeStep(self, plan)
             self._forget(plan)
             if fail == "before moving":
@@ -216,12 +215,13 @@ class FakeWorker(Executor):
         for fork in plan.forks:
             self._fork(fork)
         assert len(self.rows) <= self.options.max_num_seqs
-        for seq_id, token in plan.last_tokens:
+        for seq_id, tokens in plan.new_tokens.items():
             row = self.rows[seq_id]
-            assert row.num_computed < len(row.tokens), "the KV entry of a token that is replaced"
-            assert row.known_in_full, "the replacement of a token that is still to come"
-            del row.tokens[-1], row.prints[-1]
-            row.append(token)
+            assert not row.appends, "a token that the worker has already"
+            assert row.num_computed == len(row.tokens), "a token after one that is still to be computed"
+            for token in tokens:
+                row.append(token)
+                row.known += 1
         for change in plan.table_changes:
             table = self.rows[change.seq_id].table
             assert change.blocks and change.index <= len(table), "a hole in a block table"
@@ -255,11 +255,12 @@ class FakeWorker(Executor):
         before = self.forgotten.get(new.seq_id)
         if before is not None:
             assert before.known_in_full, "back before its last token is known"
-            assert len(new.token_ids) == len(before.tokens), "back without one of its tokens"
+            unsent = len(new.token_ids) - len(before.tokens)
+            assert unsent == 0 or (unsent == 1 and not before.appends), "back without one of its tokens"
         limit = self.options.max_model_len
         if new.params.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + new.params.max_tokens)
-        row = Row(new.params, new.seed, [], [], [], new.num_computed, len(new.token_ids), limit)
+        row = Row(new.params, new.seed, [], [], [], new.num_computed, len(new.token_ids), limit, new.appends_sampled)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -277,6 +278,7 @@ class FakeWorker(Executor):
             row.num_computed,
             row.known,
             row.limit,
+            row.appends,
         )
 
     def _followers(self, plan: StepPlan) -> dict[int, int]:
@@ -286,17 +288,21 @@ class FakeWorker(Executor):
     def _compute(self, plan: StepPlan, followers: dict[int, int]) -> None:
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
         assert plan.total_tokens <= self.options.max_num_batched_tokens
-        assert plan.num_tokens == [n for n in plan.num_tokens if n == 1] + [n for n in plan.num_tokens if n > 1]
-        assert 0 not in plan.num_tokens, "decodes first, and something of each"
+        assert 0 not in plan.num_tokens, "something of each"
         size = self.block_size
         self._check_contents()
         written: dict[tuple[int, int], int] = {}
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             row = self.rows[seq_id]
+            drafts = plan.drafts.get(seq_id, [])
+            assert row.known_in_full or not drafts, "drafts behind a token that is still to come"
+            for token in drafts:
+                row.append(token)
             end = row.num_computed + count
             assert end <= len(row.tokens) <= row.limit <= self.options.max_model_len
+            assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
-            assert end <= row.known or count == 1, "only a decode may take a token from the device"
+            assert end <= row.known + len(drafts) or count == 1, "only a decode may take a token from the device"
             assert len(row.table) * size >= end, "tokens without a slot"
             for position in range(row.num_computed, end):
                 slot = row.table[position // size], position % size
@@ -335,19 +341,31 @@ class FakeWorker(Executor):
         result.swap_seconds = moves * self.seconds_per_move
         result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
         for seq_id in [*plan.seq_ids, *followers]:
-            row = self.rows[seq_id]
+            row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
             if row.num_computed < len(row.tokens):
                 continue
-            assert row.known_in_full or not row.tied, "a sampling that needs a token still to come"
-            token = sample(row.prints[-1], row.seed)
-            if row.params.logprobs is not None:
-                top = candidates(row.prints[-1], row.params.logprobs)
-                position = PositionLogprobs(token, -1.0, 1, list(top.token_ids), list(top.logprobs))
-                result.extras[seq_id] = SequenceResult(logprobs=position)
             result.seq_ids.append(seq_id)
-            result.token_ids.append(token)
-            row.append(token)
-            step.sampled.append(row)
+            first = len(row.tokens) - len(drafts)
+            accepted = 0
+            while True:
+                before = row.prints[first + accepted - 1]
+                token = sample(before, row.seed)
+                result.token_ids.append(token)
+                if row.params.logprobs is not None:
+                    top = candidates(before, row.params.logprobs)
+                    position = PositionLogprobs(token, -1.0, 1, list(top.token_ids), list(top.logprobs))
+                    result.extras.setdefault(seq_id, SequenceResult()).logprobs.append(position)
+                if accepted == len(drafts) or drafts[accepted] != token:
+                    break
+                accepted += 1
+            if plan.drafts:
+                result.num_tokens.append(1 + accepted)
+                row.num_computed -= len(drafts) - accepted
+                del row.tokens[first + accepted :], row.prints[first + accepted :]
+                row.known += accepted
+            if row.appends:
+                row.append(token)
+                step.sampled.append(row)
 
 
 @dataclass
@@ -372,13 +390,21 @@ class Answer:
 class Engine:
     """The step loop over a fake worker, with a clock that stands still unless it is told the time."""
 
-    def __init__(self, blocks: BlockManager, options: SchedulerOptions, *, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        options: SchedulerOptions,
+        *,
+        max_in_flight: int = 1,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.now = 0.0
         self.blocks = blocks
-        self.scheduler = Scheduler(blocks, options, clock=lambda: self.now)
+        self.scheduler = Scheduler(blocks, options, drafter=drafter, clock=lambda: self.now)
         self.worker = FakeWorker(blocks, options)
+        self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._look_at
-        self.loop = StepLoop(self.scheduler, self.worker, ahead=ahead)
+        self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
         self._stepping = False
         self._before: list[tuple[SequenceGroup, SequenceStatus, int]] = []
         self.answers: dict[int, Answer] = {}
@@ -515,7 +541,8 @@ def check_accounting(engine: Engine) -> None:
         assert group.seqs, "a group without sequences"
         for seq in group.seqs:
             assert seq.status is wanted and queues.sequences[seq.seq_id] is seq
-            assert seq.num_computed < len(seq.token_ids) + bool(engine.loop._in_flight)
+            drafts = max((len(p.drafts.get(seq.seq_id, ())) for p, _ in engine.loop._in_flight), default=0)
+            assert seq.num_computed < len(seq.token_ids) + len(engine.loop._in_flight) + drafts
             table = blocks.table(seq.seq_id)
             held = bool(table) or blocks.is_swapped(seq.seq_id)
             assert blocks.is_swapped(seq.seq_id) <= (wanted is SequenceStatus.SWAPPED)
@@ -525,7 +552,6 @@ def check_accounting(engine: Engine) -> None:
             tables += held
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
-    assert queues.tied == sum(g.tied for g in queues.running)
     assert queues.rows == sum(g.width for g in queues.running) <= engine.scheduler.options.max_num_seqs
     assert len(on_device) == blocks.num_used
     assert tables == blocks.num_tables

@@ -12,15 +12,21 @@ from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.options import SchedulerOptions
-from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
+from tests.scheduler.fake_worker import (
+    Engine,
+    check_accounting,
+    check_nothing_held,
+    hypotheses_alone,
+    tokens_alone,
+)
 
 BLOCK = 4
 
 
-def make(blocks: int = 64, host: int = 0, *, ahead: bool = True, caching: bool = False, **options: Any) -> Engine:
+def make(blocks: int = 64, host: int = 0, *, depth: int = 2, caching: bool = False, **options: Any) -> Engine:
     manager = BlockManager(blocks, BLOCK, num_host_blocks=host, prefix_caching=caching)
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": blocks * BLOCK, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), ahead=ahead)
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), max_in_flight=depth)
 
 
 def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> GroupRequest:
@@ -67,9 +73,9 @@ def test_the_next_step_is_submitted_before_the_first_is_known() -> None:
     finish(engine)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_no_step_computes_what_the_limit_rules_out(ahead: bool) -> None:
-    engine = make(ahead=ahead)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_no_step_computes_what_the_limit_rules_out(depth: int) -> None:
+    engine = make(depth=depth)
     engine.add(request(1, 6, max_tokens=8))
     engine.add(request(2, 5, max_tokens=1, n=3))
     engine.add(request(3, 5, max_tokens=20))
@@ -102,49 +108,71 @@ def test_several_sequences_run_ahead_from_their_fork_on() -> None:
 @pytest.mark.parametrize(
     "params",
     [
+        {},
+        {"min_tokens": 3},
+        {"logit_bias": {5: 2.0}},
+        {"allowed_token_ids": [1, 2]},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -0.1},
         {"repetition_penalty": 1.1},
-        {"logits_processors": [lambda tokens, logits: logits]},
         {"bad_words": ["x"]},
-        {"beams": 2},
     ],
 )
-def test_nothing_is_planned_ahead_of_tokens_that_sampling_looks_at(params: dict[str, Any]) -> None:
-    engine = make()
-    beams = params.pop("beams", None)
-    processors = params.pop("logits_processors", None)
-    tied = request(1, 6, max_tokens=4, n=beams or 1, **params)
-    if beams:
-        tied.beam = BeamSearchParams(beam_width=beams, max_tokens=4)
-        tied.params.logprobs = 4
-    if params.get("bad_words"):
-        tied.bad_words_ids = [[3]]
-    engine.add(request(2, 6, max_tokens=12))
-    assert len(in_flight(engine)) == 2
-    group = engine.add(tied).group
-    tied.params.logits_processors = None
-    if processors:
-        group.tied = True  # no processor can be sent to the fake worker
-    while group.status is not SequenceStatus.RUNNING:
-        engine.step()
-    while group.status is SequenceStatus.RUNNING:
-        assert len(in_flight(engine)) == 1
-    assert len(in_flight(engine)) == 2
-    finish(engine)
-
-
-@pytest.mark.parametrize("params", [{}, {"min_tokens": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [1, 2]}])
-def test_what_does_not_look_at_tokens_is_planned_ahead(params: dict[str, Any]) -> None:
+def test_sampling_that_looks_at_tokens_is_planned_ahead_too(params: dict[str, Any]) -> None:
+    """The worker waits for the tokens where it needs them, when the forward is queued."""
     engine = make()
     engine.add(request(1, 6, **params))
     assert len(in_flight(engine)) == 2
     finish(engine)
 
 
+def test_a_beam_search_alone_waits_for_its_results() -> None:
+    engine = make()
+    engine.add(request(2, 6, max_tokens=30))
+    assert len(in_flight(engine)) == 2
+    search = request(1, 6, n=2)
+    search.beam = BeamSearchParams(beam_width=2, max_tokens=8)
+    search.params.max_tokens, search.params.logprobs = 8, 4
+    group = engine.add(search).group
+    while group.status is not SequenceStatus.RUNNING:
+        engine.step()
+    with_beams = 0
+    while group.status is SequenceStatus.RUNNING:
+        first, second = in_flight(engine)
+        owners = [set(engine.computed(plan)) for plan in (first, second)]
+        assert 2 in owners[0] and 2 in owners[1], "the other group is not held up"
+        assert not (1 in owners[0] and 1 in owners[1]), "beams were computed before they were chosen"
+        with_beams += 1 in owners[0]
+    assert with_beams >= 8
+    finish(engine)
+    assert engine.answers[1].hypotheses == hypotheses_alone(search, 256)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_sequence_put_out_while_its_token_is_awaited_comes_back_with_it(mode: str) -> None:
-    engine = make(blocks=6, host=6, preemption_mode=mode)
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_beams_and_others_short_of_blocks_with_steps_in_flight(mode: str, depth: int) -> None:
+    engine = make(blocks=10, host=12, depth=depth, preemption_mode=mode)
+    searches = {}
+    for group_id in (1, 3):
+        search = searches[group_id] = request(group_id, 5, n=2)
+        search.beam = BeamSearchParams(beam_width=2, max_tokens=9)
+        search.params.max_tokens, search.params.logprobs = 9, 4
+        engine.add(search)
+        engine.add(request(group_id + 1, 7, max_tokens=12))
+    while engine.scheduler.has_work:
+        engine.step()
+        check_accounting(engine)
+    check_nothing_held(engine)
+    assert sum(answer.group.num_preemptions for answer in engine.answers.values()) > 0
+    for group_id, search in searches.items():
+        assert engine.answers[group_id].hypotheses == hypotheses_alone(search, 40)
+        assert engine.answers[group_id + 1].tokens[0] == tokens_alone(engine.answers[group_id + 1].request, 0, 40)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_a_sequence_put_out_while_its_token_is_awaited_comes_back_with_it(mode: str, depth: int) -> None:
+    engine = make(blocks=6, host=6, depth=depth, preemption_mode=mode)
     engine.add(request(1, 7, max_tokens=12))
     engine.add(request(2, 7, max_tokens=12))
     awaited = False
@@ -154,7 +182,8 @@ def test_a_sequence_put_out_while_its_token_is_awaited_comes_back_with_it(mode: 
         group = engine.answers[2].group
         awaited = group.num_preemptions > 0
     assert group.status is not SequenceStatus.RUNNING
-    assert len(engine.answers[2].tokens[0]) == known[2] + 1, "it was put out after its last step was taken in"
+    if depth == 2:
+        assert len(engine.answers[2].tokens[0]) == known[2] + 1, "it was put out after its last step was taken in"
     finish(engine)
     assert engine.answers[2].reasons == {0: "length"}
 
@@ -231,12 +260,12 @@ def test_a_sequence_stopped_while_its_next_token_is_awaited_gets_none() -> None:
     finish(engine)
 
 
-def test_no_third_step_and_none_ahead_of_a_tied_one() -> None:
+def test_no_step_is_planned_that_no_group_can_run_ahead_with() -> None:
     scheduler = make().scheduler
-    scheduler.add(request(1, 6))
-    scheduler.schedule()
-    assert scheduler.can_run_ahead
-    scheduler.schedule()
+    scheduler.add(request(1, 6, max_tokens=3))
+    for _ in range(3):
+        assert not scheduler._in_flight or scheduler.can_run_ahead
+        scheduler.schedule()
     assert not scheduler.can_run_ahead
     with pytest.raises(RuntimeError, match="step 1 is in flight and must be taken in first"):
         scheduler.schedule()

@@ -53,8 +53,8 @@ class Case:
     num_requests: int
     abort_rate: float
     failure_rate: float
-    #: Whether steps are planned ahead.
-    ahead: bool
+    #: Most steps in flight.
+    depth: int
 
 
 def make_case(seed: int) -> Case:
@@ -95,7 +95,7 @@ def make_case(seed: int) -> Case:
         num_requests=rng.randint(3, 10),
         abort_rate=rng.choice([0.0, 0.0, 0.05, 0.2]),
         failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
-        ahead=rng.random() < 0.6,
+        depth=rng.choice([1, 2, 2, 3]),
     )
 
 
@@ -113,7 +113,7 @@ class Run:
             prefix_caching=case.prefix_caching,
             host_cache=case.host_cache,
         )
-        self.engine = Engine(blocks, case.options, ahead=case.ahead)
+        self.engine = Engine(blocks, case.options, max_in_flight=case.depth)
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
@@ -128,7 +128,7 @@ class Run:
         prompt = (rng.choice(self.prefixes)[:shared] + self._tokens(length))[:length]
         max_tokens = rng.choice([1, 4, 10, 20, None])
         n, beam = rng.choice([1, 1, 1, 2, 3, 4]), None
-        penalty = 0.5 if rng.random() < 0.08 else 0.0  # such a request is not planned ahead, nor are its neighbours
+        penalty = 0.5 if rng.random() < 0.08 else 0.0  # its sampling looks at tokens
         params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=rng.choice([None, 2]), presence_penalty=penalty)
         if rng.random() < 0.25:
             beam = BeamSearchParams(
@@ -262,8 +262,8 @@ def test_much_generated_traffic(part: int) -> None:
 def test_planning_ahead_changes_no_answer(part: int) -> None:
     for seed in range(part * 1000, part * 1000 + 60):
         case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)
-        alone, ahead = (answers(replace(case, ahead=ahead)) for ahead in (False, True))
-        assert ahead == alone, f"in {case}"
+        alone, ahead, deep = (answers(replace(case, depth=depth)) for depth in (1, 2, 4))
+        assert ahead == alone == deep, f"in {case}"
 
 
 def answers(case: Case) -> dict[int, object]:

@@ -36,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "static", "sjf", "ldf", "lcfs"]),
         mode=st.sampled_from(["auto", "recompute", "swap"]),
         victim=st.sampled_from(["last", "least_computed", "most_blocks"]),
-        ahead=st.booleans(),
+        depth=st.integers(1, 3),
     )
     def begin(
         self,
@@ -48,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         mode: str,
         victim: str,
-        ahead: bool,
+        depth: int,
     ) -> None:
         blocks = BlockManager(num_blocks, block_size, num_host_blocks=host_blocks, prefix_caching=caching)
         self.limit = min(36, num_blocks * block_size)
@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 preemption_victim=victim,
                 aging_limit=20.0,
             ),
-            ahead=ahead,
+            max_in_flight=depth,
         )
         self.requests = 0
 
