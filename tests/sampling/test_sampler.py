@@ -20,6 +20,7 @@ from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
 from octavo.kernels.sampling import SamplingBackend
+from octavo.sampling.logits_processors import RowError, TokenMask
 from octavo.sampling.outputs import SamplerOutput
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
@@ -423,6 +424,22 @@ def test_a_bad_row_fails_alone(name: str) -> None:
     assert 2 not in bad.logprobs
     assert [bad.token_ids[i] for i in good] == [fine.token_ids[i] for i in good]
     assert bad.logprobs == fine.logprobs
+
+
+def test_a_mask_that_fails_fails_its_row_alone() -> None:
+    class Lost(TokenMask):
+        def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32]:
+            raise RowError(f"no way on after {token_ids.tolist()}")
+
+    rows = Rows()
+    rows.add(0, SamplingParams(allowed_token_ids=[9]))
+    rows.add(1, greedy(allowed_token_ids=[5], logprobs=1))
+    rows.add(2, greedy(bad_words=["x"]), bad_words=[[0]])
+    rows.sampler._processors[1]._masks.append(Lost())
+    output = rows.step(descending().repeat(3, 1), [0, 1, 2])
+    assert output.errors == {1: "no way on after [1, 2, 3]"}
+    assert output.token_ids.tolist() == [9, 0, 1]
+    assert output.logprobs == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
