@@ -19,6 +19,9 @@ LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 150,
 NEW_TOKENS = 64
 #: A difference is allowed only where transformers' two best logits lie closer than this.
 TIE = 1e-4
+#: The order of two logits is compared only where they lie further apart: either logit may be wrong by the arithmetic of
+#: both sides. The largest errors against float64: torch's float32 1.1e-3; ours 1.8e-3 (AVX2), 2.35e-3 (AVX-512 BF16).
+ORDER = 2 * (1.1e-3 + 2.35e-3)
 
 # Thousands of steps of a real model in float32.
 pytestmark = pytest.mark.timeout(900)
@@ -119,8 +122,9 @@ def test_logprobs_are_those_of_transformers(reference: Any, one_batch: list[Requ
             assert len(mine) in (count, count + 1)
             for t, logprob in mine.items():
                 assert abs(logprob.logprob - float(theirs[t])) < 1e-3
-            better = int((logits > logits[token] + TIE).sum()), int((logits > logits[token] - TIE).sum())
-            assert better[0] < mine[token].rank <= max(better[1], better[0] + 1)
+            surely_better = int((logits > logits[token] + ORDER).sum())
+            perhaps_better = int((logits > logits[token] - ORDER).sum())  # with the token itself
+            assert surely_better < mine[token].rank <= perhaps_better
             if i >= len(output.prompt_token_ids):
                 total += mine[token].logprob
         assert output.outputs[0].cumulative_logprob == pytest.approx(total)
