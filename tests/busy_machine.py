@@ -26,6 +26,11 @@ def once_in_three(measure: Callable[[], dict[str, bool]]) -> None:
     raise AssertionError(f"three times over, at last: {broken}")
 
 
+def once(measure: Callable[[], dict[str, bool]]) -> None:
+    """Runs a measurement for what it asserts itself; its claims of real time are another test's, see ``tries``."""
+    measure()
+
+
 def held_up(process: int | str = "self") -> float:
     """Seconds for which a process of one thread was ready to run while others had the processors; 0 where unknown.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,14 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+@pytest.fixture(params=[pytest.param("behaviour"), pytest.param("times", marks=pytest.mark.slow)])
+def tries(request: pytest.FixtureRequest) -> Callable[[Callable[[], dict[str, bool]]], None]:
+    """Tries a measurement: by default for what does not depend on time, and in a slow test for its claims of time."""
+    from tests.busy_machine import once, once_in_three
+
+    return once if request.param == "behaviour" else once_in_three
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_quick() -> None:
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from tests.busy_machine import held_up\n"

@@ -25,7 +25,7 @@ from octavo.bench.serve_report import Goodput, Run, Spread, make_report
 from octavo.bench.serve_workload import WORDS, Lengths, Prompts, arrival_times, read_trace
 from octavo.cli.main import main
 from octavo.core.errors import ConfigError
-from tests.busy_machine import PATIENCE, once_in_three
+from tests.busy_machine import PATIENCE
 
 #: For requests that are answered: only what hangs takes as long.
 PATIENT = ("--timeout", "60")
@@ -176,8 +176,8 @@ def bench(server: FakeServer, tmp_path: Path, *words: str, code: int = 0) -> dic
     return report
 
 
-def test_latencies_are_those_of_the_server(server: FakeServer, tmp_path: Path) -> None:
-    once_in_three(lambda: compare_latencies(server, tmp_path))
+def test_latencies_are_those_of_the_server(server: FakeServer, tmp_path: Path, tries: Callable[..., None]) -> None:
+    tries(lambda: compare_latencies(server, tmp_path))
 
 
 def compare_latencies(server: FakeServer, tmp_path: Path) -> dict[str, bool]:
@@ -247,8 +247,8 @@ def test_chat_speaks_text(server: FakeServer, tmp_path: Path) -> None:
         assert len(body["messages"][0]["content"].split()) == 6
 
 
-def test_open_loop_does_not_wait_for_answers(server: FakeServer, tmp_path: Path) -> None:
-    once_in_three(lambda: send_in_open_loop(server, tmp_path))
+def test_open_loop_does_not_wait_for_answers(server: FakeServer, tmp_path: Path, tries: Callable[..., None]) -> None:
+    tries(lambda: send_in_open_loop(server, tmp_path))
 
 
 def send_in_open_loop(server: FakeServer, tmp_path: Path) -> dict[str, bool]:
@@ -267,7 +267,7 @@ def send_in_open_loop(server: FakeServer, tmp_path: Path) -> dict[str, bool]:
     }
 
 
-def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path) -> None:
+def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path, tries: Callable[..., None]) -> None:
     times = [100.0, 100.3, 100.35, 100.8]
     lines = [{"timestamp": t, "prompt": f"number {t}", "output_len": 2} for t in times]
     lines[2] = {"timestamp": times[2], "input_len": 5, "output_len": 3}
@@ -282,7 +282,7 @@ def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path) ->
         sent = np.subtract(server.arrivals, server.arrivals[0])
         return {f"sent at {sent}": bool(sent == pytest.approx(np.subtract(times, 100), abs=0.05))}
 
-    once_in_three(replay)
+    tries(replay)
 
 
 def test_errors_are_counted_by_kind_and_429_apart(server: FakeServer, tmp_path: Path) -> None:

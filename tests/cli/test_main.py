@@ -27,6 +27,7 @@ def program(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_help_is_shown_within_half_a_second() -> None:
     def once() -> float:
         start = time.perf_counter()

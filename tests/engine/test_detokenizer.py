@@ -288,6 +288,7 @@ def seconds(ids: list[int], tokenizer: Tokenizer, stop: list[str]) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["plain", "bytes", "broken", "stop", "sentencepiece bytes"])
 def test_time_grows_with_the_length_and_not_faster(pattern: str) -> None:
     tokenizer = sentencepiece() if pattern.startswith("sentencepiece") else byte_level()

@@ -288,6 +288,7 @@ def test_other_types_are_refused() -> None:
 # ---- threads and limits ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads_sleep_between_steps() -> None:
     _cpu.set_threads(4)
     packed, x = linear.pack(random(64, 64), None), random(3, 64)

@@ -106,6 +106,7 @@ def test_backend_says_whether_its_threads_are_pinned() -> None:
     assert kernels.describe().endswith("1 threads)")
 
 
+@pytest.mark.slow
 def test_threads_rest_between_steps() -> None:
     _cpu.set_threads(4)
     rows = torch.zeros(1000, 256)

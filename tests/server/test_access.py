@@ -150,16 +150,32 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> N
 
 def test_a_request_that_takes_too_long_is_ended(serve: Serve) -> None:
     server = serve("--request-timeout", "0.05")
-    body = {**LONG, "n": 32}
-    with server.http() as http:
-        answer = http.post("/v1/completions", json=body)
-        assert answer.status_code == 503 and answer.json()["error"]["code"] == "request_timeout"
-        streamed = http.post("/v1/completions", json={**body, "stream": True})
-        if streamed.status_code == 200:
-            last = streamed.text.rstrip().split("\n\n")[-1]
-            assert '"request_timeout"' in last and "[DONE]" not in streamed.text
-        else:
-            assert streamed.json()["error"]["code"] == "request_timeout"
+    core = server.core_pid()
+    os.kill(core, signal.SIGSTOP)  # no machine is so quick that an answer comes before the deadline
+    try:
+        with server.http() as http:
+            answer = http.post("/v1/completions", json=LONG)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "request_timeout"
+            streamed = http.post("/v1/completions", json={**LONG, "stream": True})
+            assert streamed.status_code == 503 and streamed.json()["error"]["code"] == "request_timeout"
+    finally:
+        os.kill(core, signal.SIGCONT)
+    server.wait_until_idle()
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(serve: Serve) -> None:
+    server = serve("--request-timeout", "5", "--max-num-seqs", "1")
+    core = server.core_pid()
+    body = {**LONG, "prompt": ["x"] * 200, "stream": True}  # is not done before the first piece is read
+    with server.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = answer.iter_text()
+        text = next(pieces)
+        os.kill(core, signal.SIGSTOP)
+        try:
+            text += "".join(pieces)
+        finally:
+            os.kill(core, signal.SIGCONT)
+    assert '"request_timeout"' in text.rstrip().split("\n\n")[-1] and "[DONE]" not in text
     server.wait_until_idle()
 
 

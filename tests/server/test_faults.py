@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.busy_machine import PATIENCE, eventually, once_in_three
+from tests.busy_machine import PATIENCE, eventually
 from tests.server.openai_judge import events
 from tests.server.running_server import TINY, Running, start
 
@@ -45,8 +45,10 @@ def send(server: Running, fields: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_a_client_that_goes_away_leaves_nothing_behind(demo_server: Running, streamed: bool, how: str) -> None:
-    once_in_three(lambda: go_away(demo_server, streamed, how))
+def test_a_client_that_goes_away_leaves_nothing_behind(
+    demo_server: Running, streamed: bool, how: str, tries: Callable[..., None]
+) -> None:
+    tries(lambda: go_away(demo_server, streamed, how))
 
 
 def go_away(demo_server: Running, streamed: bool, how: str) -> dict[str, bool]:
@@ -115,8 +117,8 @@ def abort_at_random(server: Running, count: int) -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_a_client_that_does_not_read_slows_nobody_and_is_cut_off(serve: Serve) -> None:
-    once_in_three(lambda: read_nothing(serve))
+def test_a_client_that_does_not_read_slows_nobody_and_is_cut_off(serve: Serve, tries: Callable[..., None]) -> None:
+    tries(lambda: read_nothing(serve))
 
 
 def read_nothing(serve: Serve) -> dict[str, bool]:
@@ -213,8 +215,10 @@ def last_error(text: str) -> dict[str, Any]:
     return error
 
 
-def test_when_the_engine_dies_open_requests_end_at_once_and_the_server_with_code_70(serve: Serve) -> None:
-    once_in_three(lambda: kill_the_engine(serve))
+def test_when_the_engine_dies_open_requests_end_at_once_and_the_server_with_code_70(
+    serve: Serve, tries: Callable[..., None]
+) -> None:
+    tries(lambda: kill_the_engine(serve))
 
 
 def kill_the_engine(serve: Serve) -> dict[str, bool]:
@@ -268,8 +272,8 @@ def test_what_does_not_finish_in_time_is_ended_with_an_error(serve: Serve) -> No
     assert last_error(streaming.text)["code"] in ("aborted", "engine_dead")
 
 
-def test_told_twice_it_ends_at_once(serve: Serve) -> None:
-    once_in_three(lambda: tell_twice(serve))
+def test_told_twice_it_ends_at_once(serve: Serve, tries: Callable[..., None]) -> None:
+    tries(lambda: tell_twice(serve))
 
 
 def tell_twice(serve: Serve) -> dict[str, bool]:
