@@ -1,12 +1,14 @@
-"""Greedy tokens and logprobs of the demo model, equal to transformers' however the work is cut into steps.
+"""Greedy tokens and logprobs of the demo model in float32: those of transformers, however the work is cut into steps.
 
 Transformers is asked by teacher forcing: one forward pass over a prompt and our output gives its choice at every
-position given the same context, so our tokens are its greedy tokens exactly when they agree at each position.
+position given the same context, so our tokens are its greedy tokens exactly when they agree at each position. It is
+asked once, for all prompts in one batch; other ways to compute them must equal that batch bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.outputs import Logprob
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 150, 200, 255, 256, 300, 450, 600]
 NEW_TOKENS = 64
@@ -39,13 +42,6 @@ PASSAGES = [
 
 
 @pytest.fixture(scope="module")
-def reference(demo_model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
 def prompts(demo_model: Path) -> list[list[int]]:
     from octavo.engine.tokenizer import load_tokenizer
 
@@ -58,102 +54,144 @@ def prompts(demo_model: Path) -> list[list[int]]:
     return out
 
 
-PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
 def load(demo_model: Path, **options: Any) -> LLM:
-    return LLM(str(demo_model), dtype="float32", max_model_len=1024, **options)
+    return LLM(str(demo_model), dtype="float32", **{"max_model_len": 1024, "max_num_seqs": 32, **options})
 
 
 @pytest.fixture(scope="module")
 def one_batch(demo_model: Path, prompts: list[list[int]]) -> list[RequestOutput]:
-    """All prompts at once, with logprobs."""
-    llm = load(demo_model, max_num_seqs=32)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=2)
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    """All prompts at once."""
+    return run(load(demo_model), prompts)
 
 
-def steps_of_reference(reference: Any, output: RequestOutput) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each token of prompt and output but the first: the token, and transformers' logits for its place."""
+@dataclass
+class Place:
+    """A token of an output or its prompt, and what transformers computes for its place."""
+
+    sampled: bool
+    token: int
+    ours: dict[int, Logprob]
+    theirs: dict[int, float]  # logprobs of the same tokens
+    best: int
+    gap: float  # between the two best logits
+    behind: float  # of the token's logit, behind the best
+    surely_better: int
+    perhaps_better: int  # with the token itself
+
+
+@pytest.fixture(scope="module")
+def places(reference: Any, one_batch: list[RequestOutput]) -> list[list[Place]]:
+    """Those of each output, from the prompt's second token on."""
+    return [compare(reference, output) for output in one_batch]
+
+
+def compare(reference: Any, output: RequestOutput) -> list[Place]:
+    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+    assert output.prompt_logprobs[0] is None
     tokens = output.prompt_token_ids + output.outputs[0].token_ids
     with torch.inference_mode():
-        logits = reference(torch.tensor([tokens])).logits[0]
-    yield from zip(tokens[1:], logits[:-1], strict=True)
+        each = reference(torch.tensor([tokens])).logits[0, :-1]
+    found = []
+    ours = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+    for i, (token, logits, mine) in enumerate(zip(tokens[1:], each, ours, strict=True), start=1):
+        assert mine is not None
+        logprobs, best = logits.log_softmax(-1), logits.topk(2)
+        found.append(
+            Place(
+                sampled=i >= len(output.prompt_token_ids),
+                token=token,
+                ours=mine,
+                theirs={t: float(logprobs[t]) for t in mine},
+                best=int(best.indices[0]),
+                gap=float(best.values[0] - best.values[1]),
+                behind=float(best.values[0] - logits[token]),
+                surely_better=int((logits > logits[token] + ORDER).sum()),
+                perhaps_better=int((logits > logits[token] - ORDER).sum()),
+            )
+        )
+    return found
 
 
-def differences(reference: Any, outputs: list[RequestOutput]) -> tuple[int, int]:
-    """Tokens compared, and those that differ inside a tie; any other difference fails."""
-    compared = ties = 0
-    for output in outputs:
-        places = list(steps_of_reference(reference, output))[len(output.prompt_token_ids) - 1 :]
-        assert len(places) == NEW_TOKENS
-        for token, logits in places:
-            compared += 1
-            best = logits.topk(2).values
-            if token != int(logits.argmax()):
-                gap = float(best[0] - best[1])
-                assert gap < TIE, f"token {token} is not transformers' {int(logits.argmax())} (gap {gap})"
-                assert float(best[0] - logits[token]) < TIE
-                ties += 1
-    return compared, ties
+def test_one_batch_gives_the_tokens_of_transformers(places: list[list[Place]]) -> None:
+    sampled = [place for each in places for place in each if place.sampled]
+    assert len(sampled) == len(LENGTHS) * NEW_TOKENS
+    other = [place for place in sampled if place.token != place.best]
+    for place in other:
+        assert place.gap < TIE, f"token {place.token} is not transformers' {place.best} (gap {place.gap})"
+        assert place.behind < TIE
+    print(f"{len(sampled)} tokens compared, {len(other)} differ inside a tie")
+    assert len(other) <= 2
 
 
-def test_one_batch_gives_the_tokens_of_transformers(reference: Any, one_batch: list[RequestOutput]) -> None:
-    compared, ties = differences(reference, one_batch)
-    assert compared == len(LENGTHS) * NEW_TOKENS
-    print(f"{compared} tokens compared, {ties} differ inside a tie")
-    assert ties <= 2
-
-
-def test_logprobs_are_those_of_transformers(reference: Any, one_batch: list[RequestOutput]) -> None:
-    for output in one_batch:
-        assert output.prompt_logprobs is not None
-        assert output.prompt_logprobs[0] is None
-        assert output.outputs[0].logprobs is not None
-        ours = output.prompt_logprobs[1:] + output.outputs[0].logprobs
-        total = 0.0
-        for i, ((token, logits), mine) in enumerate(
-            zip(steps_of_reference(reference, output), ours, strict=True), start=1
-        ):
-            assert mine is not None
-            theirs = logits.log_softmax(-1)
-            count = 2 if i < len(output.prompt_token_ids) else 3
-            assert set(mine) >= {token}
-            assert len(mine) in (count, count + 1)
-            for t, logprob in mine.items():
-                assert abs(logprob.logprob - float(theirs[t])) < 1e-3
-            surely_better = int((logits > logits[token] + ORDER).sum())
-            perhaps_better = int((logits > logits[token] - ORDER).sum())  # with the token itself
-            assert surely_better < mine[token].rank <= perhaps_better
-            if i >= len(output.prompt_token_ids):
-                total += mine[token].logprob
+def test_logprobs_are_those_of_transformers(one_batch: list[RequestOutput], places: list[list[Place]]) -> None:
+    for output, each in zip(one_batch, places, strict=True):
+        for place in each:
+            assert place.token in place.ours
+            count = 3 if place.sampled else 2
+            assert len(place.ours) in (count, count + 1)
+            for t, logprob in place.ours.items():
+                assert abs(logprob.logprob - place.theirs[t]) < 1e-3
+            assert place.surely_better < place.ours[place.token].rank <= place.perhaps_better
+        total = sum(place.ours[place.token].logprob for place in each if place.sampled)
         assert output.outputs[0].cumulative_logprob == pytest.approx(total)
 
 
-def same_tokens(ours: list[RequestOutput], theirs: list[RequestOutput]) -> bool:
-    return [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in theirs]
+compiled = pytest.mark.skipif(find_spec("octavo._cpu") is None, reason="the CPU kernels are not built")
+#: Of the prompts: those that other ways of computing them are compared for. The longest comes first, as what would wait
+#: for blocks preempts nothing.
+FEW = [i for i, length in reversed(list(enumerate(LENGTHS))) if length in (1, 15, 17, 33, 64, 300)]
 
 
-def test_one_by_one(demo_model: Path, prompts: list[list[int]], reference: Any, one_batch: list[RequestOutput]) -> None:
-    llm = load(demo_model, num_gpu_blocks_override=64)
-    outputs = [llm.generate({"prompt_token_ids": p}, PARAMS, use_tqdm=False)[0] for p in prompts]
-    assert same_tokens(outputs, one_batch) or differences(reference, outputs)[1] <= 2
+def beginning(output: RequestOutput, count: int) -> Any:
+    """All numbers of the prompt and the first tokens."""
+    completion = output.outputs[0]
+    return output.prompt_logprobs, completion.token_ids[:count], (completion.logprobs or [])[:count]
 
 
-def test_chunks_of_16_tokens(
-    demo_model: Path, prompts: list[list[int]], reference: Any, one_batch: list[RequestOutput]
+@compiled
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"block_size": 5, "num_threads": 2},
+        {"num_gpu_blocks_override": 24, "watermark": 0.0},
+    ],
+    ids=["one by one", "chunks of 16 tokens", "small blocks, two threads", "preempted"],
+)
+def test_bit_for_bit_the_same(
+    demo_model: Path, prompts: list[list[int]], one_batch: list[RequestOutput], options: dict[str, Any]
 ) -> None:
-    llm = load(demo_model, max_num_batched_tokens=16, max_num_seqs=16)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS, use_tqdm=False)
-    assert llm.llm_engine.times.steps > sum(LENGTHS) // 16
-    assert same_tokens(outputs, one_batch) or differences(reference, outputs)[1] <= 2
-
-
-def test_so_few_blocks_that_requests_are_preempted(
-    demo_model: Path, prompts: list[list[int]], reference: Any, one_batch: list[RequestOutput]
-) -> None:
-    llm = load(demo_model, num_gpu_blocks_override=45, watermark=0.0)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS, use_tqdm=False)
-    assert sum(o.metrics.num_preemptions for o in outputs) > 0
-    assert same_tokens(outputs, one_batch) or differences(reference, outputs)[1] <= 2
+    llm, count = load(demo_model, **{"max_model_len": 384, **options}), 24
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    outputs = run(llm, [prompts[i] for i in FEW], params)
+    for output, i in zip(outputs, FEW, strict=True):
+        assert beginning(output, count) == beginning(one_batch[i], count)
+    if "watermark" in options:
+        assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    if options.get("max_num_batched_tokens") == 16:
+        assert llm.llm_engine.times.steps > sum(LENGTHS[i] for i in FEW) // 16
     assert llm.llm_engine.core.blocks.num_used == 0
+
+
+@compiled
+def test_the_compiled_kernels_agree_with_the_reference(
+    demo_model: Path, prompts: list[list[int]], one_batch: list[RequestOutput]
+) -> None:
+    """The two backends differ by rounding only."""
+    few, params = FEW[1:], SamplingParams(max_tokens=1, prompt_logprobs=2)
+    outputs = run(load(demo_model, kernels="reference"), [prompts[i] for i in few], params)
+    for output, i in zip(outputs, few, strict=True):
+        ours, theirs = one_batch[i].prompt_logprobs, output.prompt_logprobs
+        assert ours is not None and theirs is not None
+        for mine, other in zip(ours[1:], theirs[1:], strict=True):
+            assert mine is not None and other is not None
+            for token in mine.keys() & other.keys():
+                assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)

@@ -126,13 +126,6 @@ def against_transformers(llm: LLM, reference: Any, prompt: list[int], params: Be
         assert hypothesis.score == pytest.approx(score.item(), abs=1e-4, rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def reference(demo_model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-
-
 BEAMS = [
     BeamSearchParams(beam_width=2, max_tokens=24),
     BeamSearchParams(beam_width=4, max_tokens=24, early_stopping=True),
@@ -142,24 +135,40 @@ BEAMS = [
 ]
 
 
-@pytest.mark.parametrize("params", BEAMS, ids=str)
-@pytest.mark.parametrize("prompt", ["The capital of France is", "def fibonacci(n):", "Q: What is 2 + 2?\nA:"])
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [("The capital of France is", BEAMS[1]), ("def fibonacci(n):", BEAMS[2]), ("Q: What is 2 + 2?\nA:", BEAMS[3])],
+    ids=str,
+)
 def test_beams_are_those_of_transformers(llm: LLM, reference: Any, prompt: str, params: BeamSearchParams) -> None:
     against_transformers(llm, reference, llm.get_tokenizer().encode(prompt), params)
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
-@pytest.mark.parametrize("early", [True, False])
-def test_beams_of_a_tiny_random_model_that_often_ends(tiny_model: Path, width: int, early: bool) -> None:
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> tuple[LLM, Any]:
     from transformers import AutoModelForCausalLM
 
-    tiny = LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    llm = LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64)
+    return llm, AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *BEAMS,
+        *(
+            BeamSearchParams(beam_width=width, max_tokens=20, early_stopping=early)
+            for width in (2, 4, 8)
+            for early in (True, False)
+        ),
+    ],
+    ids=str,
+)
+def test_beams_of_a_tiny_random_model_that_often_ends(tiny: tuple[LLM, Any], params: BeamSearchParams) -> None:
+    llm, model = tiny
     for length in (3, 17, 30):
-        prompt = [3 + (7 * i) % 40 for i in range(length)]
-        params = BeamSearchParams(beam_width=width, max_tokens=20, early_stopping=early)
-        against_transformers(tiny, model, prompt, params)
-    assert tiny.llm_engine.core.blocks.num_used == 0
+        against_transformers(llm, model, [3 + (7 * i) % 40 for i in range(length)], params)
+    assert llm.llm_engine.core.blocks.num_used == 0
 
 
 def test_beams_share_their_common_beginning(llm: LLM) -> None:
