@@ -4,6 +4,8 @@
 PYTHON ?= python3
 # Version of the Python of a GPU machine.
 GPU_PYTHON ?= 3.12
+# In which the tests run side by side, a file in one of them; each takes up to 4 GB.
+PROCESSES ?= 2
 # More options for the GPU targets.
 ARGS ?=
 VENV := .venv
@@ -32,7 +34,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@echo "== running the test suite"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"

@@ -16,6 +16,10 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)  # after the installed package, if it is not this one
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads that spin while they wait take processors from the process beside
+    os.environ.setdefault("OCTAVO_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes says nothing of what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
