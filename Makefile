@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # Version of the Python of a GPU machine.
 GPU_PYTHON ?= 3.12
-# In which the tests run side by side, a file in one of them; each takes up to 4 GB.
+# In which the tests run side by side, a file in one of them; each takes up to 5 GB.
 PROCESSES ?= 2
 # More options for the GPU targets.
 ARGS ?=
