@@ -120,11 +120,11 @@ class Conversation:
                     outputs = self.engine.step()
                     if interrupts:
                         last = self.engine.abort_request(request_id)
-                        outputs = outputs if last is None else [last]
+                        outputs += [] if last is None else [last]
                     for output in outputs:
-                        text, error = output.outputs[0].text, output.outputs[0].error
-                        print(text[len(shown) :], end="", flush=True)
-                        shown = text
+                        added, error = output.outputs[0].text, output.outputs[0].error
+                        print(added, end="", flush=True)
+                        shown += added
         finally:
             self.engine.abort_request(request_id)
         print(flush=True)

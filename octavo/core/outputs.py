@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Logprob:
 TokenLogprobs = dict[int, Logprob]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times of one request; seconds, on the clock of ``time.monotonic()``."""
 
@@ -44,7 +44,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt."""
+    """One completion of a prompt: all of it, or what was added to it. ``index`` and the scores are of all of it."""
 
     index: int
     text: str = ""
@@ -68,10 +68,25 @@ class CompletionOutput:
         """Whether no further token will come."""
         return self.finish_reason is not None
 
+    def __add__(self, later: CompletionOutput) -> CompletionOutput:
+        """All of both; ``later`` was added after this."""
+        ending = later if self.finish_reason is None else self
+        return replace(
+            ending,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            cumulative_logprob=later.cumulative_logprob,
+            logprobs=None if self.logprobs is None or later.logprobs is None else self.logprobs + later.logprobs,
+        )
+
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state after a step, or its end."""
+    """What came of a request: all of it, or what is new since the output before.
+
+    An increment holds every completion at its place, empty if nothing was added to it. The reason of a completion's end
+    is in the one increment that ends it.
+    """
 
     request_id: str
     prompt: str | None
@@ -79,5 +94,13 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    #: One entry a prompt token; the first is None, as nothing comes before it.
+    #: One entry a prompt token; the first is None, as nothing comes before it. Of increments, the first one has them.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __add__(self, later: RequestOutput) -> RequestOutput:
+        """All of both; ``later`` is the next increment. Neither is changed. Copies what there is so far."""
+        return replace(
+            later,
+            outputs=[mine + added for mine, added in zip(self.outputs, later.outputs, strict=True)],
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+        )

@@ -18,7 +18,7 @@ from octavo.core.stats import StepStats
 from octavo.core.updates import StepOutputs
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.scheduler.stats import SchedulerStats
@@ -32,59 +32,51 @@ logger = logging.getLogger("octavo")
 
 
 class RequestStream:
-    """The states of one request, as an async iterator whose last state is finished.
+    """The output of one request in increments, as an async iterator that ends with a finished one.
 
-    Each state holds all there is so far, so whoever reads slowly sees fewer of them and misses nothing; only the newest
-    is kept. ``close`` it, or the request runs on to its end.
+    What comes while its reader is away adds up to one increment, so who reads slowly sees fewer of them and misses
+    nothing. ``close`` it, or the request runs on to its end.
 
     Raises (while iterating):
         EngineDeadError: the engine died before the request's end.
     """
 
-    def __init__(self, llm: AsyncLLM, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, llm: AsyncLLM, request: RequestState) -> None:
         self._llm = llm
-        self._newest: RequestOutput | None = None
+        self._request = request
+        self._unread = self._ended = False
         self._error: OctavoError | None = None
-        self._ended = False
         self._news = asyncio.Event()
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while (output := self._newest) is None:
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._ended:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        self._newest = None
+        self._unread = False
+        output = self._request.take()
         self._ended = output.finished
         return output
 
     def close(self) -> None:
         """Aborts the request if it has not ended; never waits."""
         self._ended = True
-        self._newest = None
-        self._llm._abandon(self.request_id)
+        self._unread = False
+        self._llm._abandon(self._request)
 
-    def _show(self, output: RequestOutput) -> None:
-        self._newest = output
+    def _notify(self) -> None:
+        self._unread = True
         self._news.set()
 
     def _fail(self, error: OctavoError) -> None:
         self._error = error
         self._news.set()
-
-
-@dataclass(slots=True)
-class _Open:
-    """What the front end knows of an open request beside its output."""
-
-    stream: RequestStream
-    group_id: int
 
 
 @dataclass(slots=True)
@@ -135,7 +127,7 @@ class AsyncLLM:
             seed=config.seed,
         )
         self._outputs = OutputProcessor(tokenizer)
-        self._open: dict[str, _Open] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._queue = _Queue()
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
@@ -193,16 +185,18 @@ class AsyncLLM:
         cache_salt: str = "",
         streaming: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Iterates over the states of one request; see ``submit`` and ``RequestStream``.
+        """Iterates over the states of one request, each all there is so far; ``submit`` gives what is new instead.
 
         The request is aborted when the iteration is left before its end or its task is cancelled.
         """
         stream = await self.submit(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt, streaming=streaming
         )
+        whole: RequestOutput | None = None
         with contextlib.closing(stream):
             async for output in stream:
-                yield output
+                whole = output if whole is None else whole + output
+                yield whole
 
     async def submit(
         self,
@@ -214,7 +208,7 @@ class AsyncLLM:
         cache_salt: str = "",
         streaming: bool = True,
     ) -> RequestStream:
-        """Checks and queues a request. If ``streaming``, each step adds a state; else there is only the last one.
+        """Checks and queues a request. If ``streaming``, steps give what they add; else there is one output, the whole.
 
         A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
 
@@ -237,9 +231,8 @@ class AsyncLLM:
         request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))
-        self._outputs.open(request, streaming=streaming)
-        stream = RequestStream(self, request_id)
-        self._open[request_id] = _Open(stream, request.group.group_id)
+        stream = RequestStream(self, self._outputs.open(request, streaming=streaming))
+        self._streams[request_id] = stream
         self._queue.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
         self._client.send(message)
@@ -255,38 +248,39 @@ class AsyncLLM:
         return text, ids[0]
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request: its stream gives its last state. Nothing happens if it is not open."""
-        aborted = self._outputs.abort(request_id)
-        if aborted is not None:
-            output, group_id = aborted
-            self._client.send(Abort(group_id))
-            self._show(output)
+        """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
+        request = self._outputs.abort(request_id)
+        if request is not None:
+            self._client.send(Abort(request.group_id))
+            self._notify(request)
 
-    def _abandon(self, request_id: str) -> None:
-        """Ends a request that nobody looks at any more."""
-        if request_id in self._open:
-            aborted = self._outputs.abort(request_id)
-            if aborted is not None:
-                self._client.send(Abort(aborted[1]))
-            self._forget(request_id)
+    def _abandon(self, request: RequestState) -> None:
+        """Ends a request whose stream is read no more."""
+        stream = self._streams.get(request.request_id)
+        if stream is not None and stream._request is request:  # else it has ended, and its id may be another's
+            self._client.send(Abort(request.group_id))
+            self._outputs.discard(request)
+            self._forget(request)
 
-    def _forget(self, request_id: str) -> None:
-        self._queue.remove(self._open.pop(request_id).group_id)
-        if not self._open:
+    def _forget(self, request: RequestState) -> RequestStream:
+        self._queue.remove(request.group_id)
+        stream = self._streams.pop(request.request_id)
+        if not self._streams:
             self._nothing_open.set()
+        return stream
 
     # --- what comes from the core -----------------------------------------------------------------------------------
 
     async def _take_in(self, step: StepDone) -> None:
-        """One step: new states for the streams, and word to the core of the sequences that a stop text has ended."""
+        """One step: news for the streams, and word to the core of the sequences that a stop text has ended."""
         for admission in step.outputs.admissions:
             self._queue.remove(admission.group_id)
         for part in _parts(step.outputs):
-            outputs, stopped = self._outputs.process(part)
+            ready, stopped = self._outputs.process(part)
             for group_id, index in stopped:
                 self._client.send(Stop(group_id, index))
-            for output in outputs:
-                self._show(output)
+            for request in ready:
+                self._notify(request)
             await asyncio.sleep(0)
         if self.on_step is not None:
             try:
@@ -294,22 +288,17 @@ class AsyncLLM:
             except Exception:
                 logger.exception("on_step failed")
 
-    def _show(self, output: RequestOutput) -> None:
-        opened = self._open.get(output.request_id)
-        if opened is None:
-            return
-        opened.stream._show(output)
-        if output.finished:
-            self._forget(output.request_id)
+    def _notify(self, request: RequestState) -> None:
+        stream = self._forget(request) if request.finished else self._streams[request.request_id]
+        stream._notify()
 
     def _die(self, error: OctavoError) -> None:
         """The core has died: every open request fails."""
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         logger.critical("%s", self._error)
-        for request_id, opened in list(self._open.items()):
-            self._outputs.abort(request_id)
-            opened.stream._fail(self._error)
-            self._forget(request_id)
+        for stream in list(self._streams.values()):
+            self._outputs.discard(stream._request)
+            self._forget(stream._request)._fail(self._error)
         self.died.set()
 
     # --- the engine -------------------------------------------------------------------------------------------------
@@ -331,7 +320,7 @@ class AsyncLLM:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._streams)
 
     @property
     def num_queued(self) -> int:
@@ -359,8 +348,8 @@ class AsyncLLM:
             OctavoError: the weights cannot move.
         """
         self.check_alive()
-        if self._open:
-            raise EngineStateError(f"{len(self._open)} requests are unfinished: let them end or abort them first")
+        if self._streams:
+            raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
         self.asleep = True  # from now on none is taken
         try:
             await self._client.call("sleep", type(None))
@@ -379,7 +368,7 @@ class AsyncLLM:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._nothing_open.wait()
-        for request_id in list(self._open):
+        for request_id in list(self._streams):
             await self.abort(request_id)
         await self._client.close()
 

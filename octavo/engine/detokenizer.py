@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
     """Owns the text of one output sequence.
 
     The cost of an output is linear in its tokens and characters, whatever the text and the stop strings are.
-    ``text`` only ever grows, except that a stop string found in it is cut off (and what follows it in its token); such
-    a beginning of a stop string is never handed out by ``new_text``.
+    Invariant: what ``take_text`` returns, call after call, is the text of the output. A stop string and what follows it
+    in its token are not part of it, so what may be the beginning of one is held back.
     """
 
     def __init__(
@@ -51,32 +51,12 @@ class IncrementalDetokenizer:
         self._searches = [_StopSearch(text) for text in stop]
         self._keep_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._pieces: list[str] = []
+        #: Text that was not taken yet, and its characters.
+        self._pieces: deque[str] = deque()
         self._length = 0
-        self._unsent: deque[str] = deque()
-        self._sent = 0
         self._finished = False
         #: Output tokens seen, without those after a stop string.
         self.num_tokens = 0
-
-    @property
-    def text(self) -> str:
-        """All text that is certain: no part of a character, nothing after a stop string."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    @property
-    def stable_text_len(self) -> int:
-        """Characters of ``text`` that no later token can take back: those before what may begin a stop string."""
-        if self._finished or self._keep_stop:
-            return self._length
-        return self._length - max((search.matched for search in self._searches), default=0)
-
-    @property
-    def stable_text(self) -> str:
-        """The part of ``text`` that may be shown already; see ``stable_text_len``."""
-        return self.text[: self.stable_text_len]
 
     def append(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Takes further output tokens, up to the one that completes a stop string; returns that stop string."""
@@ -94,18 +74,18 @@ class IncrementalDetokenizer:
         self._finished = True
         return match
 
-    def new_text(self, finished: bool) -> str:
-        """The text since the last call that is stable, or all of it if ``finished``."""
-        limit = self._length if finished else self.stable_text_len
+    def take_text(self) -> str:
+        """The text since the last call that no later token can take back; once the output has ended, all of it."""
+        held = 0 if self._finished or self._keep_stop else max((s.matched for s in self._searches), default=0)
         ready = []
-        while self._sent < limit:
-            piece = self._unsent.popleft()
-            room = limit - self._sent
+        while self._length > held:
+            piece = self._pieces.popleft()
+            room = self._length - held
             if len(piece) > room:
-                self._unsent.appendleft(piece[room:])
+                self._pieces.appendleft(piece[room:])
                 piece = piece[:room]
             ready.append(piece)
-            self._sent += len(piece)
+            self._length -= len(piece)
         return "".join(ready)
 
     def _add(self, piece: str) -> StopMatch | None:
@@ -134,14 +114,12 @@ class IncrementalDetokenizer:
 
     def _keep(self, piece: str) -> None:
         self._pieces.append(piece)
-        self._unsent.append(piece)
         self._length += len(piece)
 
     def _cut(self, characters: int) -> None:
-        """Takes the last characters back; they were held back, so none of them was handed out."""
+        """Drops the last characters; they were held back, so none of them was taken."""
         self._length -= characters
-        self._pieces = [self.text[: self._length]]
-        self._unsent = deque(["".join(self._unsent)[: self._length - self._sent]])
+        self._pieces = deque(["".join(self._pieces)[: self._length]])
 
 
 class _StopSearch:

@@ -23,7 +23,7 @@ class LLMEngine:
     >>> engine.add_request("a", "The capital of France is", SamplingParams(max_tokens=8))
     >>> while engine.has_unfinished_requests():
     ...     for output in engine.step():
-    ...         print(output.outputs[0].text)
+    ...         print(output.outputs[0].text, end="")
     """
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ class LLMEngine:
         cache_salt: str = "",
         streaming: bool = True,
     ) -> None:
-        """Queues a request. If ``streaming``, each step that adds to it gives an output; else only its end does.
+        """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
         A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
 
@@ -87,22 +87,21 @@ class LLMEngine:
         self.core.add(request.group)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step: the new state of each request that it added to."""
+        """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
         if not self.core.has_work:
             return []
-        outputs, stopped = self._outputs.process(self.core.step())
+        ready, stopped = self._outputs.process(self.core.step())
         for group_id, index in stopped:
             self.core.stop(group_id, index)
-        return outputs
+        return [request.take() for request in ready]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once and frees all it holds: its last state, or None if it is not open."""
-        aborted = self._outputs.abort(request_id)
-        if aborted is None:
+        """Ends a request at once and frees all it holds: its last output, or None if it is not open."""
+        request = self._outputs.abort(request_id)
+        if request is None:
             return None
-        output, group_id = aborted
-        self.core.abort(group_id)
-        return output
+        self.core.abort(request.group_id)
+        return request.take()
 
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""

@@ -22,13 +22,26 @@ _STOPPED = SequenceStatus.FINISHED_STOPPED.value
 class _Completion:
     """One sequence of a request. Without a detokenizer its text is made once, at its end."""
 
+    #: What was added to it and not taken yet.
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None = None
+    finished: bool = False
+
+    def take(self) -> CompletionOutput:
+        output = self.output
+        if self.detokenizer is not None:
+            output.text = self.detokenizer.take_text()
+        self.output = CompletionOutput(
+            output.index,
+            cumulative_logprob=output.cumulative_logprob,
+            logprobs=None if output.logprobs is None else [],
+        )
+        return output
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """An open request and all that has come of it."""
+class RequestState:
+    """A request, and what came of it since its output was last taken. What is not taken adds up; nothing is lost."""
 
     source: ProcessedRequest
     metrics: RequestMetrics
@@ -37,24 +50,38 @@ class _Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
-    def finished(self) -> bool:
-        return None not in [c.output.finish_reason for c in self.completions]
+    def request_id(self) -> str:
+        """As the user named it."""
+        return self.source.request_id
 
-    def snapshot(self) -> RequestOutput:
-        """What the user gets now; later steps do not change it."""
-        outputs = [
-            replace(o, token_ids=o.token_ids.copy(), logprobs=o.logprobs.copy() if o.logprobs is not None else None)
-            for o in (c.output for c in self.completions)
-        ]
-        return RequestOutput(
+    @property
+    def group_id(self) -> int:
+        """As the engine core knows it."""
+        return self.source.group.group_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come of it."""
+        return all(c.finished for c in self.completions)
+
+    def take(self) -> RequestOutput:
+        """What is new since the last call. The first time that is all there is, so one call at the end gives the whole.
+
+        Costs nothing for what was taken before.
+        """
+        finished, prompt_token_ids = self.finished, self.source.prompt_token_ids
+        outputs = [c.take() for c in self.completions]
+        output = RequestOutput(
             request_id=self.source.request_id,
             prompt=self.source.prompt,
-            prompt_token_ids=self.source.prompt_token_ids,
-            outputs=self._best(outputs) if self.finished else outputs,
-            finished=self.finished,
-            metrics=replace(self.metrics),
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_token_ids=prompt_token_ids,
+            outputs=self._best(outputs) if finished else outputs,
+            finished=finished,
+            metrics=self.metrics,
         )
+        if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(prompt_token_ids)):
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return output
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
         """``best_of``: the ``n`` likeliest, best first, and failed ones last."""
@@ -70,8 +97,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _Request] = {}
-        self._groups: dict[int, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._groups: dict[int, RequestState] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -81,14 +108,14 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def open(self, source: ProcessedRequest, *, streaming: bool) -> None:
-        """Begins a request; a streaming one gives an output after each step, another at its end only.
+    def open(self, source: ProcessedRequest, *, streaming: bool) -> RequestState:
+        """Begins a request; a streaming one has an output after each step, another at its end only.
 
         Beam search and ``best_of`` have nothing to show before their end.
         """
         params = source.params
         streaming = streaming and source.group.beam is None and params.num_sequences == params.n
-        request = _Request(source, RequestMetrics(source.arrival_time), streaming)
+        request = RequestState(source, RequestMetrics(source.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(source.group.num_sequences):
@@ -101,8 +128,9 @@ class OutputProcessor:
             if params.detokenize and (params.stop or streaming):
                 completion.detokenizer = self._detokenizer(source.prompt_token_ids, params)
             request.completions.append(completion)
-        self._requests[source.request_id] = request
-        self._groups[source.group.group_id] = request
+        self._requests[request.request_id] = request
+        self._groups[request.group_id] = request
+        return request
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
@@ -114,62 +142,65 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
-        """Takes in a step: the outputs to hand out, and the sequences (group, index) that a stop text has ended."""
+    def process(self, step: StepOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
+        """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
         now = time.monotonic()
-        touched: dict[int, _Request] = {}
+        touched: dict[int, RequestState] = {}
         stopped: list[tuple[int, int]] = []
         for admission in step.admissions:
             request = self._groups.get(admission.group_id)
             if request is not None:
-                _take_metrics(request.metrics, admission)
+                request.metrics = _with_admission(request.metrics, admission)
         for update in step.sequences:
             request = self._groups.get(update.group_id)
             if request is None:
                 continue
             completion = request.completions[update.index]
-            output = completion.output
-            if output.finish_reason is not None:
+            if completion.finished:
                 continue
-            touched[update.group_id] = request
-            self._take_in(request, completion, update, now)
-            if output.finish_reason is not None and update.finish_reason is None:
+            self._add(request, completion, update, now)
+            if update.token_id is not None or completion.finished:
+                touched[update.group_id] = request
+            if completion.finished and update.finish_reason is None:
                 stopped.append((update.group_id, update.index))
         for end in step.groups:
             request = self._groups.get(end.group_id)
             if request is not None:
                 touched[end.group_id] = request
                 self._end_group(request, end)
-        outputs = []
+        ready = []
         for request in touched.values():
             finished = request.finished
             if finished:
                 self._close(request, now)
             if finished or request.streaming:
-                outputs.append(request.snapshot())
-        return outputs, stopped
+                ready.append(request)
+        return ready, stopped
 
-    def abort(self, request_id: str) -> tuple[RequestOutput, int] | None:
-        """Ends a request: its last output, and its group still to be ended in the core. None if it is not open."""
+    def abort(self, request_id: str) -> RequestState | None:
+        """Ends a request, whose group is still to be ended in the core. None if it is not open."""
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        for completion in request.completions:
-            if not completion.output.finished:
-                self._finish(request, completion, SequenceStatus.FINISHED_ABORTED.value)
-        self._close(request, time.monotonic())
-        return request.snapshot(), request.source.group.group_id
+        if request is not None:
+            for completion in request.completions:
+                if not completion.finished:
+                    self._finish(request, completion, SequenceStatus.FINISHED_ABORTED.value)
+            self._close(request, time.monotonic())
+        return request
 
-    def _close(self, request: _Request, now: float) -> None:
-        request.metrics.finished_time = now
-        del self._requests[request.source.request_id]
-        del self._groups[request.source.group.group_id]
+    def discard(self, request: RequestState) -> None:
+        """Closes a request as it is: what was not taken is still there, and no end will come."""
+        del self._requests[request.request_id]
+        del self._groups[request.group_id]
 
-    def _end_group(self, request: _Request, update: GroupUpdate) -> None:
+    def _close(self, request: RequestState, now: float) -> None:
+        request.metrics = replace(request.metrics, finished_time=now)
+        self.discard(request)
+
+    def _end_group(self, request: RequestState, update: GroupUpdate) -> None:
         """The whole group has ended: with the hypotheses of a beam search, or because it failed."""
         if update.hypotheses is None:
             for completion in request.completions:
-                if not completion.output.finished:
+                if not completion.finished:
                     completion.output.error, completion.output.outgrown = update.error, update.outgrown
                     self._finish(request, completion, update.finish_reason)
             return
@@ -182,46 +213,38 @@ class OutputProcessor:
             output.cumulative_logprob, output.score = hypothesis.cumulative_logprob, hypothesis.score
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
-    def _take_in(self, request: _Request, completion: _Completion, update: SequenceUpdate, now: float) -> None:
-        metrics, output, reason = request.metrics, completion.output, update.finish_reason
+    def _add(self, request: RequestState, completion: _Completion, update: SequenceUpdate, now: float) -> None:
+        output, reason, token_id = completion.output, update.finish_reason, update.token_id
         if update.extra is not None:
             self._add_logprobs(request, completion, update.extra)
-        if update.token_id is not None:
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-            output.token_ids.append(update.token_id)
+        if token_id is not None:
+            if request.metrics.first_token_time is None:
+                request.metrics = replace(request.metrics, first_token_time=now)
+            output.token_ids.append(token_id)
         if reason is not None:
             output.error, output.stop_reason = update.error, update.stop_reason
-        params = request.source.params
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
-        silent = reason == _STOPPED and not params.include_stop_str_in_output
-        if update.token_id is not None and completion.detokenizer is not None and not silent:
-            match = completion.detokenizer.append([update.token_id])
+        silent = reason == _STOPPED and not request.source.params.include_stop_str_in_output
+        if token_id is not None and completion.detokenizer is not None and not silent:
+            match = completion.detokenizer.append((token_id,))
             if match is not None:
-                output.stop_reason = match.stop
-                self._finish(request, completion, _STOPPED)
-                return
+                output.stop_reason, reason = match.stop, _STOPPED
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
-        elif completion.detokenizer is not None:
-            output.text += completion.detokenizer.new_text(False)
 
-    def _finish(self, request: _Request, completion: _Completion, reason: str, *, drop_last: bool = False) -> None:
+    def _finish(self, request: RequestState, completion: _Completion, reason: str, *, drop_last: bool = False) -> None:
         output, params = completion.output, request.source.params
-        output.finish_reason = reason
+        output.finish_reason, completion.finished = reason, True
         if completion.detokenizer is not None:
             match = completion.detokenizer.finish()
             if match is not None:  # it ended in a broken character that completes a stop string
                 output.finish_reason, output.stop_reason = _STOPPED, match.stop
-            output.text = completion.detokenizer.text
         elif params.detokenize:
-            shown = output.token_ids[:-1] if drop_last else output.token_ids
-            detokenizer = self._detokenizer(request.source.prompt_token_ids, params)
-            detokenizer.append(shown)
-            detokenizer.finish()
-            output.text = detokenizer.text
+            completion.detokenizer = self._detokenizer(request.source.prompt_token_ids, params)
+            completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
+            completion.detokenizer.finish()
 
-    def _add_logprobs(self, request: _Request, completion: _Completion, extra: SequenceResult) -> None:
+    def _add_logprobs(self, request: RequestState, completion: _Completion, extra: SequenceResult) -> None:
         output = completion.output
         for position in extra.logprobs:
             if output.cumulative_logprob is not None:
@@ -242,10 +265,13 @@ class OutputProcessor:
         return logprobs
 
 
-def _take_metrics(metrics: RequestMetrics, admission: AdmissionUpdate) -> None:
-    metrics.first_scheduled_time = admission.first_scheduled_time
-    metrics.num_cached_tokens = admission.num_cached_tokens
-    metrics.num_preemptions = admission.num_recomputes + admission.num_swaps
-    metrics.num_preemptions_by_swap = admission.num_swaps
-    metrics.num_recomputed_tokens = admission.num_recomputed_tokens
-    metrics.num_swapped_blocks = admission.num_swapped_blocks
+def _with_admission(metrics: RequestMetrics, admission: AdmissionUpdate) -> RequestMetrics:
+    return replace(
+        metrics,
+        first_scheduled_time=admission.first_scheduled_time,
+        num_cached_tokens=admission.num_cached_tokens,
+        num_preemptions=admission.num_recomputes + admission.num_swaps,
+        num_preemptions_by_swap=admission.num_swaps,
+        num_recomputed_tokens=admission.num_recomputed_tokens,
+        num_swapped_blocks=admission.num_swapped_blocks,
+    )

@@ -85,12 +85,11 @@ class _Asked:
         """The whole answer."""
         found = []
         for completion in self.generation.choices(output):
-            addition = self._tracker(output).advance(completion)
             found.append(
                 ChatChoice(
                     finish_reason=_reason(completion),
                     index=completion.index,
-                    logprobs=self._logprobs(addition.tokens),
+                    logprobs=self._logprobs(completion, self._tracker(output)),
                     message=Message(content=completion.text, refusal=None, role="assistant"),
                     stop_reason=completion.stop_reason,
                 )
@@ -110,7 +109,7 @@ class _Asked:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer."""
-        trackers: dict[int, choices.Tracker] = {}
+        trackers: dict[int, choices.Tracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for _, output in outputs:
                 chunks = []
@@ -121,7 +120,7 @@ class _Asked:
                         if output.prompt_logprobs is not None and len(trackers) == 1:
                             first.prompt_logprobs = choices.prompt_logprobs(output.prompt_logprobs)
                         chunks.append(first)
-                    chunks += self._additions(completion, trackers[completion.index])
+                    chunks += self._chunks(completion, trackers[completion.index])
                 if chunks:
                     yield b"".join(map(event, chunks))
         usage = self._usage()
@@ -129,34 +128,33 @@ class _Asked:
             yield event(self._make([], usage=usage))
         yield DONE
 
-    def _additions(self, completion: CompletionOutput, tracker: choices.Tracker) -> list[ChatChunk]:
-        """What a step has added to one choice: text, and the end as a chunk of its own."""
-        addition = tracker.advance(completion)
+    def _chunks(self, completion: CompletionOutput, tracker: choices.Tracker | None) -> list[ChatChunk]:
+        """What is new of one choice: text, and the end as a chunk of its own."""
+        logprobs = self._logprobs(completion, tracker)
         found = []
-        if addition.text or addition.tokens:
-            chunk = self._chunk(completion, Delta(content=addition.text))
-            chunk.choices[0].logprobs = self._logprobs(addition.tokens)
+        if completion.text or (logprobs is not None and logprobs.content):
+            chunk = self._chunk(completion, Delta(content=completion.text))
+            chunk.choices[0].logprobs = logprobs
             found.append(chunk)
-        if addition.finished:
+        if completion.finished:
             last = self._chunk(completion, Delta())
             last.choices[0].finish_reason = _reason(completion)
             last.choices[0].stop_reason = completion.stop_reason
             found.append(last)
         return found
 
-    def _tracker(self, output: RequestOutput) -> choices.Tracker:
-        if self.top is None:
-            return choices.Tracker(None)
-        skip = self.body.skip_special_tokens is not False
-        layout = choices.Layout(
-            self.generation.service.llm.tokenizer, output.prompt_token_ids, skip_special_tokens=skip
-        )
-        return choices.Tracker(layout)
-
-    def _logprobs(self, tokens: list[choices.Token]) -> ChoiceLogprobs | None:
+    def _tracker(self, output: RequestOutput) -> choices.Tracker | None:
+        """For the logprobs of one choice, if they are wanted."""
         if self.top is None:
             return None
-        return choices.chat_logprobs(self.generation.service.llm.tokenizer, tokens, self.top)
+        skip = self.body.skip_special_tokens is not False
+        tokenizer = self.generation.service.llm.tokenizer
+        return choices.Tracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _logprobs(self, completion: CompletionOutput, tracker: choices.Tracker | None) -> ChoiceLogprobs | None:
+        if tracker is None or self.top is None:
+            return None
+        return choices.chat_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion), self.top)
 
     def _usage(self) -> Usage:
         """Tokens used, which the log is told too."""

@@ -1,9 +1,10 @@
-"""What of a growing completion has been handed out, and what each of its tokens says."""
+"""What of a growing completion can be handed out, and what each of its tokens says."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.outputs import CompletionOutput, TokenLogprobs
@@ -24,67 +25,36 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """What is new of a choice. ``tokens`` is filled only where logprobs are asked for."""
-
-    text: str
-    tokens: list[Token]
-    finished: bool
-
-
 class Tracker:
-    """Turns the cumulative outputs of one completion into additions.
+    """The tokens of a growing completion, in the order in which they may be handed out.
 
     Invariant: a token's logprobs leave with its text, so that they do not tell what the text still holds back.
     """
 
-    def __init__(self, layout: Layout | None) -> None:
-        """``layout`` of the choice, if logprobs are wanted."""
-        self._layout = layout
-        self._sent_text = 0
-        self._sent_tokens = 0
-        self._finished = False
-
-    def advance(self, output: CompletionOutput) -> Addition:
-        """What this output has more than the one before."""
-        text = output.text[self._sent_text :]
-        self._sent_text = len(output.text)
-        finished = output.finished and not self._finished
-        self._finished = output.finished
-        tokens: list[Token] = []
-        if self._layout is not None and output.logprobs is not None:
-            self._layout.extend(output.token_ids)
-            end = len(output.token_ids)
-            if not output.finished:
-                end = self._layout.tokens_within(len(output.text), self._sent_tokens)
-            for i in range(self._sent_tokens, end):
-                offset = min(self._layout.starts[i], len(output.text))
-                tokens.append(Token(output.token_ids[i], offset, output.logprobs[i]))
-            self._sent_tokens = end
-        return Addition(text, tokens, finished)
-
-
-class Layout:
-    """Where in a text each of its tokens lies, in characters."""
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        """A text of no tokens yet, after the tokens ``before``."""
+    def __init__(
+        self, tokenizer: Tokenizer, before: Sequence[int], *, skip_special_tokens: bool, start: int = 0
+    ) -> None:
+        """A completion of no tokens yet, after the tokens ``before``; its text begins at offset ``start``."""
+        self._start = start
         self._stream = TextStream(tokenizer, before, skip_special_tokens=skip_special_tokens)
-        self._end = 0
-        #: A token whose character only a later one completes has no text: it starts where that one does.
-        self.starts: list[int] = []
+        #: Characters of the text of all tokens, and of the text that was handed out.
+        self._end = self._shown = 0
+        #: Tokens whose text was not handed out, and where it ends.
+        self._held: deque[tuple[int, Token]] = deque()
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Takes in those of all the text's tokens that are new."""
-        for token_id in token_ids[len(self.starts) :]:
-            self.starts.append(self._end)
+    def advance(self, added: CompletionOutput) -> list[Token]:
+        """The tokens whose text is handed out with this increment: at its end, all that are left."""
+        self._shown += len(added.text)
+        for token_id, logprobs in zip(added.token_ids, added.logprobs or (), strict=True):
+            # A token whose character only a later one completes has no text: it starts where that one does.
+            token = Token(token_id, self._end, logprobs)
             self._end += len(self._stream.push(token_id))
-
-    def tokens_within(self, length: int, known: int) -> int:
-        """How many tokens end within the first characters of the text; ``known`` of them are known to."""
-        ends = [*self.starts[known + 1 :], self._end]
-        return known + sum(1 for end in ends[: len(self.starts) - known] if end <= length)
+            self._held.append((self._end, token))
+        ready = []
+        while self._held and (added.finished or self._held[0][0] <= self._shown):
+            token = self._held.popleft()[1]
+            ready.append(replace(token, offset=self._start + min(token.offset, self._shown)))
+        return ready
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> ChoiceLogprobs:
@@ -98,11 +68,11 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> Choice
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: list[Token], shift: int = 0) -> CompletionLogprobs:
-    """Logprobs as completions have them; ``shift`` characters of text stand before that of the tokens."""
+def completion_logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
+    """Logprobs as completions have them."""
     names = [_name(tokenizer, token.token_id) for token in tokens]
     return CompletionLogprobs(
-        text_offset=[token.offset + shift for token in tokens],
+        text_offset=[token.offset for token in tokens],
         token_logprobs=[_finite(t.logprobs[t.token_id].logprob) if t.logprobs else None for t in tokens],
         tokens=names,
         top_logprobs=[_by_name(tokenizer, token.logprobs) for token in tokens],
@@ -113,12 +83,11 @@ def prompt_tokens(
     tokenizer: Tokenizer, token_ids: list[int], logprobs: list[TokenLogprobs | None], length: int
 ) -> list[Token]:
     """The tokens of a prompt whose text has ``length`` characters."""
-    layout = Layout(tokenizer, [])
-    layout.extend(token_ids)
-    return [
-        Token(token_id, min(start, length), known)
-        for token_id, start, known in zip(token_ids, layout.starts, logprobs, strict=True)
-    ]
+    stream, tokens, start = TextStream(tokenizer, []), [], 0
+    for token_id, known in zip(token_ids, logprobs, strict=True):
+        tokens.append(Token(token_id, min(start, length), known))
+        start += len(stream.push(token_id))
+    return tokens
 
 
 def prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:

@@ -171,13 +171,11 @@ class _Asked:
         found = []
         for number, output in enumerate(outputs):
             for completion in self.generation.choices(output):
-                tracker = self._tracker(output)
-                addition = tracker.advance(completion)
                 choice = self._choice(number, completion, completion.finish_reason)
                 logprobs = None
                 if not _prompt_only(self.body):
                     choice.text = completion.text
-                    logprobs = self._logprobs(addition.tokens)
+                    logprobs = self._logprobs(completion, self._tracker(number, output))
                 self._add_prompt(choice, logprobs, number, output)
                 choice.stop_reason = completion.stop_reason
                 found.append(choice)
@@ -185,14 +183,14 @@ class _Asked:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer."""
-        trackers: dict[int, choices.Tracker] = {}
+        trackers: dict[int, choices.Tracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for number, output in outputs:
                 events = []
                 for completion in self.generation.choices(output):
                     index = number * self.generation.n + completion.index
                     if fresh := index not in trackers:
-                        trackers[index] = self._tracker(output)
+                        trackers[index] = self._tracker(number, output)
                     events += self._events(number, output, completion, trackers[index], fresh)
                 if events:
                     yield b"".join(map(event, events))
@@ -206,38 +204,35 @@ class _Asked:
         number: int,
         output: RequestOutput,
         completion: CompletionOutput,
-        tracker: choices.Tracker,
+        tracker: choices.Tracker | None,
         fresh: bool,
     ) -> list[Completion]:
-        """What a step has added to one choice: its prompt if it is new, text, and the end as a chunk of its own."""
-        addition = tracker.advance(completion)
+        """What is new of one choice: its prompt if nothing came before, text, and the end as a chunk of its own."""
+        logprobs = self._logprobs(completion, tracker)
         found = []
         if fresh and (self.body.echo or output.prompt_logprobs is not None):
             choice = self._choice(number, completion, None)
             self._add_prompt(choice, None, number, output)
             found.append(self._chunk(choice))
-        if (addition.text or addition.tokens) and not _prompt_only(self.body):
+        if (completion.text or (logprobs is not None and logprobs.tokens)) and not _prompt_only(self.body):
             choice = self._choice(number, completion, None)
-            choice.text = addition.text
-            choice.logprobs = self._logprobs(addition.tokens)
-            if choice.logprobs is not None and self.body.echo:
-                shift = len(self._prompt_text(number))
-                choice.logprobs.text_offset = [offset + shift for offset in choice.logprobs.text_offset]
+            choice.text = completion.text
+            choice.logprobs = logprobs
             found.append(self._chunk(choice))
-        if addition.finished:
+        if completion.finished:
             choice = self._choice(number, completion, completion.finish_reason)
             choice.stop_reason = completion.stop_reason
             found.append(self._chunk(choice))
         return found
 
-    def _tracker(self, output: RequestOutput) -> choices.Tracker:
+    def _tracker(self, number: int, output: RequestOutput) -> choices.Tracker | None:
+        """For the logprobs of one choice, if they are wanted."""
         if self.body.logprobs is None:
-            return choices.Tracker(None)
+            return None
         skip = self.body.skip_special_tokens is not False
-        layout = choices.Layout(
-            self.generation.service.llm.tokenizer, output.prompt_token_ids, skip_special_tokens=skip
-        )
-        return choices.Tracker(layout)
+        tokenizer = self.generation.service.llm.tokenizer
+        start = len(self._prompt_text(number)) if self.body.echo else 0
+        return choices.Tracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, start=start)
 
     def _choice(self, number: int, completion: CompletionOutput, finish_reason: str | None) -> CompletionChoice:
         reason: Literal["stop", "length"] | None = None
@@ -246,10 +241,10 @@ class _Asked:
         index = number * self.generation.n + completion.index
         return CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
 
-    def _logprobs(self, tokens: list[choices.Token]) -> CompletionLogprobs | None:
-        if self.body.logprobs is None:
+    def _logprobs(self, completion: CompletionOutput, tracker: choices.Tracker | None) -> CompletionLogprobs | None:
+        if tracker is None:
             return None
-        return choices.completion_logprobs(self.generation.service.llm.tokenizer, tokens)
+        return choices.completion_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion))
 
     def _add_prompt(
         self, choice: CompletionChoice, logprobs: CompletionLogprobs | None, number: int, output: RequestOutput
@@ -271,7 +266,7 @@ class _Asked:
             choice.logprobs.tokens += logprobs.tokens
             choice.logprobs.token_logprobs += logprobs.token_logprobs
             choice.logprobs.top_logprobs += logprobs.top_logprobs
-            choice.logprobs.text_offset += [offset + len(text) for offset in logprobs.text_offset]
+            choice.logprobs.text_offset += logprobs.text_offset
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]

@@ -14,6 +14,7 @@ from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.answers import PromptDetails, Usage
 from octavo.server.errors import ApiError
+from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import ReadPrompt
 from octavo.server.service import Service
 
@@ -22,7 +23,7 @@ logger = logging.getLogger("octavo.server")
 
 @dataclass(slots=True)
 class Generation:
-    """The prompts of one request and what was generated of them so far."""
+    """The prompts of one request on their way through the engine, and what they used of it so far."""
 
     service: Service
     #: Of the answer, such as ``cmpl-...``; the engine's requests are numbered after it.
@@ -36,11 +37,13 @@ class Generation:
     cache_salt: str = ""
     #: Headers of the HTTP request, by lower-case name.
     headers: dict[str, str] = field(default_factory=dict)
-    #: The newest output of each prompt.
-    latest: dict[int, RequestOutput] = field(default_factory=dict)
+    #: Tokens of the choices that are handed out.
+    completion_tokens: int = 0
+    #: Tokens of prompts found in the prefix cache, of prompts that have ended.
+    cached_tokens: int = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs as they come, each with the number of its prompt; a reader who is slow sees only the newest.
+        """Outputs as they come, each with the number of its prompt: increments if ``streaming``, else wholes.
 
         Raises:
             ApiError: the queue is full, or a completion failed; all prompts are then ended.
@@ -61,15 +64,14 @@ class Generation:
                 await run.aclose()
 
     async def finish(self) -> list[RequestOutput]:
-        """The last output of each prompt.
+        """The whole output of each prompt, of a request that is not streaming.
 
         Raises:
             ApiError, InvalidRequestError: as ``outputs``.
         """
         async with aclosing(self.outputs()) as outputs:
-            async for _ in outputs:
-                pass
-        return [self.latest[i] for i in range(len(self.prompts))]
+            wholes = {number: output async for number, output in outputs}
+        return [wholes[i] for i in range(len(self.prompts))]
 
     def choices(self, output: RequestOutput) -> list[CompletionOutput]:
         """What of an output is asked for: beam search returns its whole width."""
@@ -77,15 +79,13 @@ class Generation:
 
     def usage(self, *, uncounted: bool = False) -> Usage:
         """Tokens used so far; ``uncounted`` where what was generated is not handed out."""
-        outputs = self.latest.values()
         prompt = sum(len(p.token_ids) for p in self.prompts)
-        completion = 0 if uncounted else sum(len(c.token_ids) for o in outputs for c in self.choices(o))
-        cached = sum(o.metrics.num_cached_tokens for o in outputs)
+        completion = 0 if uncounted else self.completion_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+            prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
 
     async def _run(self, number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -99,20 +99,21 @@ class Generation:
             cache_salt=self.cache_salt,
             streaming=self.streaming,
         )
-        observer = service.metrics.request_started()
+        observer = RequestObserver(service.metrics)
         try:
             with closing(stream):
                 async for output in stream:
-                    self.latest[number] = output
                     observer.update(output)
+                    self.completion_tokens += sum(len(c.token_ids) for c in self.choices(output))
                     if output.finished:
+                        self.cached_tokens += output.metrics.num_cached_tokens
                         service.queue.observe(output)
                         if service.tracer is not None:
-                            service.tracer.record(output, self.headers)
+                            service.tracer.record(output, observer, self.headers)
                     _refuse_failed(output)
                     yield output
         finally:
-            observer.finished("abort")  # counts only if it has not ended
+            observer.close()
 
 
 async def _side_by_side(

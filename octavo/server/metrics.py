@@ -53,10 +53,6 @@ class Metrics:
 
     # Requests -------------------------------------------------------------------------------------------------------
 
-    def request_started(self, prompt_tokens: int | None = None) -> RequestObserver:
-        """Begins to watch a request; without the length of its prompt, the first output tells it."""
-        return RequestObserver(self, prompt_tokens)
-
     def on_step(self, stats: StepStats) -> None:
         """Takes in what the engine core reported after a step; ``StepStats(blocks_free=n)`` tells of one at rest."""
         if stats.seconds:
@@ -173,75 +169,55 @@ class Metrics:
 
 
 class RequestObserver:
-    """Watches one request: either told of its tokens (``token``, ``finished``), or shown its outputs (``update``)."""
+    """Counts one request by its outputs: increments, or the whole of it at once."""
 
-    __slots__ = ("_finished", "_last", "_metrics", "_prompt_known", "_queue_known", "_seen", "_start")
-
-    def __init__(self, metrics: Metrics, prompt_tokens: int | None) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
-        #: By index of the completion: time of its last token, and number of tokens seen.
+        #: Tokens of all its completions so far.
+        self.num_tokens = 0
+        #: Why its completions have ended, by index.
+        self.finish_reasons: dict[int, str] = {}
+        self._begun = self._ended = False
+        #: Time of the last token, by index of the completion.
         self._last: dict[int, float] = {}
-        self._seen: dict[int, int] = {}
-        self._finished = self._queue_known = False
-        self._prompt_known = prompt_tokens is not None
-        metrics.prompt_tokens.inc(prompt_tokens or 0)
-
-    def queued(self, seconds: float) -> None:
-        """It waited this long until something of it was computed; what counts is the first call."""
-        if not self._queue_known:
-            self._queue_known = True
-            self._metrics.queue.observe(seconds)
-
-    def token(self, count: int = 1, index: int = 0) -> None:
-        """``count`` more tokens of completion ``index`` came, now."""
-        now = time.monotonic()
-        self._metrics.generation_tokens.inc(count)
-        if not self._last:
-            self._metrics.first_token.observe(now - self._start)
-        last = self._last.get(index)
-        self._last[index] = now
-        if last is not None:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now - last) / count)
-
-    def finished(self, reason: str | None) -> None:
-        """It ended, for this reason (None counts as "abort"); only the first call counts."""
-        if self._finished:
-            return
-        self._finished = True
-        self._metrics.finished(reason or "abort").inc()
-        if reason in COMPLETE:
-            self._metrics.duration.observe(time.monotonic() - self._start)
 
     def update(self, output: RequestOutput) -> None:
-        """Takes what is new from an output of the engine, cumulative as it is; none has to be shown but the last."""
-        times = output.metrics
-        if not self._prompt_known:
-            self._prompt_known = True
-            self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
-        if times.time_in_queue is not None:
-            self.queued(times.time_in_queue)
-        if times.first_token_time is not None and not self._last:
-            self._metrics.first_token.observe(times.first_token_time - times.arrival_time)
+        """Takes in the next output; the tokens in it are taken as evenly spaced since the one before."""
+        metrics, times, now = self._metrics, output.metrics, time.monotonic()
+        if not self._begun:
+            self._begun = True
+            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            if times.time_in_queue is not None:
+                metrics.queue.observe(times.time_in_queue)
+            if times.first_token_time is not None:
+                metrics.first_token.observe(times.first_token_time - times.arrival_time)
         for completion in output.outputs:
-            self._advance(completion.index, len(completion.token_ids), times.first_token_time)
+            if completion.finish_reason is not None:
+                self.finish_reasons[completion.index] = completion.finish_reason
+            if count := len(completion.token_ids):
+                self._count(completion.index, count, times.first_token_time or now, now)
         if output.finished:
-            self.finished(output.outputs[0].finish_reason if output.outputs else "abort")
+            self._ended = True
+            reason = self.finish_reasons.get(0, "abort")
+            metrics.finished(reason).inc()
+            if reason in COMPLETE:
+                metrics.duration.observe(now - times.arrival_time)
 
-    def _advance(self, index: int, total: int, first_token_time: float | None) -> None:
-        """Completion ``index`` has ``total`` tokens now; those since the last look are taken as evenly spaced."""
-        new = total - self._seen.get(index, 0)
-        if new <= 0:
-            return
-        self._seen[index] = total
-        if index not in self._last and first_token_time is not None:
-            # Every completion of a request begins with the step that ended its prompt.
-            self._last[index] = first_token_time
-            self._metrics.generation_tokens.inc()
-            new -= 1
-        if new:
-            self.token(new, index)
+    def close(self) -> None:
+        """It is read no more: one that has not ended was aborted."""
+        if not self._ended:
+            self._ended = True
+            self._metrics.finished("abort").inc()
+
+    def _count(self, index: int, count: int, first_token_time: float, now: float) -> None:
+        self.num_tokens += count
+        self._metrics.generation_tokens.inc(count)
+        last = self._last.get(index)
+        if last is None:  # every completion of a request begins with the step that ended its prompt
+            last, count = first_token_time, count - 1
+        self._last[index] = now if count else first_token_time
+        for _ in range(count):
+            self._metrics.inter_token.observe((now - last) / count)
 
 
 class _Total:

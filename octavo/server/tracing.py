@@ -15,6 +15,7 @@ from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestMetrics, RequestOutput
+    from octavo.server.metrics import RequestObserver
 
 
 class Tracer:
@@ -46,17 +47,14 @@ class Tracer:
         self._tracer = self._provider.get_tracer("octavo", __version__)
 
     def record(
-        self,
-        output: RequestOutput,
-        headers: Mapping[str, str] | None = None,
-        attributes: Mapping[str, Any] | None = None,
+        self, output: RequestOutput, observer: RequestObserver, headers: Mapping[str, str] | None = None
     ) -> None:
         """Makes the spans of a request that has ended.
 
         Args:
             output: its last output.
+            observer: has seen all of them.
             headers: of the HTTP request, by lower-case name; ``traceparent`` names the caller's span.
-            attributes: further ones of the request's span, such as ``{"gen_ai.request.max_tokens": 64}``.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -74,7 +72,7 @@ class Tracer:
             context=TraceContextTextMapPropagator().extract(dict(headers or {})),
             kind=SpanKind.SERVER,
             start_time=epoch(times.arrival_time),
-            attributes=self._attributes(output) | dict(attributes or {}),
+            attributes=self._attributes(output, observer),
         )
         within = set_span_in_context(span)
         for name, start, stop in _phases(times, end):
@@ -86,14 +84,14 @@ class Tracer:
         """Exports what is left, and stops."""
         self._provider.shutdown()
 
-    def _attributes(self, output: RequestOutput) -> dict[str, Any]:
+    def _attributes(self, output: RequestOutput, observer: RequestObserver) -> dict[str, Any]:
         times = output.metrics
         found = {
             "gen_ai.response.id": output.request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
-            "gen_ai.usage.output_tokens": sum(len(completion.token_ids) for completion in output.outputs),
-            "gen_ai.response.finish_reasons": [completion.finish_reason or "abort" for completion in output.outputs],
+            "gen_ai.usage.output_tokens": observer.num_tokens,
+            "gen_ai.response.finish_reasons": [reason for _, reason in sorted(observer.finish_reasons.items())],
             "octavo.cached_tokens": times.num_cached_tokens,
             "octavo.preemptions": times.num_preemptions,
             "octavo.queue_seconds": times.time_in_queue,

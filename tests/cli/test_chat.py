@@ -25,7 +25,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 class ScriptedEngine:
-    """Answers every request with the same growing texts; a prompt that is too long is refused."""
+    """Answers every request with the same texts, a piece a step; a prompt that is too long is refused."""
 
     def __init__(self, texts: list[str], on_step: Callable[[int], None] = lambda n: None) -> None:
         self.tokenizer = self
@@ -49,25 +49,25 @@ class ScriptedEngine:
     def has_unfinished_requests(self) -> bool:
         return self.open is not None
 
-    def _state(self, reason: str | None) -> RequestOutput:
+    def _output(self, text: str, reason: str | None) -> RequestOutput:
         assert self.open is not None
-        text = self.texts[min(self.steps, len(self.texts)) - 1] if self.steps else ""
         output = CompletionOutput(0, text, finish_reason=reason, error=self.error if reason == "error" else None)
         return RequestOutput(self.open, None, [], [output], reason is not None, RequestMetrics(0.0))
 
     def step(self) -> list[RequestOutput]:
         self.steps += 1
         self.on_step(self.steps)
+        piece = self.texts[self.steps - 1]
         if self.steps < len(self.texts):
-            return [self._state(None)]
-        last = self._state("stop" if self.error is None else "error")
+            return [self._output(piece, None)]
+        last = self._output(piece, "stop" if self.error is None else "error")
         self.open = None
         return [last]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         if self.open != request_id:
             return None
-        last = self._state("abort")
+        last = self._output("", "abort")
         self.aborted.append(request_id)
         self.open = None
         return last
@@ -79,7 +79,7 @@ def converse(engine: ScriptedEngine, system: str | None = None) -> Conversation:
 
 def test_the_answer_is_shown_as_it_grows_and_remembered(capsys: Capture) -> None:
     shown: list[str] = []
-    engine = ScriptedEngine(["Pa", "Pari", "Paris."], on_step=lambda n: shown.append(capsys.readouterr().out))
+    engine = ScriptedEngine(["Pa", "ri", "s."], on_step=lambda n: shown.append(capsys.readouterr().out))
     conversation = converse(engine, "Be brief.")
     conversation.ask("Capital?")
     assert "".join(shown) + capsys.readouterr().out == "Paris.\n"
@@ -98,7 +98,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(capsys: Capture) 
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    engine = ScriptedEngine(["one", "one two", "one two three"], on_step=interrupt)
+    engine = ScriptedEngine(["one", " two", " three"], on_step=interrupt)
     conversation = converse(engine)
     handler = signal.getsignal(signal.SIGINT)
     conversation.ask("Count.")
@@ -115,7 +115,7 @@ def test_a_second_interrupt_ends_the_program_and_frees_the_request() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
 
-    engine = ScriptedEngine(["one", "one two"], on_step=interrupt)
+    engine = ScriptedEngine(["one", " two"], on_step=interrupt)
     with pytest.raises(KeyboardInterrupt):
         converse(engine).ask("Count.")
     assert engine.aborted == ["turn-1"]
@@ -131,7 +131,7 @@ def test_a_question_that_is_too_long_is_forgotten(capsys: Capture) -> None:
 
 
 def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None:
-    engine = ScriptedEngine(["so", "so far"])
+    engine = ScriptedEngine(["so", " far"])
     engine.error = "the worker failed"
     conversation = converse(engine)
     conversation.ask("Well?")

@@ -270,16 +270,41 @@ def test_an_abort_by_id_ends_the_stream_with_what_there_is(shared_real: Shared) 
     shared_real(test)
 
 
-def test_a_slow_reader_sees_the_newest_state_only(shared: Shared) -> None:
+def test_a_slow_reader_misses_nothing(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
-        slow = await llm.submit("slow", "Hello", LONG)
+        params = SamplingParams(temperature=0, n=2, max_tokens=200, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+        slow = await llm.submit("slow", "Hello", params)
         first = await anext(slow)
         assert not first.finished
-        quick = await last(llm, "quick", "Hello", LONG)
+        quick = await last(llm, "quick", "Hello", params)
         await until(lambda: llm.num_open == 0)
         rest = [output async for output in slow]
         assert len(rest) == 1
-        assert everything(rest[0]) == everything(quick)
+        assert everything(first + rest[0]) == everything(quick)
+
+    shared(test)
+
+
+def test_each_token_and_its_text_come_once(shared: Shared) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        stream = await llm.submit("a", "Hello", LONG)
+        parts = [output.outputs[0] async for output in stream]
+        whole = (await last(llm, "b", "Hello", LONG, streaming=False)).outputs[0]
+        assert "".join(p.text for p in parts) == whole.text
+        assert [token for p in parts for token in p.token_ids] == whole.token_ids
+        assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert len(parts) > 10
+
+    shared(test)
+
+
+def test_a_stream_that_has_ended_does_not_end_another_of_its_name(shared: Shared) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        old = await llm.submit("a", "Hello", SamplingParams(max_tokens=1))
+        assert (await anext(old)).finished
+        new = await llm.submit("a", "Hello", LONG)
+        old.close()
+        assert [output async for output in new][-1].finished
 
     shared(test)
 

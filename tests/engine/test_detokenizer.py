@@ -43,21 +43,22 @@ def sentencepiece(prefix: bool = True) -> Tokenizer:
 
 
 def run(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, **options: Any) -> str:
-    """The final text, checking on the way that shown text is never taken back."""
+    """The text in pieces, checking that it is the one that is taken at once."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], **options)
     shown = ""
     for token_id in ids:
         match = detokenizer.append([token_id])
-        shown += detokenizer.new_text(False)
-        assert detokenizer.text.startswith(shown)
-        assert len(shown) == detokenizer.stable_text_len
-        assert detokenizer.stable_text == shown
+        shown += detokenizer.take_text()
         if match:
             break
     detokenizer.finish()
-    shown += detokenizer.new_text(True)
-    assert shown == detokenizer.text
-    return detokenizer.text
+    shown += detokenizer.take_text()
+    at_once = IncrementalDetokenizer(tokenizer, prompt or [], **options)
+    at_once.append(ids)
+    at_once.finish()
+    assert shown == at_once.take_text()
+    assert at_once.take_text() == ""
+    return shown
 
 
 def interesting_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
@@ -144,9 +145,9 @@ def test_half_a_character_is_held_back_until_it_is_whole() -> None:
         detokenizer = IncrementalDetokenizer(tokenizer, [])
         for token_id in ids[:-1]:
             detokenizer.append([token_id])
-            assert detokenizer.text.strip() == ""
+            assert detokenizer.take_text() == ""
         detokenizer.append(ids[-1:])
-        assert detokenizer.text == "🦩"
+        assert detokenizer.take_text() == "🦩"
 
 
 def test_half_a_character_at_the_end_is_a_replacement_character() -> None:
@@ -154,16 +155,15 @@ def test_half_a_character_at_the_end_is_a_replacement_character() -> None:
         ids = tokenizer.encode("hello🦩", add_special_tokens=False)
         detokenizer = IncrementalDetokenizer(tokenizer, [])
         detokenizer.append(ids[:-1])
-        assert detokenizer.text == "hello"
+        assert detokenizer.take_text() == "hello"
         detokenizer.finish()
-        assert detokenizer.text == "hello\ufffd"
-        assert detokenizer.new_text(True) == "hello\ufffd"
+        assert detokenizer.take_text() == "\ufffd"
 
 
 def test_a_line_break_made_of_a_byte_token_comes_at_once() -> None:
     detokenizer = IncrementalDetokenizer(sentencepiece(), [1], stop=["\n"])
     assert detokenizer.append([HELLO, BYTE + 10]) == StopMatch("\n", 2)
-    assert detokenizer.text == "hello"
+    assert detokenizer.take_text() == "hello"
 
 
 def characters(text: str) -> list[int]:
@@ -178,7 +178,7 @@ def stopped(text: str, stop: list[str], step: int = 1, **options: Any) -> tuple[
     for i in range(0, len(ids), step):
         match = match or detokenizer.append(ids[i : i + step])
     match = match or detokenizer.finish()
-    return match, detokenizer.text
+    return match, detokenizer.take_text()
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 100])
@@ -194,9 +194,8 @@ def test_a_stop_string_inside_one_token_is_found() -> None:
     assert tokenizer.token_text(ids[1]) == " hello"
     detokenizer = IncrementalDetokenizer(tokenizer, [], stop=["ll"])
     assert detokenizer.append(ids) == StopMatch("ll", 2)
-    assert detokenizer.text == "say he"
     assert detokenizer.append(ids) is None
-    assert detokenizer.text == "say he"
+    assert detokenizer.take_text() == "say he"
 
 
 def test_the_stop_string_that_ends_first_wins_and_of_these_the_longest() -> None:
@@ -218,17 +217,16 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     seen = []
     for token_id in characters("x ENENDS E"):
         detokenizer.append([token_id])
-        seen.append(detokenizer.new_text(False))
+        seen.append(detokenizer.take_text())
     assert seen == ["x", " ", "", "", "EN", "", "", "ENDS", " ", ""]
-    assert detokenizer.text == "x ENENDS E"
     assert detokenizer.finish() is None
-    assert detokenizer.new_text(True) == "E"
+    assert detokenizer.take_text() == "E"
 
 
 def test_nothing_is_held_back_if_the_stop_string_is_kept() -> None:
     detokenizer = IncrementalDetokenizer(byte_level(), [], stop=["END"], include_stop_str_in_output=True)
     detokenizer.append(characters("x EN"))
-    assert detokenizer.new_text(False) == "x EN"
+    assert detokenizer.take_text() == "x EN"
 
 
 def naive(text: str, stops: list[str], minimum: int) -> tuple[str, int] | None:
@@ -270,7 +268,7 @@ def test_a_stop_string_may_end_with_a_broken_character() -> None:
     detokenizer = IncrementalDetokenizer(byte_level(), [], stop=["x\ufffd"])
     assert detokenizer.append(ids[:-1]) is None
     assert detokenizer.finish() == StopMatch("x\ufffd", len(ids) - 1)
-    assert detokenizer.text == ""
+    assert detokenizer.take_text() == ""
 
 
 def test_special_tokens_are_left_out_or_kept() -> None:
@@ -284,7 +282,7 @@ def seconds(ids: list[int], tokenizer: Tokenizer, stop: list[str]) -> float:
     start = time.process_time()
     for token_id in ids:
         detokenizer.append([token_id])
-        detokenizer.new_text(False)
+        detokenizer.take_text()
     return time.process_time() - start
 
 

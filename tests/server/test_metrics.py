@@ -22,7 +22,7 @@ from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.stats import StepStats
 from octavo.server import logging as server_logging
 from octavo.server import metrics as server_metrics
-from octavo.server.metrics import Metrics
+from octavo.server.metrics import Metrics, RequestObserver
 from octavo.server.status import StatusLine
 from octavo.server.tracing import Tracer
 from tests.busy_machine import PATIENCE, once_in_three
@@ -81,16 +81,19 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return found
 
 
-def output(counts: list[int], reason: str | None = None, prompt: int = 5, **times: Any) -> RequestOutput:
+def output(counts: list[int], reasons: list[str | None] | None = None, **times: Any) -> RequestOutput:
+    """An increment with so many tokens, and ends, of each completion."""
     now = time.monotonic()
+    reasons = reasons or [None] * len(counts)
     return RequestOutput(
         request_id="r",
         prompt=None,
-        prompt_token_ids=[1] * prompt,
+        prompt_token_ids=[1] * 5,
         outputs=[
-            CompletionOutput(index, token_ids=[2] * count, finish_reason=reason) for index, count in enumerate(counts)
+            CompletionOutput(index, token_ids=[2] * count, finish_reason=reason)
+            for index, (count, reason) in enumerate(zip(counts, reasons, strict=True))
         ],
-        finished=reason is not None,
+        finished=None not in reasons,
         metrics=RequestMetrics(**{"arrival_time": now, **times}),
     )
 
@@ -98,44 +101,23 @@ def output(counts: list[int], reason: str | None = None, prompt: int = 5, **time
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_told_token_by_token(clock: Clock) -> None:
-    metrics = Metrics("m")
-    request = metrics.request_started(11)
-    request.queued(0.25)
-    request.queued(99.0)
-    clock.now += 0.02
-    request.token()
-    clock.now += 0.03
-    request.token(3)
-    request.finished("length")
-    request.finished("abort")
-    found = samples(metrics)
-    assert found["octavo_prompt_tokens_total"] == 11
-    assert found["octavo_generation_tokens_total"] == 4
-    assert found["octavo_request_queue_time_seconds_sum"] == 0.25
-    assert found["octavo_time_to_first_token_seconds_count"] == 1
-    assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.02)
-    # Three tokens that came at once share the time since the one before.
-    assert found["octavo_inter_token_latency_seconds_count"] == 3
-    assert found["octavo_inter_token_latency_seconds_sum"] == pytest.approx(0.03)
-    assert found["octavo_inter_token_latency_seconds_bucket{le=0.0025}"] == 0
-    assert found["octavo_request_duration_seconds_count"] == 1
-    assert found["octavo_request_duration_seconds_sum"] == pytest.approx(0.05)
-    assert found["octavo_requests_finished_total{reason=length}"] == 1
-    assert found["octavo_requests_finished_total{reason=abort}"] == 0
-
-
 def test_an_aborted_request_has_no_duration() -> None:
     metrics = Metrics("m")
-    metrics.request_started(1).finished(None)
+    request = RequestObserver(metrics)
+    request.update(output([1, 1], first_token_time=time.monotonic()))
+    # One of its completions has ended, the request has not.
+    request.update(output([1, 1], [None, "stop"]))
+    request.close()
+    request.close()
     found = samples(metrics)
     assert found["octavo_requests_finished_total{reason=abort}"] == 1
+    assert found["octavo_requests_finished_total{reason=stop}"] == 0
     assert found["octavo_request_duration_seconds_count"] == 0
 
 
-def test_a_request_shown_by_its_outputs(clock: Clock) -> None:
+def test_a_request_shown_by_its_increments(clock: Clock) -> None:
     metrics = Metrics("m")
-    request = metrics.request_started()
+    request = RequestObserver(metrics)
     now = clock.now
     times: dict[str, Any] = {
         "arrival_time": now - 1.0,
@@ -143,26 +125,31 @@ def test_a_request_shown_by_its_outputs(clock: Clock) -> None:
         "first_token_time": now - 0.6,
     }
     request.update(output([1, 1], **times))
-    request.update(output([4, 2], **times))
-    request.update(output([4, 2], **times))
-    request.update(output([4, 5], "stop", **times))
+    request.update(output([3, 1], **times))
+    request.update(output([0, 0], **times))
+    request.update(output([0, 3], ["stop", "length"], **times))
+    request.close()
     found = samples(metrics)
     assert found["octavo_prompt_tokens_total"] == 5
-    assert found["octavo_generation_tokens_total"] == 9
+    assert found["octavo_generation_tokens_total"] == request.num_tokens == 9
     assert found["octavo_time_to_first_token_seconds_count"] == 1
     assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.4)
     assert found["octavo_request_queue_time_seconds_sum"] == pytest.approx(0.1)
     assert found["octavo_inter_token_latency_seconds_count"] == 7
-    # 0.6 s since the first token, of each of two completions.
+    # 0.6 s since the first token, of each of two completions; tokens that came at once share the time.
     assert found["octavo_inter_token_latency_seconds_sum"] == pytest.approx(1.2)
     assert found["octavo_requests_finished_total{reason=stop}"] == 1
+    assert found["octavo_requests_finished_total{reason=abort}"] == 0
+    assert found["octavo_request_duration_seconds_sum"] == pytest.approx(1.0)
+    assert request.finish_reasons == {0: "stop", 1: "length"}
 
 
 def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
     metrics = Metrics("m")
     now = clock.now
-    request = metrics.request_started()
-    request.update(output([51], "length", arrival_time=now - 2, first_scheduled_time=now - 2, first_token_time=now - 1))
+    request = RequestObserver(metrics)
+    times = {"arrival_time": now - 2, "first_scheduled_time": now - 2, "first_token_time": now - 1}
+    request.update(output([51], ["length"], **times))
     found = samples(metrics)
     assert found["octavo_generation_tokens_total"] == 51
     assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
@@ -215,18 +202,20 @@ def test_http_requests() -> None:
 
 def test_two_servers_in_one_process_keep_apart() -> None:
     one, two = Metrics("m"), Metrics("m")
-    one.request_started(3)
+    RequestObserver(one).update(output([1]))
+    assert samples(one)["octavo_prompt_tokens_total"] == 5
     assert samples(two)["octavo_prompt_tokens_total"] == 0
 
 
 @pytest.mark.slow
 def test_a_token_costs_microseconds() -> None:
-    request = Metrics("m").request_started(1)
+    request = RequestObserver(Metrics("m"))
+    one = output([1], first_token_time=time.monotonic())
 
     def measure() -> dict[str, bool]:
         start = time.process_time()
         for _ in range(5000):
-            request.token()
+            request.update(one)
         seconds = (time.process_time() - start) / 5000
         return {f"a token costs less than 50 us, not {seconds} s": seconds < 50e-6}
 
@@ -438,18 +427,19 @@ def test_spans_of_a_request() -> None:
     exporter = InMemorySpanExporter()
     tracer = Tracer("m", exporter=exporter)
     now = time.monotonic()
-    done = output(
-        [3], "stop", arrival_time=now - 1, first_scheduled_time=now - 0.9, first_token_time=now - 0.5, finished_time=now
-    )
+    times = {"arrival_time": now - 1, "first_scheduled_time": now - 0.9, "first_token_time": now - 0.5}
+    request_observer = RequestObserver(Metrics("m"))
+    request_observer.update(output([2], **times))
+    done = output([1], ["stop"], finished_time=now, **times)
+    request_observer.update(done)
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    tracer.record(done, {"traceparent": f"00-{trace}-{parent}-01"}, {"gen_ai.request.max_tokens": 3})
+    tracer.record(done, request_observer, {"traceparent": f"00-{trace}-{parent}-01"})
     tracer.shutdown()
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert set(spans) == {"octavo.request", "octavo.queue", "octavo.prefill", "octavo.decode"}
     request = spans["octavo.request"]
     assert f"{request.context.trace_id:032x}" == trace and f"{request.parent.span_id:016x}" == parent
     assert request.attributes["gen_ai.usage.output_tokens"] == 3
-    assert request.attributes["gen_ai.request.max_tokens"] == 3
     assert request.attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert (request.end_time - request.start_time) / 1e9 == pytest.approx(1.0, abs=1e-3)
     assert (spans["octavo.prefill"].end_time - spans["octavo.prefill"].start_time) / 1e9 == pytest.approx(0.4, abs=1e-3)

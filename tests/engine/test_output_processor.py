@@ -1,0 +1,102 @@
+"""What a step's outputs become for a user: increments that lose nothing, at a cost that does not grow."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+
+from octavo.core.outputs import RequestOutput
+from octavo.core.plan import PositionLogprobs, SequenceResult
+from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.updates import SequenceUpdate, StepOutputs
+from octavo.engine.input_processor import ProcessedRequest
+from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.tokenizer import load_tokenizer
+from octavo.loader.resolve import resolve_model
+from tests.busy_machine import once_in_three
+
+PROMPT = [1, 2, 3]
+
+
+def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
+    processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
+    group = GroupRequest(group_id=0, prompt_token_ids=PROMPT, params=params, seed=0)
+    source = ProcessedRequest("a", None, PROMPT, params, group, 0.0)
+    return processor, processor.open(source, streaming=streaming)
+
+
+def position(token: int) -> PositionLogprobs:
+    return PositionLogprobs(token, -1.0, 1, [], [])
+
+
+def add(processor: OutputProcessor, token: int | None, extra: SequenceResult | None = None, index: int = 0) -> bool:
+    """One step of one sequence; whether there is something to take."""
+    ready, _ = processor.process(StepOutputs(sequences=[SequenceUpdate(0, index, token, extra)]))
+    return bool(ready)
+
+
+def test_what_is_not_taken_adds_up() -> None:
+    params = SamplingParams(n=2, logprobs=0, max_tokens=9)
+    parts: list[RequestOutput] = []
+    single: list[RequestOutput] = []
+    processor, request = opened(params)
+    every_step, every = opened(params)
+    for i, token in enumerate(range(1000, 1012)):
+        extra = SequenceResult(logprobs=position(token))
+        assert add(processor, token, extra, i % 2) and add(every_step, token, extra, i % 2)
+        if i % 5 == 4:
+            parts.append(request.take())
+        single.append(every.take())
+    parts.append(request.take())
+    assert [len(o.token_ids) for part in parts for o in part.outputs] == [3, 2, 2, 3, 1, 1]
+    joined = parts[0] + parts[1] + parts[2]
+    assert joined.outputs == functools.reduce(operator.add, single).outputs
+    assert joined.outputs[0].token_ids == list(range(1000, 1012, 2))
+    assert len(joined.outputs[0].logprobs or []) == 6
+    assert joined.outputs[0].cumulative_logprob == -6.0
+
+
+def test_logprobs_of_a_prompt_come_once_and_whole() -> None:
+    processor, request = opened(SamplingParams(prompt_logprobs=0))
+    # A chunk of the prompt alone is no output.
+    assert not add(processor, None, SequenceResult(prompt_logprobs=[position(2)], prompt_start=1))
+    assert add(processor, 7, SequenceResult(prompt_logprobs=[position(3)], prompt_start=2))
+    first = request.take()
+    assert [p and list(p) for p in first.prompt_logprobs or []] == [None, [2], [3]]
+    assert add(processor, 8)
+    second = request.take()
+    assert second.prompt_logprobs is None
+    assert (first + second).prompt_logprobs == first.prompt_logprobs
+
+
+def test_a_token_costs_the_same_however_long_the_answer_is() -> None:
+    def cost(params: SamplingParams, *, streaming: bool) -> tuple[float, float]:
+        """Seconds of a thousand tokens at the beginning, and after 31,000 others."""
+        processor, request = opened(params, streaming=streaming)
+        seconds = []
+        for start in range(0, 32000, 1000):
+            extras = [
+                SequenceResult(logprobs=position(t)) if params.logprobs is not None else None for t in range(1000)
+            ]
+            began = time.thread_time()
+            for token in range(1000):
+                if add(
+                    processor,
+                    1000 + (start + token * 7) % 40000,
+                    extras[token] if params.logprobs is not None else None,
+                ):
+                    request.take()
+            seconds.append(time.thread_time() - began)
+        return min(seconds[:4]), min(seconds[-4:])
+
+    def measure() -> dict[str, bool]:
+        claims = {}
+        for logprobs in (None, 0):
+            for streaming in (True, False):
+                first, last = cost(SamplingParams(logprobs=logprobs), streaming=streaming)
+                claims[f"logprobs={logprobs}, {streaming=}: {first} s, later {last} s"] = last < 2 * first + 0.002
+        return claims
+
+    once_in_three(measure)
