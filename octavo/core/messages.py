@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import StepStats
 from octavo.core.updates import StepOutputs
 
@@ -21,6 +23,20 @@ MAX_BYTES_TO_CORE = 64 << 20
 MAX_BYTES_FROM_CORE = 1 << 30
 #: Characters of the message in ``LastWords``.
 MAX_LAST_WORDS = 8000
+
+
+def check_sendable(params: SamplingParams) -> None:
+    """Whether parameters can go to another process: code cannot.
+
+    Raises:
+        InvalidRequestError: naming the callable that they hold.
+    """
+    for i, processor in enumerate(params.logits_processors or ()):
+        named = processor if hasattr(processor, "__qualname__") else type(processor)
+        raise InvalidRequestError(
+            f"logits_processors[{i}] ({named.__module__}.{named.__qualname__}) is code and cannot be sent to another "
+            "process; use an LLM that runs in one process"
+        )
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
-from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop
+from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import StepStats
@@ -218,10 +218,6 @@ class AsyncLLM:
             EngineStateError: it sleeps.
         """
         params = params if params is not None else SamplingParams()
-        if isinstance(params, SamplingParams) and params.logits_processors:
-            raise InvalidRequestError(
-                "logits_processors are functions and cannot cross to the engine's process; use LLM, which has none"
-            )
         text, prompt = await self._tokenize(prompt)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
@@ -229,6 +225,7 @@ class AsyncLLM:
         if self.asleep:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        check_sendable(request.params)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))
         stream = RequestStream(self, self._outputs.open(request, streaming=streaming))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
+import math
 import os
 import signal
 import sys
@@ -13,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +32,7 @@ from octavo import (
     WeightError,
 )
 from octavo.core.config import make_config
+from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.stats import StepStats
 from octavo.engine import async_llm
 from octavo.engine.core_client import CoreProcess
@@ -309,6 +314,14 @@ def test_a_stream_that_has_ended_does_not_end_another_of_its_name(shared: Shared
     shared(test)
 
 
+def nothing(ids: list[int], logits: Any) -> Any:
+    return logits
+
+
+class Nothing:
+    __call__ = staticmethod(nothing)
+
+
 def test_bad_requests_fail_alone(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
         neighbour = await llm.submit("good", "Hello", LONG)
@@ -319,12 +332,17 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
             ([10**6], None, {}, "from 0 to"),
             ("x" * 500, None, {}, "500 tokens"),
             ("x" * 100_000, None, {}, "100000 tokens"),
-            ("x", SamplingParams(logits_processors=[lambda ids, logits: logits]), {}, "cannot cross"),
+            ([1, True], None, {}, "not True"),
+            ([1, 2.0], None, {}, "not 2.0"),
+            ([2**70], None, {}, "from 0 to"),
+            ("x", SamplingParams(logits_processors=[nothing]), {}, r"logits_processors\[0\] \(\S+\.nothing\)"),
+            ("x", SamplingParams(logits_processors=[Nothing()]), {}, r"logits_processors\[0\] \(\S+\.Nothing\)"),
             ("x", SamplingParams(max_tokens=10**30), {}, "cannot be sent"),
-            ("x", None, {"priority": 1.5}, "priority"),
+            ("x", None, {"priority": 1.5}, "priority must be an integer, not 1.5"),
+            ("x", None, {"priority": True}, "priority must be an integer, not True"),
             ("x", None, {"priority": 2**80}, "cannot be sent"),
             ("x", None, {"cache_salt": "\ud800"}, "surrogates"),
-            ("x", None, {"cache_salt": 7}, "cache_salt"),
+            ("x", None, {"cache_salt": 7}, "cache_salt must be text, not 7"),
             ("x", SamplingParams(stop_token_ids=[5000]), {}, "vocabulary"),
             ({"prompt": "x", "prompt_token_ids": [1]}, None, {}, "exactly one"),
         ]
@@ -333,6 +351,52 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
                 await last(llm, "bad", prompt, params, **options)
         assert [o async for o in neighbour][-1].outputs[0].finish_reason == "length"
         await nothing_is_held(llm)
+
+    shared(test)
+
+
+class Number(enum.IntEnum):
+    FIVE = 5
+
+
+class Text(str):
+    pass
+
+
+#: What a program may set a field to, right or wrong: numbers of numpy, of enumerations, too large, of other types.
+ODD: list[Any] = [
+    None, True, 0, 1, -1, 1.5, 2**63, 2**64, -(2**70), math.nan, math.inf, np.int64(3), np.float64(0.5),
+    np.float32(0.5), np.bool_(True), np.array([1.0]), Number.FIVE, "x", "never", "5", "\ud800", Text("x"), np.str_("x"),
+    b"x", [], [1], (1, 2), [True], [1.0], [np.int64(1)], [2**70], [Number.FIVE], ["x"], [Text("x")], ["\ud800"], [[1]],
+    {}, {1: 2}, {1: np.float64(2)}, {"5": 1.0}, {True: 1.0}, {1: True}, {Number.FIVE: 1}, {1: "x"}, object(),
+]  # fmt: skip
+FIELDS: list[tuple[type[SamplingParams | BeamSearchParams] | None, str]] = [
+    *((SamplingParams, name) for name in SamplingParams.__struct_fields__),
+    *((BeamSearchParams, name) for name in BeamSearchParams.__struct_fields__),
+    *((None, name) for name in ("priority", "cache_salt", "prompt")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, name: str) -> None:
+    core = msgspec.msgpack.Decoder(ToCore)
+
+    async def test(llm: AsyncLLM) -> None:
+        accepted = 0
+        for value in ODD:
+            options = {"priority": 0, "cache_salt": "", "prompt": "x"} | ({name: value} if kind is None else {})
+            params = BeamSearchParams(beam_width=2) if kind is BeamSearchParams else SamplingParams()
+            if kind is not None:
+                setattr(params, name, value)  # as a program may do after they were checked
+            try:
+                request = llm.inputs.process("a", options.pop("prompt"), params, **options)
+                check_sendable(request.params)
+                data = llm._client.encode(Add(request.group))
+            except InvalidRequestError:
+                continue
+            accepted += 1
+            assert isinstance(core.decode(data), Add)
+        assert accepted
 
     shared(test)
 
