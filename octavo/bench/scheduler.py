@@ -78,7 +78,9 @@ def _params(steps: int) -> SamplingParams:
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
     """What a worker without a model answers: a token for each sequence whose last known one is computed."""
-    awaiting = [seq_id for seq_id in plan.seq_ids if scheduler.queues.sequences[seq_id].awaits_token]
+    scheduled = set(plan.seq_ids)
+    forked = [fork.child for fork in plan.forks if fork.child not in scheduled]
+    awaiting = [seq_id for seq_id in [*plan.seq_ids, *forked] if scheduler.queues.sequences[seq_id].awaits_token]
     return StepResult(plan.step, awaiting, [_TOKEN] * len(awaiting))
 
 
