@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineStateError, InvalidRequestError
@@ -121,7 +123,7 @@ class LLMEngine:
 
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""
-        return self.core.scheduler.stats()
+        return copy.copy(self.core.scheduler.stats())  # which goes on counting in its own
 
     @property
     def times(self) -> StepTimes:

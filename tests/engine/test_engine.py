@@ -304,6 +304,17 @@ def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
         assert engine.core.blocks.num_used == 0
 
 
+def test_statistics_are_a_snapshot(llm: LLM) -> None:
+    engine = llm.llm_engine
+    before = engine.stats()
+    steps = before.steps
+    llm.generate("counted", GREEDY)
+    after = engine.stats()
+    assert before.steps == steps
+    assert after.steps - before.steps > 0
+    assert after.prefill_tokens - before.prefill_tokens > 0
+
+
 def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
     llm.llm_engine.add_request("same", "x", GREEDY)
     with pytest.raises(InvalidRequestError, match="'same' is in use"):
