@@ -27,6 +27,11 @@ from octavo.scheduler.stats import SchedulerStats
 LONG_TEXT = 8192
 #: Sequences of a step taken in before the event loop has another turn; each takes some 20 microseconds.
 MAX_SEQUENCES_AT_ONCE = 64
+#: Seconds without a step, while requests are open, after which the core is held to hang. The longest step that is none
+#: fills the token budget: 2,048 tokens of a model of 7 billion parameters take two minutes on a few processor cores.
+STEP_TIMEOUT = 300.0
+#: The same until a step has ended: on a GPU it compiles kernels, which takes minutes where none are cached.
+FIRST_STEP_TIMEOUT = 900.0
 
 logger = logging.getLogger("octavo")
 
@@ -132,14 +137,20 @@ class AsyncLLM:
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
+        #: Messages about steps that have come.
+        self._num_steps = 0
+        self._watchdog: asyncio.Task[None] | None = None
         self._client = client
         client.on_step, client.on_death = self._take_in, self._die
 
     @classmethod
-    async def start(cls, config: EngineConfig, process: CoreProcess | None = None) -> AsyncLLM:
+    async def start(
+        cls, config: EngineConfig, process: CoreProcess | None = None, *, step_timeout: float = STEP_TIMEOUT
+    ) -> AsyncLLM:
         """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
 
-        A program whose own imports take time starts the ``CoreProcess`` before them.
+        A program whose own imports take time starts the ``CoreProcess`` before them. A core that does no step for
+        ``step_timeout`` seconds while requests are open is ended, as if it had died (see ``FIRST_STEP_TIMEOUT``).
 
         Raises:
             OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
@@ -147,10 +158,12 @@ class AsyncLLM:
         """
         process = process or CoreProcess()
         try:
-            return await cls._start(config, process)
+            llm = await cls._start(config, process)
         except BaseException:
             process.kill()
             raise
+        llm._watchdog = asyncio.create_task(llm._watch(step_timeout))
+        return llm
 
     @classmethod
     async def _start(cls, config: EngineConfig, process: CoreProcess) -> AsyncLLM:
@@ -270,6 +283,7 @@ class AsyncLLM:
 
     async def _take_in(self, step: StepDone) -> None:
         """One step: news for the streams, and word to the core of the sequences that a stop text has ended."""
+        self._num_steps += 1
         for admission in step.outputs.admissions:
             self._queue.remove(admission.group_id)
         for part in _parts(step.outputs):
@@ -288,6 +302,23 @@ class AsyncLLM:
     def _notify(self, request: RequestState) -> None:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
         stream._notify()
+
+    async def _watch(self, step_timeout: float) -> None:
+        """Ends a core that does nothing while it should.
+
+        It counts its own turns of a tenth of the time, so that a pause of this process is not held against the core.
+        """
+        seen, quiet = -1, 0.0
+        while True:
+            await asyncio.sleep(step_timeout / 10)
+            if not self._streams or seen != self._num_steps:
+                seen, quiet = self._num_steps if self._streams else -1, 0.0
+                continue
+            quiet += step_timeout / 10
+            patience = step_timeout if self._num_steps else max(step_timeout, FIRST_STEP_TIMEOUT)
+            if quiet > patience:
+                self._client.give_up(EngineDeadError(f"the engine's process hangs: no step for {patience:g} s"))
+                return
 
     def _die(self, error: OctavoError) -> None:
         """The core has died: every open request fails."""
@@ -367,6 +398,8 @@ class AsyncLLM:
                 await self._nothing_open.wait()
         for request_id in list(self._streams):
             await self.abort(request_id)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         await self._client.close()
 
 

@@ -74,10 +74,15 @@ class CoreProcess:
         """Its process id."""
         return self._process.pid
 
+    def end(self) -> None:
+        """Lets it end at once, also where it is stopped or hangs, without waiting for that."""
+        self._process.kill()
+
     def kill(self) -> None:
         """Ends it at once if it has not ended, and leaves nothing of it behind."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of a driver not even this ends it
+            self._process.wait(_PATIENCE)
         self.life.close()
         self.remove_folder()
 
@@ -227,6 +232,11 @@ class CoreClient:
         self._process.remove_folder()
         if not self._closing:
             self._die(_reason(self._words, self._process, loading=not self.ready.done()))
+
+    def give_up(self, error: OctavoError) -> None:
+        """Ends a core that cannot go on, as if it had died of this error."""
+        self._die(error)
+        self._process.end()
 
     def _die(self, error: OctavoError) -> None:
         if self.error is None:

@@ -384,8 +384,10 @@ def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, 
     async def test(llm: AsyncLLM) -> None:
         accepted = 0
         for value in ODD:
-            options = {"priority": 0, "cache_salt": "", "prompt": "x"} | ({name: value} if kind is None else {})
-            params = BeamSearchParams(beam_width=2) if kind is BeamSearchParams else SamplingParams()
+            options: dict[str, Any] = {"priority": 0, "cache_salt": "", "prompt": "x"} | (
+                {name: value} if kind is None else {}
+            )
+            params: Any = BeamSearchParams(beam_width=2) if kind is BeamSearchParams else SamplingParams()
             if kind is not None:
                 setattr(params, name, value)  # as a program may do after they were checked
             try:
@@ -499,6 +501,44 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
 
     run(test)
     return claims
+
+
+def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
+    async def test() -> None:
+        process = CoreProcess()
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS), process, step_timeout=2.0)
+        await last(llm, "a", "Hello", LONG)
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(4.0)  # nothing is asked of it
+        assert not llm.dead
+        call = asyncio.create_task(llm.stats())
+        with pytest.raises(EngineDeadError, match="no step for 2 s"):
+            await last(llm, "b", "Hello", LONG)
+        with pytest.raises(EngineDeadError, match="no step for 2 s"):
+            await call
+        assert llm.dead
+        await llm.shutdown(timeout=10)
+        assert not psutil.pid_exists(process.pid)
+        assert not process.folder.exists()
+
+    run(test)
+
+
+def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        process = CoreProcess()
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS), process, step_timeout=0.2)
+        os.kill(process.pid, signal.SIGSTOP)
+        stream = await llm.submit("a", "Hello", LONG)
+        await asyncio.sleep(1.0)
+        assert not llm.dead
+        monkeypatch.setattr(async_llm, "FIRST_STEP_TIMEOUT", 2.0)
+        with pytest.raises(EngineDeadError, match="no step for 2 s"):
+            await anext(stream)
+        await llm.shutdown()
+        assert not psutil.pid_exists(process.pid)
+
+    run(test)
 
 
 def test_an_exception_in_the_loop_of_the_core_is_told(tiny_model: Path) -> None:

@@ -247,6 +247,25 @@ def kill_the_engine(serve: Serve) -> dict[str, bool]:
     }
 
 
+def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
+    server = serve(*ONE_AT_A_TIME, "--step-timeout", "3")
+    streaming = Reader(server, SLOW)
+    assert streaming.begun.wait(PATIENCE)
+    waiting, whole = in_background(lambda: post(server, SLOW))
+    eventually(lambda: server.metric("octavo_http_open_requests") == 3)  # with the one that reads the metrics
+    core = psutil.Process(server.core_pid())
+    core.suspend()
+    streaming.join(PATIENCE)
+    waiting.join(PATIENCE)
+    assert last_error(streaming.text)["code"] == "engine_dead"
+    assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "engine_dead"
+    with server.http() as http:
+        assert http.get("/health").status_code == 503
+    assert server.process.wait(PATIENCE) == 70
+    assert not core.is_running()
+    server.wait_for_log("no step for 3 s")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_finishes_what_is_open_and_ends_with_code_0(serve: Serve, number: int) -> None:
     server = serve()

@@ -148,7 +148,7 @@ def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
     metrics = Metrics("m")
     now = clock.now
     request = RequestObserver(metrics)
-    times = {"arrival_time": now - 2, "first_scheduled_time": now - 2, "first_token_time": now - 1}
+    times: dict[str, Any] = {"arrival_time": now - 2, "first_scheduled_time": now - 2, "first_token_time": now - 1}
     request.update(output([51], ["length"], **times))
     found = samples(metrics)
     assert found["octavo_generation_tokens_total"] == 51
@@ -427,7 +427,7 @@ def test_spans_of_a_request() -> None:
     exporter = InMemorySpanExporter()
     tracer = Tracer("m", exporter=exporter)
     now = time.monotonic()
-    times = {"arrival_time": now - 1, "first_scheduled_time": now - 0.9, "first_token_time": now - 0.5}
+    times: dict[str, Any] = {"arrival_time": now - 1, "first_scheduled_time": now - 0.9, "first_token_time": now - 0.5}
     request_observer = RequestObserver(Metrics("m"))
     request_observer.update(output([2], **times))
     done = output([1], ["stop"], finished_time=now, **times)
