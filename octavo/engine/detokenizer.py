@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """A stop string that ended an output."""
-
-    stop: str
-    #: Output tokens up to the one that completed the stop string, this one included.
-    num_tokens: int
 
 
 class IncrementalDetokenizer:
@@ -58,7 +48,7 @@ class IncrementalDetokenizer:
         #: Output tokens seen, without those after a stop string.
         self.num_tokens = 0
 
-    def append(self, token_ids: Sequence[int]) -> StopMatch | None:
+    def append(self, token_ids: Sequence[int]) -> str | None:
         """Takes further output tokens, up to the one that completes a stop string; returns that stop string."""
         for token_id in token_ids:
             if self._finished:
@@ -68,7 +58,7 @@ class IncrementalDetokenizer:
                 return match
         return None
 
-    def finish(self) -> StopMatch | None:
+    def finish(self) -> str | None:
         """Ends the output: an incomplete character becomes U+FFFD, and nothing is held back any more."""
         match = None if self._finished else self._add(self._stream.flush())
         self._finished = True
@@ -88,7 +78,7 @@ class IncrementalDetokenizer:
             self._length -= len(piece)
         return "".join(ready)
 
-    def _add(self, piece: str) -> StopMatch | None:
+    def _add(self, piece: str) -> str | None:
         if not piece:
             return None
         found = self._search(piece) if self._searches else None
@@ -100,7 +90,7 @@ class IncrementalDetokenizer:
         if not self._keep_stop:
             self._cut(len(stop))
         self._finished = True
-        return StopMatch(stop, self.num_tokens)
+        return stop
 
     def _search(self, piece: str) -> tuple[str, int] | None:
         """The stop string that ends first in the piece, the longest of several, and where in the piece it ends."""

@@ -226,9 +226,9 @@ class OutputProcessor:
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
         silent = reason == _STOPPED and not request.source.params.include_stop_str_in_output
         if token_id is not None and completion.detokenizer is not None and not silent:
-            match = completion.detokenizer.append((token_id,))
-            if match is not None:
-                output.stop_reason, reason = match.stop, _STOPPED
+            stop = completion.detokenizer.append((token_id,))
+            if stop is not None:
+                output.stop_reason, reason = stop, _STOPPED
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
 
@@ -236,9 +236,9 @@ class OutputProcessor:
         output, params = completion.output, request.source.params
         output.finish_reason, completion.finished = reason, True
         if completion.detokenizer is not None:
-            match = completion.detokenizer.finish()
-            if match is not None:  # it ended in a broken character that completes a stop string
-                output.finish_reason, output.stop_reason = _STOPPED, match.stop
+            stop = completion.detokenizer.finish()
+            if stop is not None:  # it ended in a broken character that completes a stop string
+                output.finish_reason, output.stop_reason = _STOPPED, stop
         elif params.detokenize:
             completion.detokenizer = self._detokenizer(request.source.prompt_token_ids, params)
             completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
