@@ -44,7 +44,11 @@ class Fork(msgspec.Struct, array_like=True):
 
 
 class TableChange(msgspec.Struct, array_like=True):
-    """Blocks written into a sequence's block table from an index on: appended, or in place of a shared one."""
+    """Blocks written into a sequence's block table from an index on: appended, or in place of a shared one.
+
+    A group of layers with equal KV specs has tables of its own. Of a group with an attention window, blocks before the
+    window may belong to other sequences by now; they are not read.
+    """
 
     seq_id: int
     index: int

@@ -5,14 +5,18 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.core.errors import ConfigError
+from octavo.core.plan import TableChange
 from octavo.memory.block_pool import BlockPool
-from octavo.memory.block_tables import BlockTables
-from octavo.memory.moves import Moves, PendingMoves
-from octavo.memory.prefix_cache import PrefixCache, PrefixMatch
-from octavo.memory.prefix_chain import PrefixChain
+from octavo.memory.kv_group import KVGroup, Write
+from octavo.memory.kv_groups import GroupBlocks
+from octavo.memory.moves import Moves
+from octavo.memory.prefix_cache import check_room
+from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
+from octavo.memory.prefix_match import PrefixMatch, find_match
 
 
 class Admission(enum.Enum):
@@ -22,17 +26,6 @@ class Admission(enum.Enum):
     LATER = "later"
     NEVER = "never"
 
-
-@dataclass(slots=True)
-class Growth:
-    """What growing did to a block table: from ``index`` on it is ``blocks``; nothing changed if these are none."""
-
-    index: int
-    blocks: list[int]
-
-
-_UNCHANGED = Growth(0, [])
-_NO_BLOCKS: list[int] = []
 
 #: Blocks registered of a sequence whose blocks must not become known.
 _CLOSED = sys.maxsize
@@ -47,40 +40,83 @@ class _Registration:
 
 
 class BlockManager:
-    """Owns the block tables, by sequence id, and the pools of device and host blocks under them.
+    """Owns the blocks of all groups of layers, and how far each sequence's blocks are known to the prefix cache.
 
-    Invariants: a sequence has its table on the device or on the host, not both. A block that the next token of a
-    sequence is written into is in one table only and not known to the prefix cache. On both levels used + free + cached
-    blocks = all; a block is used by tables and, until ``take_moves``, by the moves of the step.
+    Every operation is done in all groups or in none, so a sequence has a table in each group or in none, all of them
+    on the device or all on the host. Block numbers are unique over the groups: those of a group follow those of the one
+    before it, on the device and on the host, so a move needs no mention of its group. ``KVGroup`` has the invariants of
+    tables and blocks.
+
+    Callers count in blocks of the first group, which is the one that keeps most; the figures are those of the first
+    group, too.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[GroupBlocks],
         block_size: int,
         *,
         num_host_blocks: int = 0,
         watermark: float = 0.0,
         prefix_caching: bool = False,
         host_cache: bool = False,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         """Takes sizes in blocks, ``block_size`` in tokens, and the share of blocks to keep free at admission.
 
-        ``host_cache`` lets the prefix cache use host blocks that no swapped sequence needs.
+        Args:
+            num_blocks: Of the device, if there is one group that keeps all positions; or the blocks of each group, the
+                group that keeps most first.
+            block_size: Tokens of a block, in every group.
+            num_host_blocks: Of the only group.
+            watermark: Share of the first group's blocks.
+            prefix_caching: Whether blocks become known by their content.
+            host_cache: Lets the prefix cache use host blocks that no swapped sequence needs.
+            max_num_batched_tokens: Tokens of the steps in flight at once, for which windowed groups keep room.
+
+        Raises:
+            ConfigError: ``host_cache`` with several groups.
         """
+        sizes = [GroupBlocks(num_blocks, num_host_blocks)] if isinstance(num_blocks, int) else list(num_blocks)
+        if host_cache and len(sizes) > 1:
+            raise ConfigError(
+                f"host_prefix_cache=True works with one group of KV layers, but the model has {len(sizes)}"
+            )
         self.block_size = block_size
-        self.device = BlockPool(num_blocks)
-        self.host = BlockPool(num_host_blocks)
-        self.watermark_blocks = math.ceil(watermark * num_blocks)
+        self.groups: list[KVGroup] = []
+        first = first_host = 0
+        for number, size in enumerate(sizes):
+            group = KVGroup(
+                number,
+                size,
+                block_size,
+                first_block=first,
+                first_host_block=first_host,
+                host_cache=host_cache,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+            self.groups.append(group)
+            first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
+        self._first, self._others = self.groups[0], self.groups[1:]
+        self._windowed = [group for group in self.groups if group.window is not None]
+        self.watermark_blocks = math.ceil(watermark * self.num_blocks)
         self._prefix_caching = prefix_caching
-        self._moves = PendingMoves(self.device, self.host)
-        self._cache = PrefixCache(self.device, self.host, self._moves, host_cache=host_cache)
-        self._on_device = BlockTables(self.device)
-        self._on_host = BlockTables(self.host)
-        self._tables = self._on_device.by_id
         self._registrations: dict[int, _Registration] = {}
+        #: Tokens of all sequences that were adopted, and those of them whose KV entries were found.
+        self.cached_queries = 0
+        self.cached_hits = 0
 
     # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> BlockPool:
+        """The first group's device blocks."""
+        return self._first.device
+
+    @property
+    def host(self) -> BlockPool:
+        """The first group's host blocks."""
+        return self._first.host
 
     @property
     def num_blocks(self) -> int:
@@ -125,252 +161,207 @@ class BlockManager:
     @property
     def num_tables(self) -> int:
         """Sequences that hold blocks, on the device or the host."""
-        return len(self._tables) + len(self._on_host.by_id)
-
-    @property
-    def cached_queries(self) -> int:
-        """Tokens of all sequences that were adopted."""
-        return self._cache.queried_tokens
-
-    @property
-    def cached_hits(self) -> int:
-        """Of ``cached_queries`` those whose KV entries were found."""
-        return self._cache.hit_tokens
+        return len(self._first.tables) + len(self._first.on_host.by_id)
 
     @property
     def num_evictions(self) -> int:
-        """Cached device blocks given to somebody else, their content lost or moved to the host."""
-        return self._cache.num_evictions
+        """Cached device blocks of all groups given to other sequences, their content lost or moved to the host."""
+        return sum(group.cache.num_evictions for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that this many tokens of one sequence fill, the last perhaps partly."""
         return -(-num_tokens // self.block_size)
 
-    def table(self, seq_id: int) -> list[int]:
-        """A copy of the sequence's block table; empty if it holds nothing on the device."""
-        return list(self._tables.get(seq_id, ()))
+    def table(self, seq_id: int, group: int = 0) -> list[int]:
+        """A copy of the sequence's block table in a group; empty if it holds nothing on the device."""
+        return self.groups[group].table(seq_id)
+
+    def tables(self, seq_id: int) -> list[TableChange]:
+        """The sequence's block tables in all groups, for workers that have none of them."""
+        return [TableChange(seq_id, 0, group.table(seq_id), group.number) for group in self.groups]
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def admission(self, num_blocks: int, promised: int = 0) -> Admission:
-        """Whether a sequence that will need ``num_blocks`` fits beside ``promised`` blocks and the watermark."""
-        if num_blocks > self.num_blocks:
-            return Admission.NEVER
-        room = self.num_available - promised - num_blocks >= self.watermark_blocks
-        return Admission.OK if room else Admission.LATER
+    def admission(self, num_blocks: int, promised: int = 0, num_seqs: int = 1) -> Admission:
+        """Whether sequences that will need ``num_blocks`` fit beside ``promised`` blocks and the watermark.
 
-    def fits(self, num_blocks: int, promised: int = 0) -> bool:
+        They take as many blocks of every group at most, and no more than a window's where there is one: ``num_seqs`` is
+        the number of sequences that hold blocks on the device then, these included.
+        """
+        if any(num_blocks > group.device.num_blocks and num_seqs > group.max_window_seqs for group in self.groups):
+            return Admission.NEVER
+        fits = self.fits(num_blocks + self.watermark_blocks, promised, num_seqs)
+        return Admission.OK if fits else Admission.LATER
+
+    def fits(self, num_blocks: int, promised: int = 0, num_seqs: int = 1) -> bool:
         """The same without the watermark."""
-        return num_blocks + promised <= self.num_available
+        return all(group.has_room(num_blocks + promised, num_seqs) for group in self.groups)
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
-    def needed(self, writes: list[tuple[int, int, int]]) -> int:
-        """Blocks that ``grow`` would take if they are available."""
-        return self._demand(writes)[0]
-
-    def grow(self, writes: list[tuple[int, int, int]]) -> list[Growth] | None:
+    def grow(self, writes: list[Write]) -> list[TableChange] | None:
         """Makes room for tokens to be computed; each write is (sequence id, tokens computed, tokens to hold).
 
         The block that the first new token falls into is copied if another table has it too, or if it is known to the
         prefix cache. Of several writers of a block that is only shared the last one writes in place; so does the only
         holder of a known block if nothing is left to copy it to, and the cache forgets it. A table must end with the
-        block that the first new token falls into, or before.
+        block that the first new token falls into, or before. Blocks that have left a window are given back: the
+        number of a sequence's computed tokens must not go below what it is here.
 
         Returns:
-            One growth for each write (do not change it); None, and no change at all, if too few blocks are available.
+            What changed, in each table of each group (do not change it); None, and no table has grown, if too few
+            blocks are available in some group.
         """
-        demand, sparable = self._demand(writes)
-        if not demand:
-            return [_UNCHANGED] * len(writes)
-        if demand - sparable > self.device.num_available:
+        if self._windowed:
+            self._leave_windows(writes)
+        others = self._others
+        if others and any(group.lacks(writes) for group in others):
             return None
-        fresh = self._cache.allocate(min(demand, self.device.num_available))
-        spared = demand - len(fresh)
-        growths = []
-        for seq_id, num_computed, num_tokens in writes:
-            table = self._tables.get(seq_id)
-            if table is None:
-                table = self._new_table(seq_id)
-            changed = len(table)
-            index = num_computed // self.block_size
-            if index < changed and not self._may_write(table[index]):
-                if spared and self._holders(table[index]) == 1:
-                    self._cache.forget(table[index])
-                    spared -= 1
-                else:
-                    self._copy_block(table, index, fresh.pop())
-                    changed = index
-            for _ in range(self.blocks_for(num_tokens) - len(table)):
-                table.append(fresh.pop())
-            growths.append(Growth(changed, table[changed:]))
-        return growths
+        changes = self._first.grow(writes)
+        if others and changes is not None:
+            for group in others:
+                changes += group.grow(writes) or ()
+        return changes
 
-    def _demand(self, writes: list[tuple[int, int, int]]) -> tuple[int, int]:
-        """Blocks that the writes take, and how many of them are copies that can be spared by forgetting content."""
-        size, tables, is_private = self.block_size, self._tables, self.device.is_private
-        demand = sparable = 0
-        holders_left: dict[int, int] = {}
-        for seq_id, num_computed, num_tokens in writes:
-            table = tables.get(seq_id, _NO_BLOCKS)
-            held = len(table)
-            if num_tokens > held * size:
-                demand += self.blocks_for(num_tokens) - held
-            index = num_computed // size
-            if index >= held or is_private(table[index]):
-                continue
-            block = table[index]
-            holders = holders_left.get(block) or self._holders(block)
-            holders_left[block] = holders - 1
-            if self.device.is_kept(block):
-                demand += 1
-                sparable += holders == 1
-            elif holders > 1:
-                demand += 1
-        return demand, sparable
-
-    def _holders(self, block: int) -> int:
-        """Tables that have this block."""
-        return self.device.references(block) - self._moves.pins(block)
-
-    def _may_write(self, block: int) -> bool:
-        return not self.device.is_kept(block) and self._holders(block) == 1
-
-    def _copy_block(self, table: list[int], index: int, target: int) -> None:
-        source = table[index]
-        self._moves.copy(source, target)
-        self.device.release((source,))
-        table[index] = target
-
-    def _new_table(self, seq_id: int) -> list[int]:
-        if seq_id in self._tables or self.is_swapped(seq_id):
-            raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
-        table = self._tables[seq_id] = []
-        return table
+    def _leave_windows(self, writes: list[Write]) -> None:
+        for seq_id, num_computed, _ in writes:
+            registration = self._registrations.get(seq_id)
+            registered = registration.count if registration is not None else 0
+            for group in self._windowed:
+                group.leave_window(seq_id, num_computed, registered if self._prefix_caching else _CLOSED)
 
     # --- sharing ----------------------------------------------------------------------------------------------------
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Gives a new sequence all blocks of another one, which has the same tokens."""
-        self.fork_prefix(parent_id, child_id, len(self._tables.get(parent_id, ())))
+        """Gives a new sequence all blocks of another one, which has the same tokens computed."""
+        self.fork_prefix(parent_id, child_id, len(self._first.tables.get(parent_id, ())))
 
-    def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+    def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> bool:
         """Gives a new sequence the first ``num_blocks`` blocks of another one, whose tokens in them are the same.
+
+        Returns:
+            False, and no change, if the parent has given back blocks that the child would still read.
 
         Raises:
             ValueError: the parent's table is shorter or on the host, or the child holds blocks.
         """
         if self.is_swapped(parent_id):
             raise ValueError(f"sequence {parent_id} is swapped out and cannot share blocks; swap it in first")
-        parent = self._tables.get(parent_id, ())
-        if num_blocks > len(parent):
-            raise ValueError(f"sequence {parent_id} holds {len(parent)} blocks and cannot share {num_blocks}")
+        held = len(self._first.tables.get(parent_id, ()))
+        if num_blocks > held:
+            raise ValueError(f"sequence {parent_id} holds {held} blocks and cannot share {num_blocks}")
         if num_blocks == 0:
-            return
-        table = self._new_table(child_id)
-        table.extend(parent[:num_blocks])
-        self.device.share(table)
+            return True
+        if not all(group.is_read_from(parent_id, num_blocks) for group in self._windowed):
+            return False
+        for group in self.groups:
+            group.share(parent_id, child_id, num_blocks)
         registration = self._registrations.get(parent_id)
         if registration is not None and registration.count == _CLOSED:
             self._registrations[child_id] = registration
         elif registration is not None:  # names of tokens not computed yet are the parent's alone
             count = min(registration.count, num_blocks)
             self._registrations[child_id] = _Registration(registration.chain.first(count), count)
+        return True
 
     def free(self, seq_id: int) -> None:
         """Gives back all blocks of a sequence, on the device or the host; nothing happens if it has none."""
-        self._on_device.free(seq_id)
-        self._on_host.free(seq_id)
+        for group in self.groups:
+            group.free(seq_id)
         self._registrations.pop(seq_id, None)
 
     # --- swapping ---------------------------------------------------------------------------------------------------
 
     def is_swapped(self, seq_id: int) -> bool:
         """Whether the sequence's blocks are on the host."""
-        return seq_id in self._on_host.by_id
+        return seq_id in self._first.on_host.by_id
 
-    def swap_out(self, seq_ids: Iterable[int]) -> bool:
+    def swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Moves all blocks of these sequences to the host, a shared one once.
 
         Returns:
             False, and no change, if the host has no room or one of the blocks only arrives with the moves of this step.
         """
-        leaving = self._on_device.present(seq_ids)
-        blocks = self._on_device.distinct_blocks(leaving)
-        if len(blocks) > self.host.num_available or any(map(self._moves.is_arriving, blocks)):
+        if not all(group.can_swap_out(seq_ids) for group in self.groups):
             return False
-        targets = dict(zip(blocks, self._cache.allocate_on_host(len(blocks)), strict=True))
-        for block, target in targets.items():
-            self._moves.swap_out(block, target)
-        self._on_device.hand_over(leaving, targets, self._on_host)
+        for group in self.groups:
+            group.swap_out(seq_ids)
         return True
 
-    def swap_in(self, seq_ids: Iterable[int]) -> bool:
+    def swap_in(self, seq_ids: Sequence[int]) -> bool:
         """Moves all blocks of these sequences back into new device blocks, a shared one once.
 
         Returns:
             False, and no change, if too few device blocks are available.
         """
-        coming = self._on_host.present(seq_ids)
-        blocks = self._on_host.distinct_blocks(coming)
-        if len(blocks) > self.num_available:
+        if not all(group.can_swap_in(seq_ids) for group in self.groups):
             return False
-        targets = dict(zip(blocks, self._cache.allocate(len(blocks)), strict=True))
-        for block, target in targets.items():
-            self._moves.swap_in(block, target)
-        self._on_host.hand_over(coming, targets, self._on_device)
+        coming = self._first.on_host.present(seq_ids)
+        for group in self.groups:
+            group.swap_in(coming)
         for seq_id in coming:  # known again when they are registered next
             registration = self._registrations.get(seq_id)
             if registration is not None and registration.count != _CLOSED:
                 registration.count = 0
         return True
 
-    def blocks_to_swap_in(self, seq_ids: Iterable[int]) -> int:
-        """Device blocks that ``swap_in`` would take."""
-        return len(self._on_host.distinct_blocks(seq_ids))
+    def blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
+        """Device blocks of the first group that ``swap_in`` would take; of the others it takes no more."""
+        return len(self._first.on_host.distinct_blocks(seq_ids))
 
     # --- prefix cache -----------------------------------------------------------------------------------------------
 
-    def chain(self, token_ids: list[int], salt: str) -> PrefixChain:
+    def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
         """The names of the full blocks of these tokens, to be kept for ``match``; empty without prefix caching."""
-        chain = PrefixChain(salt, self.block_size)
+        chain = PrefixChain(context, self.block_size, features)
         if self._prefix_caching:
             chain.extend(token_ids, len(token_ids) // self.block_size)
         return chain
 
     def match(self, token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
         """Finds KV entries for the beginning of these tokens, whose chain it is; changes nothing."""
-        return self._cache.match(token_ids, chain)
+        return find_match([group.cache for group in self.groups], token_ids, chain)
 
     def cost(self, match: PrefixMatch) -> int:
-        """Available blocks that adopting the match uses up; a copy of a block that agrees in part is ``grow``'s."""
-        return self._cache.cost(match)
+        """Available blocks that adopting the match uses up in the group where it uses most.
+
+        A copy of a block that agrees in part is ``grow``'s.
+        """
+        return max(group.cache.cost(hits) for group, hits in zip(self.groups, match.hits, strict=True))
 
     def adopt(self, seq_id: int, match: PrefixMatch) -> None:
-        """Makes the matched blocks the table of a new sequence. Nothing may be taken between ``match`` and this.
+        """Makes the matched blocks the tables of a new sequence. Nothing may be taken between ``match`` and this.
 
         To be called for an empty match too: it counts the query and spares ``register`` the hashing.
 
         Raises:
-            OutOfBlocksError: the cost is more than what is available.
+            OutOfBlocksError: the cost is more than what is available; nothing was changed.
             ValueError: the sequence holds blocks.
         """
         if not self._prefix_caching:
             return
-        table = self._new_table(seq_id)
-        try:
-            table.extend(self._cache.take(match))
-        finally:
-            if not table:
-                del self._tables[seq_id]
+        for group, hits in zip(self.groups, match.hits, strict=True):
+            check_room(group.device, group.cache.cost(hits))
+        if match.num_tokens:
+            for group, hits in zip(self.groups, match.hits, strict=True):
+                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
+        self.cached_queries += match.num_queried
+        self.cached_hits += match.num_tokens
         self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
 
-    def register(self, seq_id: int, token_ids: list[int], num_computed: int, salt: str) -> None:
+    def register(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        num_computed: int,
+        context: str | bytes,
+        features: Sequence[FeatureSpan] = (),
+    ) -> None:
         """Makes the full blocks of the first ``num_computed`` tokens known, if prefix caching is on.
 
         Their KV entries must be there: computed by a step that the workers were given, or moved by this one. Costs one
         hash for each block that is new since the last call. Content that is known already stays where it is. Nothing
-        happens if the sequence has no table on the device.
+        happens if the sequence has no table on the device. Context and features are those of ``chain``.
         """
         num_full = num_computed // self.block_size
         if not self._prefix_caching or not num_full:
@@ -378,25 +369,30 @@ class BlockManager:
         registration = self._registrations.get(seq_id)
         if registration is not None and num_full <= registration.count:
             return
-        table = self._tables.get(seq_id)
-        if table is None:
+        if seq_id not in self._first.tables:
             return
         if registration is None:
-            registration = self._registrations[seq_id] = _Registration(PrefixChain(salt, self.block_size), 0)
+            chain = PrefixChain(context, self.block_size, features)
+            registration = self._registrations[seq_id] = _Registration(chain, 0)
         registration.chain.extend(token_ids, num_full)
-        for index in range(registration.count, num_full):
-            self._cache.add(registration.chain, index, table[index], token_ids)
+        for group in self.groups:
+            group.register(registration.chain, seq_id, registration.count, num_full, token_ids)
         registration.count = num_full
 
     def reset_prefix_cache(self) -> None:
         """Forgets all content; cached blocks become free. Who holds blocks now registers none until it is freed."""
-        self._cache.clear()
+        for group in self.groups:
+            group.cache.clear()
         if self._prefix_caching:
-            for seq_id in (*self._tables, *self._on_host.by_id):
+            for seq_id in (*self._first.tables, *self._first.on_host.by_id):
                 self._registrations[seq_id] = _Registration(PrefixChain("", self.block_size), _CLOSED)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def take_moves(self) -> Moves:
         """Ends the planning of a step: its block moves, whose sources others may have from now on."""
-        return self._moves.take()
+        moves = self._first.moves.take()
+        for group in self._others:
+            more = group.moves.take()
+            moves = Moves(*(one + other for one, other in zip(moves, more, strict=True)))
+        return moves

@@ -11,17 +11,19 @@ class OutOfBlocksError(Exception):
 
 
 class BlockPool:
-    """Owns the ids ``0 .. num_blocks - 1``.
+    """Owns the ids ``first .. first + num_blocks - 1``.
 
     Invariant: a block is used (it has references), free, or cached (nobody holds it, but its content is known and may
     be wanted again), so used + free + cached = all.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.first = first
         # A stack: the block freed last is still warm in the processor's cache, and pages never touched stay untouched.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._references = [0] * num_blocks
+        self._free = list(range(first + num_blocks - 1, first - 1, -1))
+        #: By id; the entries before ``first`` are not used.
+        self._references = [0] * (first + num_blocks)
         self._kept: set[int] = set()
         #: Kept blocks without references, coldest first.
         self._cached: OrderedDict[int, None] = OrderedDict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,11 +20,12 @@ class KnownBlock:
     block: int
     digest: bytes
     parent: bytes
-    token_ids: list[int]
+    #: ``PrefixChain.content`` of its positions.
+    content: Sequence[object]
 
     def copy_in(self, pool: BlockPool, block: int) -> KnownBlock:
         """The same content in another block."""
-        return KnownBlock(pool, block, self.digest, self.parent, self.token_ids)
+        return KnownBlock(pool, block, self.digest, self.parent, self.content)
 
 
 class ContentIndex:
@@ -75,13 +77,13 @@ class ContentIndex:
                 return child
         return None
 
-    def most_alike(self, parent: bytes, token_ids: list[int]) -> tuple[KnownBlock | None, int]:
-        """Of the latest children of ``parent`` the one that agrees longest with these tokens, and how many agree."""
+    def most_alike(self, parent: bytes, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
+        """Of the latest children of ``parent`` the one that agrees longest with this content, and how many agree."""
         best, most = None, 0
         children = self._children.get(parent)
         if children is not None:
             for child in islice(reversed(children.values()), _CHILDREN_LOOKED_AT):
-                count = common_prefix(child.token_ids, token_ids)
+                count = common_prefix(child.content, content)
                 if count > most:
                     best, most = child, count
         return best, most
@@ -92,7 +94,7 @@ class ContentIndex:
             self.forget(block)
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     """Length of the common beginning."""
     count = 0
     for one, other in zip(left, right, strict=False):

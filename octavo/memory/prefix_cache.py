@@ -1,52 +1,40 @@
-"""The prefix cache: blocks that outlive their sequence because another one may begin with the same tokens."""
+"""The prefix cache: blocks that outlive their sequence because another one may begin with the same content."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 
 from octavo.memory.block_pool import BlockPool, OutOfBlocksError
+from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex, KnownBlock
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_chain import PrefixChain
 
 
-@dataclass(slots=True, eq=False)
-class PrefixMatch:
-    """The KV entries that are there already for the beginning of a token sequence."""
-
-    #: KV entries found; always fewer than the tokens asked about, so that one is left to compute.
-    num_tokens: int
-    #: Tokens asked about.
-    num_queried: int
-    #: The blocks found, in order, on the device or the host. ``num_full`` of them agree whole; if there is one more,
-    #: only its first tokens do.
-    hits: list[KnownBlock]
-    num_full: int
-    chain: PrefixChain
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks found, one that agrees in part included."""
-        return len(self.hits)
+def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that is read when the token at position ``num_computed`` or a later one is computed."""
+    return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
 class PrefixCache:
-    """Owns what is known about the content of blocks, and gives out blocks, evicting content where it must.
+    """Owns what is known about the content of one group's blocks, and gives out blocks, evicting content where it must.
 
     Two levels: what is evicted on the device may move to a host block that nothing else needs, and is found there. Only
-    full blocks are known, and a known block is never written again.
+    full blocks are known, and a known block is never written again. Each group has its own cache, so that a name, which
+    is the same in all groups, leads to the group's own block.
     """
 
-    def __init__(self, device: BlockPool, host: BlockPool, moves: PendingMoves, *, host_cache: bool) -> None:
+    def __init__(
+        self, device: BlockPool, host: BlockPool, moves: PendingMoves, window: int | None, *, host_cache: bool
+    ) -> None:
         self._device = device
         self._host = host
         self._moves = moves
+        self._window = window
         self._host_cache = host_cache
         self._known = ContentIndex(device)
         self._known_on_host = ContentIndex(host)
-        self.hit_tokens = 0
-        self.queried_tokens = 0
         self.num_evictions = 0
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -57,9 +45,11 @@ class PrefixCache:
         Raises:
             OutOfBlocksError: fewer are available; nothing was taken.
         """
-        _check_room(self._device, count)
+        check_room(self._device, count)
         for _ in range(count - self._device.num_free):
-            evicted = self._known.evict()
+            # What a window reads is the end of a chain, which is not the first to go: its beginning is let go earlier.
+            windowed = self._window is not None
+            evicted = self._known.forget(self._device.coldest()) if windowed else self._known.evict()
             self.num_evictions += 1
             if self._host_cache:
                 self._move_to_host(evicted)
@@ -67,7 +57,7 @@ class PrefixCache:
 
     def allocate_on_host(self, count: int) -> list[int]:
         """Takes host blocks in the same way; content evicted there is lost."""
-        _check_room(self._host, count)
+        check_room(self._host, count)
         for _ in range(count - self._host.num_free):
             self._known_on_host.evict()
         return self._host.allocate(count)
@@ -84,11 +74,9 @@ class PrefixCache:
 
     # --- content ----------------------------------------------------------------------------------------------------
 
-    def add(self, chain: PrefixChain, index: int, block: int, token_ids: list[int]) -> None:
+    def add(self, chain: PrefixChain, index: int, block: int, content: Sequence[object]) -> None:
         """Makes a full, computed block known as block ``index`` of the chain, unless its content is known already."""
-        start = index * chain.block_size
-        tokens = token_ids[start : start + chain.block_size]
-        self._known.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], tokens))
+        self._known.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
     def forget(self, block: int) -> None:
         """Makes a known device block one that may be written."""
@@ -101,73 +89,84 @@ class PrefixCache:
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
-        """Finds the longest known beginning of ``token_ids``, without its last token; changes nothing."""
-        usable = len(token_ids) - 1
-        hits: list[KnownBlock] = []
-        for digest in islice(chain.digests, 1, usable // chain.block_size + 1):
-            hit = self._find(digest)
+    def find(self, digest: bytes) -> KnownBlock | None:
+        """The block of this name, on the device or else on the host."""
+        return self._known.find(digest) or self._known_on_host.find(digest)
+
+    def find_prefix(self, chain: PrefixChain, most: int) -> list[KnownBlock | None]:
+        """Blocks of the longest beginning of the chain, at most ``most`` blocks, that can be continued from.
+
+        All of them are known; in a windowed group those that are read after them, and None stands for the others.
+        """
+        if self._window is not None:
+            return self._find_window(chain, most)
+        hits: list[KnownBlock | None] = []
+        for digest in islice(chain.digests, 1, most + 1):
+            hit = self.find(digest)
             if hit is None:
                 break
             hits.append(hit)
-        num_full = len(hits)
-        start = num_full * chain.block_size
-        partial, count = self._partial(token_ids[start : min(start + chain.block_size, usable)], chain, num_full)
-        if partial is not None:
-            hits.append(partial)
-        return PrefixMatch(start + count, len(token_ids), hits, num_full, chain)
+        return hits
 
-    def _find(self, digest: bytes) -> KnownBlock | None:
-        return self._known.find(digest) or self._known_on_host.find(digest)
+    def _find_window(self, chain: PrefixChain, most: int) -> list[KnownBlock | None]:
+        end = index = most
+        hits: list[KnownBlock | None] = []  # last first
+        while index > first_block_read(end * chain.block_size, self._window, chain.block_size):
+            index -= 1
+            hit = self.find(chain.digests[index + 1])
+            if hit is not None:
+                hits.append(hit)
+            else:  # any prefix that ends after this block, and not after ``end``, would read it
+                end = index
+                hits.clear()
+        return [None] * index + hits[::-1]
 
-    def _partial(self, wanted: list[int], chain: PrefixChain, index: int) -> tuple[KnownBlock | None, int]:
-        """The block that agrees with the first ``count`` of the wanted tokens, which follow ``index`` blocks."""
-        if not wanted:
+    def find_partial(self, chain: PrefixChain, index: int, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
+        """The block that agrees with the first ``count`` tokens of the content, which follows ``index`` blocks."""
+        if not content:
             return None, 0
         if index < len(chain):  # known as a whole, if it is the last block of the sequence
-            whole = self._find(chain.digests[index + 1])
+            whole = self.find(chain.digests[index + 1])
             if whole is not None:
-                return whole, len(wanted)
-        here, count = self._known.most_alike(chain.digests[index], wanted)
-        on_host, more = self._known_on_host.most_alike(chain.digests[index], wanted)
+                return whole, len(content)
+        here, count = self._known.most_alike(chain.digests[index], content)
+        on_host, more = self._known_on_host.most_alike(chain.digests[index], content)
         return (on_host, more) if more > count else (here, count)
 
-    def cost(self, match: PrefixMatch) -> int:
-        """Available device blocks that taking the match uses up: cached ones held again, and room for host blocks."""
+    def cost(self, hits: Sequence[KnownBlock | None]) -> int:
+        """Available device blocks that taking these uses up: cached ones held again, and room for host blocks."""
         device = self._device
-        return sum(hit.pool is not device or device.references(hit.block) == 0 for hit in match.hits)
+        return sum(hit.pool is not device or device.references(hit.block) == 0 for hit in hits if hit is not None)
 
-    def take(self, match: PrefixMatch) -> list[int]:
-        """Device blocks with the content of the match, a reference taken to each.
+    def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
+        """Device blocks with the content of the hits, a reference taken to each; their cost must be available.
 
-        What is on the host comes in by a move. It is known on the device then, except for a block that agrees in part:
-        that one is the caller's alone, to be written from where it differs.
-
-        Raises:
-            OutOfBlocksError: the cost of the match is not available; nothing was changed.
+        What is on the host comes in by a move. It is known on the device then, except for a block that agrees in part,
+        after the ``num_full`` that agree whole: that one is the caller's alone, to be written from where it differs.
         """
-        _check_room(self._device, self.cost(match))
-        self.queried_tokens += match.num_queried
-        self.hit_tokens += match.num_tokens
         # All hits are held before anything is allocated: that may evict on both levels.
-        on_host = [hit.block for hit in match.hits if hit.pool is self._host]
-        self._device.share([hit.block for hit in match.hits if hit.pool is self._device])
+        on_host = [hit.block for hit in hits if hit is not None and hit.pool is self._host]
+        self._device.share([hit.block for hit in hits if hit is not None and hit.pool is self._device])
         self._host.share(on_host)
         fresh = iter(self.allocate(len(on_host)))
         blocks = []
-        for index, hit in enumerate(match.hits):
+        for index, hit in enumerate(hits):
+            if hit is None:
+                blocks.append(NO_BLOCK)
+                continue
             if hit.pool is self._device:
                 blocks.append(hit.block)
                 continue
             block = next(fresh)
             blocks.append(block)
             self._moves.swap_in(hit.block, block)
-            if index < match.num_full:
+            if index < num_full:
                 self._known.add(hit.copy_in(self._device, block))
         self._host.release(on_host)
         return blocks
 
 
-def _check_room(pool: BlockPool, count: int) -> None:
+def check_room(pool: BlockPool, count: int) -> None:
+    """Raises ``OutOfBlocksError`` if the pool has fewer blocks available."""
     if count > pool.num_available:
         raise OutOfBlocksError(f"{count} blocks asked for, {pool.num_available} available of {pool.num_blocks}")

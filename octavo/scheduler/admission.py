@@ -33,7 +33,7 @@ class Admission:
             return f"it needs {group.width} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
         needed = full + group.width * self._blocks.blocks_for(rest + 1)
-        if self._blocks.admission(needed) is Verdict.NEVER:
+        if self._blocks.admission(needed, num_seqs=group.width) is Verdict.NEVER:
             return (
                 f"a prompt of {prompt} tokens with {group.width} sequences needs at least {needed} KV cache blocks, "
                 f"but there are {self._blocks.num_blocks}"
@@ -93,7 +93,7 @@ class Admission:
         if self._queues.rows + group.width > self._options.max_num_seqs or self._awaits_tokens(group):
             return False
         promised = self._promised(step)
-        if not self._fits(1, promised):
+        if not self._fits(group, 1, promised):
             return False  # most often seen without a look into the prefix cache
         first = group.seqs[0]
         match = blocks.match(first.token_ids, self._chain(group)) if self._may_use_cache(group) else None
@@ -101,7 +101,7 @@ class Admission:
         if match is not None:
             # One found in part is copied before it is written if there is room, so a match never costs more.
             needed += min(0, blocks.cost(match) - match.num_full)
-        if not self._fits(needed, promised):
+        if not self._fits(group, needed, promised):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
         if not prompt_chunks(group, step.budget, self._options) and not _nothing_left(group):
@@ -126,7 +126,7 @@ class Admission:
         promised = self._promised(step)
         moved = blocks.blocks_to_swap_in(group.seq_ids)
         to_grow = len(group.seqs) if self._queues.running else 0
-        if not self._fits(moved + to_grow, promised) or not blocks.swap_in(group.seq_ids):
+        if not self._fits(group, moved + to_grow, promised) or not blocks.swap_in(group.seq_ids):
             return False
         step.moved.append(group)
         self._queues.run(group)
@@ -162,11 +162,12 @@ class Admission:
             step.promised = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
         return step.promised
 
-    def _fits(self, needed: int, promised: int) -> bool:
+    def _fits(self, group: SequenceGroup, needed: int, promised: int) -> bool:
+        num_seqs = self._queues.rows + group.width
         # Alone on the machine a group may use the watermark too, or one as long as the pool would never run.
         if not self._queues.running:
-            return self._blocks.fits(needed, promised)
-        return self._blocks.admission(needed, promised) is Verdict.OK
+            return self._blocks.fits(needed, promised, num_seqs)
+        return self._blocks.admission(needed, promised, num_seqs) is Verdict.OK
 
     def _may_use_cache(self, group: SequenceGroup) -> bool:
         """Whoever wants logprobs of the prompt needs its logits, so all of it is computed."""
@@ -203,7 +204,7 @@ class Admission:
     def _would_fit(self, group: SequenceGroup) -> bool:
         rows = self._queues.rows + group.width <= self._options.max_num_seqs
         promised = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
-        return rows and self._fits(blocks_to_come(self._blocks, group), promised)
+        return rows and self._fits(group, blocks_to_come(self._blocks, group), promised)
 
 
 def _nothing_left(group: SequenceGroup) -> bool:

@@ -42,8 +42,8 @@ def rejoin(queues: Queues, group: SequenceGroup) -> None:
             continue
         earlier, count = seq.resume
         if earlier.resume is None and earlier.num_computed >= count * queues.blocks.block_size:
-            queues.blocks.fork_prefix(earlier.seq_id, seq.seq_id, count)
-            seq.num_computed = count * queues.blocks.block_size
+            if queues.blocks.fork_prefix(earlier.seq_id, seq.seq_id, count):
+                seq.num_computed = count * queues.blocks.block_size
             seq.resume = None
             seq.room = 0
             queues.newcomers.append(seq)

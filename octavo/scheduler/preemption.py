@@ -105,11 +105,10 @@ class Preemption:
         for i, seq in enumerate(group.seqs):
             if seq.resume is not None:
                 continue
-            table = self._blocks.table(seq.seq_id)
-            full = seq.num_computed // size
             best: tuple[Sequence, int] | None = None
             for earlier in group.seqs[:i]:
-                shared = common_prefix(table[:full], self._blocks.table(earlier.seq_id))
+                end = min(seq.num_computed, earlier.num_computed)
+                shared = common_prefix(seq.token_ids[:end], earlier.token_ids[:end]) // size
                 if shared > (best[1] if best else 0):
                     best = (earlier, shared)
             seq.resume = best

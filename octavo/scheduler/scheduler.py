@@ -8,6 +8,7 @@ from collections.abc import Callable
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.updates import GroupUpdate, StepOutputs
+from octavo.memory.block_manager import Admission as Verdict
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
@@ -36,7 +37,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_model_len`` tokens must fit the blocks; a ``drafter`` guesses tokens that a step then verifies."""
-        if blocks.blocks_for(options.max_model_len) > blocks.num_blocks:
+        if blocks.admission(blocks.blocks_for(options.max_model_len)) is Verdict.NEVER:
             raise ValueError(f"max_model_len {options.max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options

@@ -52,12 +52,11 @@ def grow(queues: Queues, work: Chunks, step: Step) -> bool:
     blocks = queues.blocks
     asking = [(seq, n) for seq, n in work if seq.room < n]
     if asking:
-        growths = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in asking])
-        if growths is None:
+        changes = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in asking])
+        if changes is None:
             return False
-        for (seq, n), growth in zip(asking, growths, strict=True):
-            if growth.blocks:
-                step.changes.append(TableChange(seq.seq_id, growth.index, growth.blocks))
+        step.changes += changes
+        for seq, n in asking:
             slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
             room = min(slots, seq.max_length - 1) - seq.num_computed
             # Without room it is looked at again before its next token, which a result may have to decide.
@@ -83,13 +82,13 @@ def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
     if parent.known:
         changes = [c for c in step.changes if c.seq_id == parent.seq_id]
     else:  # the row that the workers copy has no table yet
-        changes = [TableChange(parent.seq_id, 0, queues.blocks.table(parent.seq_id))]
+        changes = queues.blocks.tables(parent.seq_id)
     for index in range(1, group.unforked + 1):
         child = queues.fork(parent, index)
         child.known = True
         group.seqs.append(child)
         step.forks.append(Fork(parent.seq_id, child.seq_id, (group.request.seed + index) & _MASK64))
-        step.changes += [TableChange(child.seq_id, c.index, c.blocks) for c in changes]
+        step.changes += [TableChange(child.seq_id, c.index, c.blocks, c.group) for c in changes]
         step.followers.append((child, parent))
     group.unforked = 0
 
@@ -150,7 +149,7 @@ def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
             plan.forks.append(Fork(seq.fork_of.seq_id, seq.seq_id, _seed(seq)))
         else:
             plan.new.append(_new_sequence(seq))
-            plan.table_changes.append(TableChange(seq.seq_id, 0, queues.blocks.table(seq.seq_id)))
+            plan.table_changes += queues.blocks.tables(seq.seq_id)
         seq.fork_of = None
     for seq_id in [n.seq_id for n in plan.new] + [f.child for f in plan.forks]:
         queues.sequences[seq_id].known = True

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.memory.block_manager import Admission, BlockManager, Growth
+from octavo.core.plan import TableChange
+from octavo.memory.block_manager import Admission, BlockManager
 
 
-def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[Growth]:
-    growths = manager.grow(list(writes))
-    assert growths is not None
-    return growths
+def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[TableChange]:
+    changes = manager.grow(list(writes))
+    assert changes is not None
+    return changes
+
+
+def needed(manager: BlockManager, *writes: tuple[int, int, int]) -> int:
+    """Blocks that growing takes if they are available."""
+    return manager.groups[0].demand(list(writes))[0]
 
 
 def figures(manager: BlockManager) -> tuple[int, int, int]:
@@ -23,18 +29,18 @@ def figures(manager: BlockManager) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_a_table_holds_exactly_the_blocks_its_tokens_need(tokens: int, blocks: int) -> None:
     manager = BlockManager(8, 16)
-    assert manager.needed([(7, 0, tokens)]) == manager.blocks_for(tokens) == blocks
+    assert needed(manager, (7, 0, tokens)) == manager.blocks_for(tokens) == blocks
     (growth,) = grown(manager, (7, 0, tokens))
-    assert growth == Growth(0, manager.table(7))
+    assert growth == TableChange(7, 0, manager.table(7))
     assert len(growth.blocks) == len(set(growth.blocks)) == blocks
 
 
 def test_growing_inside_the_last_block_adds_none() -> None:
     manager = BlockManager(2, 4)
     assert len(grown(manager, (0, 0, 3))[0].blocks) == 1
-    assert grown(manager, (0, 3, 4))[0].blocks == []
+    assert grown(manager, (0, 3, 4)) == []
     growth = grown(manager, (0, 4, 5))[0]
-    assert growth == Growth(1, manager.table(0)[1:])
+    assert growth == TableChange(0, 1, manager.table(0)[1:])
 
 
 def test_growth_without_room_changes_nothing_for_the_whole_group() -> None:
@@ -93,9 +99,9 @@ def test_the_last_writer_of_a_shared_block_writes_in_place() -> None:
     manager.fork(0, 1)
     manager.fork(0, 2)
     writes = [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
-    assert manager.needed(writes) == 2
+    assert needed(manager, *writes) == 2
     growths = grown(manager, *writes)
-    assert [len(g.blocks) for g in growths] == [1, 1, 0]
+    assert [(g.seq_id, len(g.blocks)) for g in growths] == [(0, 1), (1, 1)]
     assert manager.table(2) == [shared]
     assert {source for source, _ in manager.take_moves().copy} == {shared}
     assert figures(manager) == (3, 0, 0)
@@ -106,8 +112,8 @@ def test_the_last_writer_writes_in_place_also_in_a_call_of_its_own() -> None:
     grown(manager, (0, 0, 2))
     manager.fork(0, 1)
     grown(manager, (0, 2, 3))
-    assert manager.needed([(1, 2, 3)]) == 0
-    assert grown(manager, (1, 2, 3))[0].blocks == []
+    assert needed(manager, (1, 2, 3)) == 0
+    assert grown(manager, (1, 2, 3)) == []
 
 
 def test_a_full_shared_block_is_not_copied_for_the_token_after_it() -> None:

@@ -1,7 +1,8 @@
 """Random operations over the block manager, checked against simulated contents of every device and host block.
 
-A KV entry depends on all tokens before it, so its stand-in here is the whole prefix. A worker that does the moves and
-writes of each step in the documented order must leave every sequence, and every cached block, with its own entries.
+A KV entry depends on all tokens and features before it, so its stand-in here is the whole prefix. A worker that does
+the moves and writes of each step in the documented order must leave every sequence, and every cached block, with its
+own entries, in every group as far as its window reaches.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_tables import NO_BLOCK
+from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
-from octavo.memory.prefix_cache import PrefixMatch
+from octavo.memory.prefix_chain import FeatureSpan
+from octavo.memory.prefix_match import PrefixMatch
 
-Entry = tuple[str, tuple[int, ...]]
+#: Group, salt, and all tokens up to a position, those of a feature with its key and their place in it.
+Entry = tuple[int, str, tuple[object, ...]]
 Block = list[Entry | None]
 
 MAX_SEQUENCES = 6
@@ -29,6 +34,22 @@ TOKENS = st.builds(
     lambda length, odd: [int(position == odd) for position in range(length)], st.integers(1, 14), st.integers(0, 20)
 )
 SALTS = st.sampled_from(["", "", "", "x"])
+FEATURES = [
+    [],
+    [],
+    [FeatureSpan(2, 3, b"a")],
+    [FeatureSpan(2, 3, b"b")],
+    [FeatureSpan(0, 1, b"a"), FeatureSpan(5, 2, b"b")],
+]
+#: For each group its window, and by how many blocks it is smaller than the first one.
+GROUPS: list[list[tuple[int | None, int]]] = [
+    [(None, 0)],
+    [(None, 0)],
+    [(None, 0), (3, 1)],
+    [(None, 0), (6, 2), (1, 0)],
+    [(None, 0), (None, 1)],
+    [(4, 0)],
+]
 PICK = st.integers(0, MAX_SEQUENCES - 1)
 PICKS = st.lists(PICK, min_size=1, max_size=4)
 
@@ -40,8 +61,10 @@ class Sequence:
     seq_id: int
     salt: str
     token_ids: list[int]
+    features: list[FeatureSpan]
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    #: By group. Blocks given back since are still in them.
+    tables: list[list[int]] = field(default_factory=list)
     swapped: bool = False
     #: This step: computed at its end; whether its own tokens are written; whether another one is forked from it.
     after: int | None = None
@@ -50,8 +73,12 @@ class Sequence:
     #: Some of its blocks may come by the moves of this step.
     arrives: bool = False
 
-    def entry(self, position: int) -> Entry:
-        return self.salt, tuple(self.token_ids[: position + 1])
+    def entry(self, group: int, position: int) -> Entry:
+        content: list[object] = list(self.token_ids[: position + 1])
+        for feature in self.features:
+            for i in range(feature.offset, min(feature.end, position + 1)):
+                content[i] = (content[i], feature.key, i - feature.offset)
+        return group, self.salt, tuple(content)
 
 
 class Worker:
@@ -85,29 +112,33 @@ class MemoryMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([6, 9, 3, 1, 0]),
         prefix_caching=st.sampled_from([True, True, False]),
         host_cache=st.sampled_from([True, True, False]),
+        groups=st.sampled_from(GROUPS),
     )
     def build(
-        self, num_blocks: int, block_size: int, num_host_blocks: int, prefix_caching: bool, host_cache: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        prefix_caching: bool,
+        host_cache: bool,
+        groups: list[tuple[int | None, int]],
     ) -> None:
+        sizes = [GroupBlocks(max(2, num_blocks - less), num_host_blocks, window) for window, less in groups]
         self.manager = BlockManager(
-            num_blocks,
-            block_size,
-            num_host_blocks=num_host_blocks,
-            prefix_caching=prefix_caching,
-            host_cache=host_cache,
+            sizes, block_size, prefix_caching=prefix_caching, host_cache=host_cache and len(sizes) == 1
         )
         self.prefix_caching = prefix_caching
         self.block_size = block_size
-        self.worker = Worker(num_blocks, num_host_blocks, block_size)
+        self.worker = Worker(sum(s.num_blocks for s in sizes), num_host_blocks * len(sizes), block_size)
         self.sequences: dict[int, Sequence] = {}
         self.next_id = 0
-        self.start([0] * (2 * block_size), "")
+        self.start([0] * (2 * block_size), "", [])
         self.turn(0, 2 * block_size)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def new(self, salt: str, token_ids: list[int], computed: int = 0) -> Sequence:
-        sequence = Sequence(self.next_id, salt, token_ids, computed)
+    def new(self, salt: str, token_ids: list[int], features: list[FeatureSpan], computed: int = 0) -> Sequence:
+        sequence = Sequence(self.next_id, salt, token_ids, features, computed, [[] for _ in self.manager.groups])
         self.next_id += 1
         self.sequences[sequence.seq_id] = sequence
         return sequence
@@ -122,27 +153,46 @@ class MemoryMachine(RuleBasedStateMachine):
             self.free(0)
         return len(self.sequences) < MAX_SEQUENCES
 
-    def look_up(self, token_ids: list[int], salt: str) -> PrefixMatch:
-        return self.manager.match(token_ids, self.manager.chain(token_ids, salt))
+    def look_up(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> PrefixMatch:
+        return self.manager.match(token_ids, self.manager.chain(token_ids, salt, features))
+
+    def available(self) -> list[int]:
+        return [group.device.num_available for group in self.manager.groups]
+
+    def first_read(self, group: int, computed: int) -> int:
+        """The first position that is read when more than the computed tokens are."""
+        window = self.manager.groups[group].window
+        return 0 if window is None else max(0, computed - window + 1)
+
+    def held(self, sequence: Sequence, group: int) -> list[int]:
+        """The blocks of its table that it has not given back."""
+        table = self.manager.groups[group].tables.get(sequence.seq_id, [])
+        return [block for block in table if block != NO_BLOCK]
+
+    def holders(self, group: int) -> Counter[int]:
+        return Counter(block for s in self.sequences.values() for block in self.held(s, group))
 
     # --- rules ------------------------------------------------------------------------------------------------------
 
-    @rule(token_ids=TOKENS, salt=SALTS)
-    def start(self, token_ids: list[int], salt: str) -> None:
+    @rule(token_ids=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES))
+    def start(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
         if not self.make_room():
             return
         if self.manager.num_available < 2:
             self.free(0)
-        found = self.look_up(token_ids, salt)
+        features = [f for f in features if f.end <= len(token_ids)]
+        found = self.look_up(token_ids, salt, features)
         assert found.num_tokens < len(token_ids)
-        cost, available = self.manager.cost(found), self.manager.num_available
-        if not self.manager.fits(cost):
+        available = self.available()
+        costs = [g.cache.cost(hits) for g, hits in zip(self.manager.groups, found.hits, strict=True)]
+        assert self.manager.cost(found) == max(costs)
+        if any(cost > room for cost, room in zip(costs, available, strict=True)):
             return
-        sequence = self.new(salt, token_ids, found.num_tokens)
+        sequence = self.new(salt, token_ids, features, found.num_tokens)
         self.manager.adopt(sequence.seq_id, found)
-        assert self.manager.num_available == available - cost
-        sequence.table = self.manager.table(sequence.seq_id)
-        assert len(sequence.table) == self.manager.blocks_for(found.num_tokens)
+        assert self.available() == [room - cost for cost, room in zip(costs, available, strict=True)]
+        sequence.tables = [c.blocks for c in self.manager.tables(sequence.seq_id)]
+        assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(found.num_tokens)}
         sequence.arrives = True
 
     @rule(picks=PICKS, count=st.integers(1, 9), token=st.integers(0, 1))
@@ -156,39 +206,54 @@ class MemoryMachine(RuleBasedStateMachine):
                 sequence.token_ids.append(token)
             stop = min(sequence.computed + count, len(sequence.token_ids))
             writes.append((sequence.seq_id, sequence.computed, stop))
-        needed, available = self.manager.needed(writes), self.manager.num_available
-        self.check_needed(writes, needed)
-        growths = self.manager.grow(writes)
-        if growths is None:
-            assert needed > available
-            assert self.manager.num_available == available
-            return
-        assert self.manager.num_available == available - min(needed, available)
-        for (seq_id, _computed, stop), growth in zip(writes, growths, strict=True):
-            sequence = self.sequences[seq_id]
-            if growth.blocks:
-                sequence.table[growth.index :] = growth.blocks
-            assert len(sequence.table) == self.manager.blocks_for(stop)
-            sequence.after, sequence.writes = stop, True
-        holders = Counter(block for s in self.sequences.values() for block in s.table)
-        for seq_id, computed, _ in writes:
-            for block in self.sequences[seq_id].table[computed // self.block_size :]:
-                assert holders[block] == 1
-                assert not self.manager.device.is_kept(block)
+        needed = [self.check_needed(writes, group) for group in range(len(self.manager.groups))]
+        before = self.available()
+        changes = self.manager.grow(writes)
+        if changes is None:
+            available = self.available()
+            assert any(want > room for want, room in zip(needed, available, strict=True))
+        else:
+            for change in changes:
+                self.sequences[change.seq_id].tables[change.group][change.index :] = change.blocks
+            for seq_id, _, stop in writes:
+                sequence = self.sequences[seq_id]
+                assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(stop)}
+                sequence.after, sequence.writes = stop, True
+        for number, group in enumerate(self.manager.groups):
+            want = min(needed[number], before[number]) if changes is not None else 0
+            # What has left a window is given back as well.
+            assert group.device.num_available == before[number] - want or group.window is not None
+            assert group.device.num_available >= before[number] - want
+            holders = self.holders(number)
+            for seq_id, computed, _ in writes:
+                self.check_window(seq_id, computed, number)
+                for block in self.sequences[seq_id].tables[number][computed // self.block_size :] if changes else ():
+                    assert holders[block] == 1
+                    assert not group.device.is_kept(block)
 
-    def check_needed(self, writes: list[tuple[int, int, int]], needed: int) -> None:
+    def check_window(self, seq_id: int, computed: int, group: int) -> None:
+        """What has left the window is given back, at the latest when the prefix cache has been offered it."""
+        table = self.manager.groups[group].tables.get(seq_id, [])
+        left = self.first_read(group, computed) // self.block_size
+        assert NO_BLOCK not in table[left:]
+        if not self.prefix_caching:
+            assert set(table[:left]) <= {NO_BLOCK}
+
+    def check_needed(self, writes: list[tuple[int, int, int]], group: int) -> int:
         """Exact without prefix caching; with it, writing into a known block takes one more."""
-        holders = Counter(block for s in self.sequences.values() for block in s.table)
+        needed, _ = self.manager.groups[group].demand(writes)
+        holders = self.holders(group)
         writers: Counter[int] = Counter()
         expected = 0
         for seq_id, computed, stop in writes:
-            table = self.sequences[seq_id].table
+            table = self.sequences[seq_id].tables[group]
             expected += self.manager.blocks_for(stop) - len(table)
             writers.update(table[computed // self.block_size :][:1])
         expected += sum(min(count, holders[block] - 1) for block, count in writers.items())
-        known = sum(self.manager.device.is_kept(block) for block in writers)
+        known = sum(self.manager.groups[group].device.is_kept(block) for block in writers)
         assert expected <= needed <= expected + known
         assert self.prefix_caching or not known
+        return needed
 
     @rule(token=st.integers(0, 1), count=st.integers(1, 9))
     def turn(self, token: int, count: int) -> None:
@@ -201,17 +266,17 @@ class MemoryMachine(RuleBasedStateMachine):
                     self.swap_out_group([sequence])
                     if not sequence.swapped and not sequence.forked:
                         self.end(sequence)
-        self.step([0] * 9, "", True)
+        self.step([0] * 9, "", [], True)
 
     @rule(pick=PICK, token=st.integers(0, 1))
     def fork(self, pick: int, token: int) -> None:
-        for parent in self.pick([pick], lambda s: not s.swapped and bool(s.table)):
+        for parent in self.pick([pick], lambda s: not s.swapped and bool(s.tables[0])):
             if not self.make_room() or parent.seq_id not in self.sequences:
                 return
             after = parent.computed if parent.after is None else parent.after
-            child = self.new(parent.salt, [*parent.token_ids[:after], token], parent.computed)
+            child = self.new(parent.salt, [*parent.token_ids[:after], token], parent.features, parent.computed)
             self.manager.fork(parent.seq_id, child.seq_id)
-            child.table = list(parent.table)
+            child.tables = [list(t) for t in parent.tables]
             child.after, child.arrives = parent.after, parent.arrives
             parent.forked = True
 
@@ -222,10 +287,16 @@ class MemoryMachine(RuleBasedStateMachine):
                 return
             count = min(share, parent.computed // self.block_size)
             computed = count * self.block_size
-            child = self.new(parent.salt, [*parent.token_ids[:computed], *more], computed)
-            self.manager.fork_prefix(parent.seq_id, child.seq_id, count)
-            child.table = parent.table[:count]
-            child.arrives = parent.arrives
+            child = self.new(parent.salt, [*parent.token_ids[:computed], *more], parent.features, computed)
+            if self.manager.fork_prefix(parent.seq_id, child.seq_id, count):
+                child.tables = [t[:count] for t in parent.tables]
+                child.arrives = parent.arrives
+                continue
+            child.computed = 0
+            assert any(
+                NO_BLOCK in group.tables[parent.seq_id][self.first_read(number, computed) // self.block_size : count]
+                for number, group in enumerate(self.manager.groups)
+            )
 
     @rule(pick=PICK)
     def free(self, pick: int) -> None:
@@ -241,35 +312,42 @@ class MemoryMachine(RuleBasedStateMachine):
         self.swap_out_group(self.pick(picks, lambda s: not s.swapped and s.after is None))
 
     def swap_out_group(self, group: list[Sequence]) -> None:
-        room = self.manager.host_free
+        rooms = [g.host.num_available for g in self.manager.groups]
+        needed = [len({b for s in group for b in self.held(s, g)}) for g in range(len(rooms))]
+        short = any(count > room for count, room in zip(needed, rooms, strict=True))
         moved = self.manager.swap_out([s.seq_id for s in group])
-        if len({block for s in group for block in s.table}) > room:
+        if short:
             assert not moved
         if not moved:
-            assert self.manager.host_free == room
-            assert len({block for s in group for block in s.table}) > room or any(s.arrives for s in group)
+            assert [g.host.num_available for g in self.manager.groups] == rooms
+            assert short or any(s.arrives for s in group)
             return
         for sequence in group:
-            sequence.swapped = bool(sequence.table)
-            sequence.table = []
+            sequence.swapped = bool(sequence.tables[0])
+            sequence.tables = [[] for _ in rooms]
 
     @rule(picks=PICKS)
     def swap_in(self, picks: list[int]) -> None:
         group = self.pick(picks, lambda s: s.swapped)
         seq_ids = [s.seq_id for s in group]
-        count, available = self.manager.blocks_to_swap_in(seq_ids), self.manager.num_available
+        counts = [len(g.on_host.distinct_blocks(seq_ids)) for g in self.manager.groups]
+        assert self.manager.blocks_to_swap_in(seq_ids) == counts[0]
+        available = self.available()
         moved = self.manager.swap_in(seq_ids)
-        assert moved == (count <= available)
-        assert self.manager.num_available == available - (count if moved else 0)
+        assert moved == all(count <= room for count, room in zip(counts, available, strict=True))
+        assert self.available() == [r - (c if moved else 0) for c, r in zip(counts, available, strict=True)]
         if moved:
             for sequence in group:
-                sequence.table = self.manager.table(sequence.seq_id)
+                sequence.tables = [c.blocks for c in self.manager.tables(sequence.seq_id)]
                 sequence.swapped, sequence.arrives = False, True
 
     @rule(picks=PICKS)
     def register(self, picks: list[int]) -> None:
         for sequence in self.pick(picks, lambda s: True):
-            self.manager.register(sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt)
+            self.register_one(sequence)
+
+    def register_one(self, sequence: Sequence) -> None:
+        self.manager.register(sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features)
 
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:
@@ -277,74 +355,89 @@ class MemoryMachine(RuleBasedStateMachine):
             self.manager.reset_prefix_cache()
             assert self.manager.num_cached == 0
 
-    @rule(probe=TOKENS, salt=SALTS, register=st.sampled_from([True, True, False]))
-    def step(self, probe: list[int], salt: str, register: bool) -> None:
+    @rule(probe=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), register=st.sampled_from([True, True, False]))
+    def step(self, probe: list[int], salt: str, features: list[FeatureSpan], register: bool) -> None:
         self.worker.move(self.manager.take_moves())
         for sequence in self.sequences.values():
             if sequence.writes:
                 assert sequence.after is not None
                 for position in range(sequence.computed, sequence.after):
                     index, offset = divmod(position, self.block_size)
-                    self.worker.device[sequence.table[index]][offset] = sequence.entry(position)
+                    for group, table in enumerate(sequence.tables):
+                        self.worker.device[table[index]][offset] = sequence.entry(group, position)
+        self.check_contents()  # what the tokens of this step read, too
         for sequence in self.sequences.values():
             if sequence.after is not None:
                 sequence.computed = sequence.after
             sequence.after = None
             sequence.writes = sequence.forked = sequence.arrives = False
             if register:
-                self.manager.register(sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt)
+                self.register_one(sequence)
         self.check_contents()
         self.check_references()
-        self.check_cached(probe, salt)
+        self.check_cached(probe, salt, features)
         for sequence in self.sequences.values():
-            self.check_cached(sequence.token_ids, sequence.salt)
+            self.check_cached(sequence.token_ids, sequence.salt, sequence.features)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def check_contents(self) -> None:
         for sequence in self.sequences.values():
             if not sequence.swapped:
-                for position in range(sequence.computed):
-                    index, offset = divmod(position, self.block_size)
-                    assert self.worker.device[sequence.table[index]][offset] == sequence.entry(position)
+                for group, table in enumerate(sequence.tables):
+                    for position in range(self.first_read(group, sequence.computed), sequence.computed):
+                        index, offset = divmod(position, self.block_size)
+                        assert self.worker.device[table[index]][offset] == sequence.entry(group, position)
 
     def check_references(self) -> None:
-        holders = Counter(block for s in self.sequences.values() for block in s.table)
-        for block in range(self.manager.num_blocks):
-            assert self.manager.device.references(block) == holders[block]
-        assert self.manager.num_used == len(holders)
         swapped = [s.seq_id for s in self.sequences.values() if s.swapped]
-        assert self.manager.host_used == self.manager.blocks_to_swap_in(swapped)
+        first = 0
+        for number, group in enumerate(self.manager.groups):
+            holders = self.holders(number)
+            for block in range(first, first + group.device.num_blocks):
+                assert group.device.references(block) == holders[block]
+            first += group.device.num_blocks
+            assert group.device.num_used == len(holders)
+            assert group.host.num_used == len(group.on_host.distinct_blocks(swapped))
 
-    def check_cached(self, token_ids: list[int], salt: str) -> None:
+    def check_cached(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
         """What a look-up finds holds what it should, wherever it is."""
-        found = self.look_up(token_ids, salt)
-        wanted = Sequence(-1, salt, token_ids)
-        for position in range(found.num_tokens):
-            index, offset = divmod(position, self.block_size)
-            hit = found.hits[index]
-            blocks = self.worker.device if hit.pool is self.manager.device else self.worker.host
-            assert blocks[hit.block][offset] == wanted.entry(position)
+        wanted = Sequence(-1, salt, token_ids, [f for f in features if f.end <= len(token_ids)])
+        found = self.look_up(token_ids, salt, wanted.features)
+        for number, group in enumerate(self.manager.groups):
+            for position in range(self.first_read(number, found.num_tokens), found.num_tokens):
+                index, offset = divmod(position, self.block_size)
+                hit = found.hits[number][index]
+                assert hit is not None
+                blocks = self.worker.device if hit.pool is group.device else self.worker.host
+                assert blocks[hit.block][offset] == wanted.entry(number, position)
 
     @invariant()
     def accounting_is_exact(self) -> None:
         manager = self.manager
-        assert manager.num_used + manager.num_free + manager.num_cached == manager.num_blocks
-        assert manager.num_available == manager.num_free + manager.num_cached
-        assert manager.host_used + manager.host_free == manager.num_host_blocks
-        assert manager.num_tables == sum(bool(s.table) or s.swapped for s in self.sequences.values())
+        for group in manager.groups:
+            device, host = group.device, group.host
+            assert device.num_used + device.num_free + device.num_cached == device.num_blocks
+            assert device.num_available == device.num_free + device.num_cached
+            assert host.num_used + host.num_available == host.num_blocks
+        assert manager.num_tables == sum(bool(s.tables[0]) or s.swapped for s in self.sequences.values())
         for sequence in self.sequences.values():
-            assert manager.table(sequence.seq_id) == sequence.table
+            for number, table in enumerate(sequence.tables):
+                known = manager.groups[number].tables.get(sequence.seq_id, [])
+                assert len(known) == len(table) == len(manager.table(sequence.seq_id, number))
+                assert all(block in (found, NO_BLOCK) for found, block in zip(table, known, strict=True))
             assert manager.is_swapped(sequence.seq_id) == sequence.swapped
 
     def teardown(self) -> None:
         for seq_id in self.sequences:
             self.manager.free(seq_id)
         self.manager.take_moves()
-        assert (self.manager.num_used, self.manager.host_used, self.manager.num_tables) == (0, 0, 0)
+        assert self.manager.num_tables == 0
+        assert all(group.device.num_used == group.host.num_used == 0 for group in self.manager.groups)
         self.manager.reset_prefix_cache()
-        assert self.manager.num_free == self.manager.num_blocks
-        assert self.manager.host.num_free == self.manager.num_host_blocks
+        for group in self.manager.groups:
+            assert group.device.num_free == group.device.num_blocks
+            assert group.host.num_free == group.host.num_blocks
 
 
 def run_machine(max_examples: int, steps: int) -> None:
@@ -363,7 +456,8 @@ def run_seed(seed: int, steps: int) -> None:
     """The same rules drawn by a plain generator: many times faster, so that rare coincidences come about."""
     draw = random.Random(seed)
     machine = MemoryMachine()
-    machine.build(draw.randint(2, 14), draw.randint(1, 4), draw.choice((0, 2, 5, 9)), draw.random() < 0.8, True)
+    blocks, host_blocks = draw.randint(2, 14), draw.choice((0, 2, 5, 9))
+    machine.build(blocks, draw.randint(1, 4), host_blocks, draw.random() < 0.8, True, draw.choice(GROUPS))
 
     def tokens() -> list[int]:
         odd = draw.randint(0, 20)
@@ -376,7 +470,7 @@ def run_seed(seed: int, steps: int) -> None:
         return draw.choice(("", "", "", "x"))
 
     operations: list[tuple[int, Callable[[], None]]] = [
-        (6, lambda: machine.start(tokens(), salt())),
+        (6, lambda: machine.start(tokens(), salt(), draw.choice(FEATURES))),
         (6, lambda: machine.grow(picks(), draw.randint(1, 6), draw.randint(0, 1))),
         (3, lambda: machine.turn(draw.randint(0, 1), draw.randint(1, 6))),
         (3, lambda: machine.fork(draw.choice(picks()), draw.randint(0, 1))),
@@ -385,7 +479,7 @@ def run_seed(seed: int, steps: int) -> None:
         (2, lambda: machine.swap_out(picks())),
         (4, lambda: machine.swap_in(picks())),
         (1, lambda: machine.register(picks())),
-        (3, lambda: machine.step(tokens(), salt(), draw.random() < 0.7)),
+        (3, lambda: machine.step(tokens(), salt(), draw.choice(FEATURES), draw.random() < 0.7)),
         (1, lambda: machine.reset(draw.randint(0, 9))),
     ]
     weights = [weight for weight, _ in operations]

@@ -6,8 +6,8 @@ import pytest
 
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_pool import OutOfBlocksError
-from octavo.memory.prefix_cache import PrefixMatch
 from octavo.memory.prefix_chain import PrefixChain
+from octavo.memory.prefix_match import PrefixMatch
 
 SALT = ""
 
@@ -39,6 +39,10 @@ def adopt(manager: BlockManager, seq_id: int, token_ids: list[int]) -> PrefixMat
     found = match(manager, token_ids)
     manager.adopt(seq_id, found)
     return found
+
+
+def blocks_of(found: PrefixMatch, group: int = 0) -> list[int | None]:
+    return [hit.block if hit is not None else None for hit in found.hits[group]]
 
 
 def figures(manager: BlockManager) -> tuple[int, int, int]:
@@ -100,7 +104,7 @@ def test_a_prompt_cached_whole_leaves_its_last_token_to_compute() -> None:
     manager = cached_manager()
     table = leave(manager, tokens(8))
     found = adopt(manager, 1, tokens(8))
-    assert (found.num_tokens, found.num_full, found.num_blocks) == (7, 1, 2)
+    assert (found.num_tokens, found.num_full, len(found.hits[0])) == (7, 1, 2)
     assert manager.table(1) == table
     growths = manager.grow([(1, 7, 8)])
     assert growths is not None
@@ -130,7 +134,7 @@ def test_of_several_blocks_the_one_that_agrees_longest_is_taken() -> None:
     leave(manager, [0, 9, 9, 9])
     found = match(manager, [0, 1, 2, 3, 4])
     assert found.num_tokens == 3
-    assert [hit.block for hit in found.hits] == best
+    assert blocks_of(found) == best
 
 
 def test_many_children_do_not_make_the_look_up_long_but_a_whole_one_is_found() -> None:
@@ -152,7 +156,7 @@ def test_the_same_content_computed_twice_is_cached_once() -> None:
     assert figures(manager) == (2, 6, 0)
     manager.free(0)
     assert figures(manager) == (0, 6, 2)
-    assert [hit.block for hit in match(manager, tokens(9)).hits] == first
+    assert blocks_of(match(manager, tokens(9))) == first
 
 
 def test_forks_go_on_from_their_parents_chain() -> None:
@@ -294,8 +298,7 @@ def test_a_sequence_that_fills_the_pool_overwrites_the_block_it_would_copy() -> 
     adopt(manager, 1, tokens(8))
     assert manager.num_available == 0
     growths = manager.grow([(1, 7, 8)])
-    assert growths is not None
-    assert growths[0].blocks == []
+    assert growths == []
     assert manager.table(1) == table
     assert manager.take_moves().copy == []
     assert match(manager, tokens(9)).num_tokens == 4
@@ -407,7 +410,7 @@ def test_a_block_that_agrees_in_part_comes_from_the_host_as_a_private_one() -> N
     manager.free(0)
     found = adopt(manager, 1, [*tokens(6), 90, 91])
     assert (found.num_tokens, found.num_full) == (6, 1)
-    assert manager.needed([(1, 6, 8)]) == 0
+    assert manager.groups[0].demand([(1, 6, 8)]) == (0, 0)
     assert manager.grow([(1, 6, 8)]) is not None
     moves = manager.take_moves()
     assert len(moves.swap_in) == 2

@@ -560,12 +560,12 @@ def check_accounting(engine: Engine) -> None:
 
 def check_cache(engine: Engine) -> None:
     """What the prefix cache knows of a block is what is in it, and follows what is in its parent."""
-    index = engine.blocks._cache._known
+    index = engine.blocks.groups[0].cache._known
     for block, known in index._by_block.items():
         content = engine.worker.device[block]
         parent = index.find(known.parent)
         before = engine.worker.device[parent.block][-1] if parent is not None else None
-        for token, found in zip(known.token_ids, content, strict=True):
+        for token, found in zip(known.content, content, strict=True):
             assert found is not None
             assert before is None or found == extend_print(before, token), f"block {block} is not what it is known as"
             before = found
