@@ -97,7 +97,7 @@ class BlockManager:
             )
             self.groups.append(group)
             first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
-        self._first, self._others = self.groups[0], self.groups[1:]
+        self._first = self.groups[0]
         self._windowed = [group for group in self.groups if group.window is not None]
         self.watermark_blocks = math.ceil(watermark * self.num_blocks)
         self._prefix_caching = prefix_caching
@@ -212,23 +212,28 @@ class BlockManager:
             What changed, in each table of each group (do not change it); None, and no table has grown, if too few
             blocks are available in some group.
         """
-        if self._windowed:
-            self._leave_windows(writes)
-        others = self._others
-        if others and any(group.lacks(writes) for group in others):
+        if not self._windowed and len(self.groups) == 1:
+            return self._first.grow(writes)
+        if self._prefix_caching:
+            self._leave_windows([(*write[:2], self._num_registered(write[0])) for write in writes])
+        if not self._prefix_caching or self._lack(writes):  # rather lose content than room
+            self._leave_windows([(*write[:2], _CLOSED) for write in writes])
+        if self._lack(writes):
             return None
-        changes = self._first.grow(writes)
-        if others and changes is not None:
-            for group in others:
-                changes += group.grow(writes) or ()
-        return changes
+        return [change for group in self.groups for change in group.grow(writes) or ()]
 
-    def _leave_windows(self, writes: list[Write]) -> None:
-        for seq_id, num_computed, _ in writes:
-            registration = self._registrations.get(seq_id)
-            registered = registration.count if registration is not None else 0
+    def _lack(self, writes: list[Write]) -> bool:
+        return any(group.lacks(writes) for group in self.groups)
+
+    def _leave_windows(self, leaving: list[tuple[int, int, int]]) -> None:
+        """For each (sequence id, tokens computed, blocks that may be given back)."""
+        for seq_id, num_computed, most in leaving:
             for group in self._windowed:
-                group.leave_window(seq_id, num_computed, registered if self._prefix_caching else _CLOSED)
+                group.leave_window(seq_id, num_computed, most)
+
+    def _num_registered(self, seq_id: int) -> int:
+        registration = self._registrations.get(seq_id)
+        return registration.count if registration is not None else 0
 
     # --- sharing ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +397,7 @@ class BlockManager:
     def take_moves(self) -> Moves:
         """Ends the planning of a step: its block moves, whose sources others may have from now on."""
         moves = self._first.moves.take()
-        for group in self._others:
+        for group in self.groups[1:]:
             more = group.moves.take()
             moves = Moves(*(one + other for one, other in zip(moves, more, strict=True)))
         return moves

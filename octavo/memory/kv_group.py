@@ -120,13 +120,10 @@ class KVGroup:
                 demand += 1
         return demand, sparable
 
-    def leave_window(self, seq_id: int, num_computed: int, num_registered: int) -> None:
-        """Gives back the blocks that are read no more once ``num_computed`` tokens are computed.
-
-        Those after the first ``num_registered`` blocks are kept: the prefix cache has not been offered them yet.
-        """
+    def leave_window(self, seq_id: int, num_computed: int, most: int) -> None:
+        """Gives back blocks that are read no more once ``num_computed`` tokens are computed, of the first ``most``."""
         table = self.tables.get(seq_id, _NO_BLOCKS)
-        end = start = min(first_block_read(num_computed, self.window, self.block_size), num_registered)
+        end = start = min(first_block_read(num_computed, self.window, self.block_size), most)
         while start > 0 and table[start - 1] != NO_BLOCK:
             start -= 1
         if start < end:
