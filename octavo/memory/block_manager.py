@@ -154,19 +154,9 @@ class BlockManager:
         return self.host.num_used
 
     @property
-    def host_free(self) -> int:
-        """Host blocks that a swap can have; the prefix cache may be using them meanwhile."""
-        return self.host.num_available
-
-    @property
     def num_tables(self) -> int:
         """Sequences that hold blocks, on the device or the host."""
         return len(self._first.tables) + len(self._first.on_host.by_id)
-
-    @property
-    def num_evictions(self) -> int:
-        """Cached device blocks of all groups given to other sequences, their content lost or moved to the host."""
-        return sum(group.cache.num_evictions for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that this many tokens of one sequence fill, the last perhaps partly."""

@@ -190,7 +190,7 @@ def test_a_group_is_swapped_with_each_shared_block_once() -> None:
     assert manager.is_swapped(1)
     assert manager.table(0) == []
     assert manager.num_tables == 2
-    assert (manager.num_free, manager.host_used, manager.host_free) == (4, 3, 0)
+    assert (manager.num_free, manager.host_used, manager.host.num_available) == (4, 3, 0)
     out = dict(manager.take_moves().swap_out)
     assert len(out) == 3
     assert manager.blocks_to_swap_in([0, 1]) == 3
@@ -208,7 +208,7 @@ def test_swapping_out_without_host_room_changes_nothing() -> None:
     table = manager.table(0)
     assert not manager.swap_out([0])
     assert manager.table(0) == table
-    assert manager.host_free == 1
+    assert manager.host.num_available == 1
     assert manager.take_moves() == ([], [], [])
 
 
@@ -241,9 +241,9 @@ def test_host_blocks_in_a_plan_are_not_reused_before_it_is_complete() -> None:
     manager.take_moves()
     assert manager.swap_out([1])
     manager.free(1)
-    assert manager.host_free == 0
+    assert manager.host.num_available == 0
     manager.take_moves()
-    assert manager.host_free == 2
+    assert manager.host.num_available == 2
 
 
 def test_a_sequence_is_not_swapped_out_in_the_step_that_brings_its_blocks() -> None:

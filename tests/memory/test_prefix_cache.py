@@ -255,9 +255,9 @@ def test_free_blocks_go_before_cached_ones_and_old_content_before_new() -> None:
     leave(manager, old)
     leave(manager, new)
     manager.grow([(0, 0, 8)])
-    assert manager.num_evictions == 0
+    assert manager.groups[0].cache.num_evictions == 0
     manager.grow([(1, 0, 4)])
-    assert manager.num_evictions == 1
+    assert manager.groups[0].cache.num_evictions == 1
     assert match(manager, [*old, 1]).num_tokens == 0
     assert match(manager, [*new, 1]).num_tokens == 4
 
@@ -398,7 +398,7 @@ def test_content_that_is_on_the_host_already_is_not_moved_again() -> None:
     manager.free(1)
     manager.take_moves()
     manager.grow([(2, 0, 1)])
-    assert manager.num_evictions == 2
+    assert manager.groups[0].cache.num_evictions == 2
     assert len(manager.take_moves().swap_out) == 1
 
 
@@ -424,7 +424,7 @@ def test_swapped_sequences_take_host_blocks_from_the_cache() -> None:
     leave(manager, tokens(8))
     manager.grow([(0, 0, 8)])
     manager.take_moves()
-    assert manager.host_free == 2
+    assert manager.host.num_available == 2
     assert manager.swap_out([0])
     assert match(manager, tokens(9)).num_tokens == 0
     assert manager.host_used == 2

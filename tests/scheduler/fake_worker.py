@@ -23,6 +23,8 @@ from octavo.core.updates import GroupUpdate, Hypothesis, SequenceUpdate, StepOut
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_tables import NO_BLOCK
+from octavo.memory.content_index import ContentIndex
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
@@ -102,7 +104,8 @@ class Row:
     tokens: list[int]
     #: The print of each token.
     prints: list[int]
-    table: list[int]
+    #: Its block table in each group.
+    tables: list[list[int]]
     num_computed: int
     #: Of ``tokens``, those whose ids the host has.
     known: int
@@ -156,8 +159,10 @@ class FakeWorker(Executor):
         self.options = options
         self.max_in_flight = 2
         self.block_size = blocks.block_size
-        self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_blocks)]
-        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(blocks.num_host_blocks)]
+        self.windows = [group.window for group in blocks.groups]
+        device, host = (sum(getattr(g, level).num_blocks for g in blocks.groups) for level in ("device", "host"))
+        self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(device)]
+        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(host)]
         self.rows: dict[int, Row] = {}
         #: Rows as they were when they were forgotten.
         self.forgotten: dict[int, Row] = {}
@@ -223,7 +228,7 @@ class FakeWorker(Executor):
                 row.append(token)
                 row.known += 1
         for change in plan.table_changes:
-            table = self.rows[change.seq_id].table
+            table = self.rows[change.seq_id].tables[change.group]
             assert change.blocks and change.index <= len(table), "a hole in a block table"
             assert all(0 <= block < len(self.device) for block in change.blocks)
             table[change.index : change.index + len(change.blocks)] = change.blocks
@@ -260,7 +265,9 @@ class FakeWorker(Executor):
         limit = self.options.max_model_len
         if new.params.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + new.params.max_tokens)
-        row = Row(new.params, new.seed, [], [], [], new.num_computed, len(new.token_ids), limit, new.appends_sampled)
+        tables: list[list[int]] = [[] for _ in self.windows]
+        known = len(new.token_ids)
+        row = Row(new.params, new.seed, [], [], tables, new.num_computed, known, limit, new.appends_sampled)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -274,7 +281,7 @@ class FakeWorker(Executor):
             fork.seed,
             list(row.tokens),
             list(row.prints),
-            list(row.table),
+            [list(table) for table in row.tables],
             row.num_computed,
             row.known,
             row.limit,
@@ -290,7 +297,8 @@ class FakeWorker(Executor):
         assert plan.total_tokens <= self.options.max_num_batched_tokens
         assert 0 not in plan.num_tokens, "something of each"
         size = self.block_size
-        self._check_contents()
+        before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
+        self._check_contents(before)
         written: dict[tuple[int, int], int] = {}
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             row = self.rows[seq_id]
@@ -303,37 +311,48 @@ class FakeWorker(Executor):
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
             assert end <= row.known + len(drafts) or count == 1, "only a decode may take a token from the device"
-            assert len(row.table) * size >= end, "tokens without a slot"
-            for position in range(row.num_computed, end):
-                slot = row.table[position // size], position % size
-                assert slot not in written, "two sequences write into one slot"
-                written[slot] = seq_id
-                self.device[slot[0]][slot[1]] = row.prints[position]
+            for table in row.tables:
+                assert len(table) * size >= end, "tokens without a slot"
+                for position in range(row.num_computed, end):
+                    slot = table[position // size], position % size
+                    assert slot not in written, "two sequences write into one slot"
+                    written[slot] = seq_id
+                    self.device[slot[0]][slot[1]] = row.prints[position]
             row.num_computed = end
         for child, parent in followers.items():
             assert self.rows[child].num_computed <= self.rows[parent].num_computed
-            assert self.rows[child].table == self.rows[parent].table
+            assert self.rows[child].tables == self.rows[parent].tables
             self.rows[child].num_computed = self.rows[parent].num_computed
         self._check_write_access({block: seq_id for (block, _), seq_id in written.items()}, followers)
-        self._check_contents()
+        self._check_contents(before)
 
-    def _check_contents(self) -> None:
-        """What each row has computed reads back through its table as its own tokens."""
+    def _read_from(self, window: int | None, num_computed: int) -> int:
+        """The first position that the next token reads."""
+        return 0 if window is None else max(0, num_computed - window + 1)
+
+    def _check_contents(self, before: dict[int, int]) -> None:
+        """What each row has computed reads back through its tables as its own tokens.
+
+        As far as it is read by tokens after the first ``before``.
+        """
         size = self.block_size
         for seq_id, row in self.rows.items():
-            assert len(row.table) * size >= row.num_computed
-            for index in range(-(-row.num_computed // size)):
-                start = index * size
-                wanted = row.prints[start : min(start + size, row.num_computed)]
-                found = self.device[row.table[index]][: len(wanted)]
-                assert found == wanted, f"sequence {seq_id} reads what is not its own in block {row.table[index]}"
+            for window, table in zip(self.windows, row.tables, strict=True):
+                assert len(table) * size >= row.num_computed
+                first = self._read_from(window, before[seq_id])
+                for index in range(first // size, -(-row.num_computed // size)):
+                    start, stop = max(first, index * size), min(index * size + size, row.num_computed)
+                    found = self.device[table[index]][start - index * size : stop - index * size]
+                    assert found == row.prints[start:stop], f"sequence {seq_id} reads another's in block {table[index]}"
 
     def _check_write_access(self, written: dict[int, int], followers: dict[int, int]) -> None:
         """A block that somebody writes into is in nobody else's table, but for sequences just forked off the writer."""
         for seq_id, row in self.rows.items():
-            for block in row.table:
-                writer = written.get(block, seq_id)
-                assert writer in (seq_id, followers.get(seq_id)), f"{writer} writes into block {block} of {seq_id}"
+            for window, table in zip(self.windows, row.tables, strict=True):
+                first = self._read_from(window, row.num_computed) // self.block_size
+                for block in table[first:]:
+                    writer = written.get(block, seq_id)
+                    assert writer in (seq_id, followers.get(seq_id)), f"{writer} writes into block {block} of {seq_id}"
 
     def _sample(self, step: FakeStep, followers: dict[int, int]) -> None:
         plan, result = step.plan, step.result
@@ -524,7 +543,9 @@ class Engine:
 def check_accounting(engine: Engine) -> None:
     """Every block is counted once, every unfinished group is in one queue, and nobody else holds anything."""
     queues, blocks = engine.scheduler.queues, engine.blocks
-    assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
+    for kv_group in blocks.groups:
+        device = kv_group.device
+        assert device.num_used + device.num_free + device.num_cached == device.num_blocks
     on_device: set[int] = set()
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._refused}
@@ -548,19 +569,24 @@ def check_accounting(engine: Engine) -> None:
             assert blocks.is_swapped(seq.seq_id) <= (wanted is SequenceStatus.SWAPPED)
             assert bool(table) <= (wanted is SequenceStatus.RUNNING)
             assert not seq.num_computed or held
-            on_device |= set(table)
+            for kv_group in blocks.groups:
+                on_device |= set(kv_group.tables.get(seq.seq_id, ())) - {NO_BLOCK}
             tables += held
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
     assert queues.rows == sum(g.width for g in queues.running) <= engine.scheduler.options.max_num_seqs
-    assert len(on_device) == blocks.num_used
+    assert len(on_device) == sum(g.device.num_used for g in blocks.groups)
     assert tables == blocks.num_tables
     check_cache(engine)
 
 
 def check_cache(engine: Engine) -> None:
     """What the prefix cache knows of a block is what is in it, and follows what is in its parent."""
-    index = engine.blocks.groups[0].cache._known
+    for kv_group in engine.blocks.groups:
+        check_index(engine, kv_group.cache._known)
+
+
+def check_index(engine: Engine, index: ContentIndex) -> None:
     for block, known in index._by_block.items():
         content = engine.worker.device[block]
         parent = index.find(known.parent)
@@ -575,7 +601,7 @@ def check_nothing_held(engine: Engine) -> None:
     """At rest no block is used, on the device or the host, and the workers hold no row."""
     check_accounting(engine)
     blocks = engine.blocks
-    assert blocks.num_used == 0 and blocks.host_used == 0 and blocks.num_tables == 0
+    assert all(g.device.num_used == 0 and g.host.num_used == 0 for g in blocks.groups) and blocks.num_tables == 0
     assert not engine.loop._in_flight and not engine.worker.in_flight
     if engine.scheduler.queues.forget:
         engine.step()

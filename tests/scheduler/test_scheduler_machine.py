@@ -11,6 +11,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_groups import GroupBlocks, window_blocks
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import Policy
@@ -55,6 +56,8 @@ class Case:
     failure_rate: float
     #: Most steps in flight.
     depth: int
+    #: Window of each group of KV layers, and its blocks as a share of those it could use at most.
+    groups: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
 
 
 def make_case(seed: int) -> Case:
@@ -105,13 +108,22 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = random.Random(case.seed + 1)
+        in_flight = case.options.max_num_batched_tokens * case.depth
+        least = -(-in_flight // case.block_size)
+        sizes = []
+        for window, share in case.groups:
+            count = case.num_blocks
+            if window is not None:  # enough for one sequence, or more
+                one = min(count, least + window_blocks(window, case.block_size))
+                count = one + int(share * (count - one))
+            sizes.append(GroupBlocks(count, case.num_host_blocks, window))
         blocks = BlockManager(
-            case.num_blocks,
+            sizes,
             case.block_size,
-            num_host_blocks=case.num_host_blocks,
             watermark=case.watermark,
             prefix_caching=case.prefix_caching,
-            host_cache=case.host_cache,
+            host_cache=case.host_cache and len(sizes) == 1,
+            max_num_batched_tokens=in_flight,
         )
         self.engine = Engine(blocks, case.options, max_in_flight=case.depth)
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
@@ -238,9 +250,20 @@ class Run:
                 assert tokens == alone[: len(tokens)]
 
 
-def run_cases(first: int, count: int) -> None:
+#: Full layers with others that have a short and a long window; all layers with a window.
+WITH_WINDOWS: list[tuple[tuple[int | None, float], ...]] = [
+    ((None, 1.0), (3, 0.0)),
+    ((None, 1.0), (9, 0.3), (1, 1.0), (None, 1.0)),
+    ((6, 0.5),),
+    ((8, 0.0), (2, 1.0)),
+]
+
+
+def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float], ...]] | None = None) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
+        if groups is not None:
+            case = replace(case, groups=groups[seed % len(groups)])
         try:
             Run(case)()
         except Exception as e:
@@ -252,10 +275,15 @@ def test_generated_traffic(part: int) -> None:
     run_cases(part * 1000, 400)
 
 
+@pytest.mark.parametrize("part", range(5))
+def test_generated_traffic_with_windows(part: int) -> None:
+    run_cases(part * 1000, 200, WITH_WINDOWS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(50))
 def test_much_generated_traffic(part: int) -> None:
-    run_cases(100_000 + part * 1000, 1000)
+    run_cases(100_000 + part * 1000, 1000, None if part % 2 else WITH_WINDOWS)
 
 
 @pytest.mark.parametrize("part", range(4))
