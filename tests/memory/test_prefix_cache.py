@@ -6,7 +6,7 @@ import pytest
 
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_pool import OutOfBlocksError
-from octavo.memory.prefix_chain import PrefixChain
+from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.memory.prefix_match import PrefixMatch
 
 SALT = ""
@@ -455,3 +455,79 @@ def test_what_is_adopted_is_not_evicted_to_make_room_for_the_rest() -> None:
     moves = manager.take_moves()
     assert moves.swap_out == []  # the only host block was the one being read
     assert [target for _, target in moves.swap_in] == manager.table(1)[1:]
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+IMAGE, OTHER_IMAGE = b"image", b"other"
+
+
+def leave_with(manager: BlockManager, token_ids: list[int], features: list[FeatureSpan], context: bytes = b"") -> None:
+    """Runs a sequence with features, and ends it."""
+    assert manager.grow([(0, 0, len(token_ids))]) is not None
+    manager.take_moves()
+    manager.register(0, token_ids, len(token_ids), context, features)
+    manager.free(0)
+
+
+def found_with(manager: BlockManager, token_ids: list[int], features: list[FeatureSpan], context: bytes = b"") -> int:
+    return manager.match(token_ids, manager.chain(token_ids, context, features)).num_tokens
+
+
+def test_a_context_of_bytes_names_the_beginning() -> None:
+    manager = cached_manager()
+    leave_with(manager, tokens(8), [], b"adapter")
+    assert found_with(manager, tokens(9), [], b"adapter") == 8
+    assert found_with(manager, tokens(9), [], b"other") == 0
+    assert match(manager, tokens(9), "adapter").num_tokens == 8
+
+
+def test_equal_placeholders_of_other_features_are_no_hit() -> None:
+    manager = cached_manager()
+    prompt = [1, 2, 9, 9, 9, 9, 3, 4, 5]
+    leave_with(manager, prompt, [FeatureSpan(2, 4, IMAGE)])
+    assert found_with(manager, prompt, [FeatureSpan(2, 4, IMAGE)]) == 8
+    assert found_with(manager, prompt, [FeatureSpan(2, 4, OTHER_IMAGE)]) == 2
+    assert found_with(manager, prompt, []) == 2
+
+
+def test_a_feature_decides_the_blocks_after_it() -> None:
+    manager = cached_manager()
+    prompt = [9, 9, 1, 2, 3, 4, 5, 6, 7]
+    leave_with(manager, prompt, [FeatureSpan(0, 2, IMAGE)])
+    assert found_with(manager, prompt, [FeatureSpan(0, 2, OTHER_IMAGE)]) == 0
+
+
+def test_a_feature_that_begins_in_the_block_before_decides_its_end() -> None:
+    """The second blocks of both hold the same tokens of the same images, at other places in them."""
+    chains = []
+    for offset in (0, 1):
+        chain = PrefixChain("", 4, [FeatureSpan(offset, 6, IMAGE)])
+        chain.extend([9] * 8, 2)
+        chains.append(chain)
+    assert chains[0].content([9] * 8, 4, 8) != chains[1].content([9] * 8, 4, 8)
+    assert chains[0].digests[1] != chains[1].digests[1]
+
+
+@pytest.mark.parametrize(("offset", "length", "num_tokens"), [(0, 2, 0), (1, 2, 1), (2, 1, 2), (3, 1, 3)])
+def test_a_partial_match_ends_before_a_feature_with_another_key(offset: int, length: int, num_tokens: int) -> None:
+    manager = cached_manager()
+    leave_with(manager, [9] * 8, [FeatureSpan(offset, length, IMAGE)])
+    assert found_with(manager, [9, 9, 9, 9, 5], [FeatureSpan(offset, length, OTHER_IMAGE)]) == num_tokens
+    assert found_with(manager, [9, 9, 9, 9, 5], [FeatureSpan(offset, length, IMAGE)]) == 4
+
+
+def test_keys_and_places_of_several_features_are_not_confused() -> None:
+    spans = [
+        [FeatureSpan(0, 1, b"ab"), FeatureSpan(1, 1, b"c")],
+        [FeatureSpan(0, 1, b"a"), FeatureSpan(1, 1, b"bc")],
+        [FeatureSpan(0, 2, b"abc")],
+        [FeatureSpan(0, 1, b"abc")],
+        [FeatureSpan(1, 1, b"abc")],
+        [],
+    ]
+    chains = [PrefixChain("", 4, features) for features in spans]
+    for chain in chains:
+        chain.extend([9] * 4, 1)
+    assert len({chain.digests[1] for chain in chains}) == len(spans)
+    assert len({tuple(chain.content([9] * 4, 0, 4)) for chain in chains}) == len(spans)
