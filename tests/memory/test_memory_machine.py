@@ -219,17 +219,17 @@ class MemoryMachine(RuleBasedStateMachine):
                 sequence = self.sequences[seq_id]
                 assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(stop)}
                 sequence.after, sequence.writes = stop, True
-        for number, group in enumerate(self.manager.groups):
+        for number, kv_group in enumerate(self.manager.groups):
             want = min(needed[number], before[number]) if changes is not None else 0
             # What has left a window is given back as well.
-            assert group.device.num_available == before[number] - want or group.window is not None
-            assert group.device.num_available >= before[number] - want
+            assert kv_group.device.num_available == before[number] - want or kv_group.window is not None
+            assert kv_group.device.num_available >= before[number] - want
             holders = self.holders(number)
             for seq_id, computed, _ in writes:
                 self.check_window(seq_id, computed, number)
                 for block in self.sequences[seq_id].tables[number][computed // self.block_size :] if changes else ():
                     assert holders[block] == 1
-                    assert not group.device.is_kept(block)
+                    assert not kv_group.device.is_kept(block)
 
     def check_window(self, seq_id: int, computed: int, group: int) -> None:
         """What has left the window is given back, at the latest when the prefix cache has been offered it."""

@@ -592,7 +592,7 @@ def check_index(engine: Engine, index: ContentIndex) -> None:
         parent = index.find(known.parent)
         before = engine.worker.device[parent.block][-1] if parent is not None else None
         for token, found in zip(known.content, content, strict=True):
-            assert found is not None
+            assert found is not None and isinstance(token, int)
             assert before is None or found == extend_print(before, token), f"block {block} is not what it is known as"
             before = found
 
