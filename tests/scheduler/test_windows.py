@@ -1,0 +1,33 @@
+"""Groups of KV layers with a window, under the scheduler."""
+
+from __future__ import annotations
+
+from octavo.core.request import GroupRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.content_index import common_prefix
+from octavo.memory.kv_groups import GroupBlocks
+from octavo.scheduler.options import SchedulerOptions
+from octavo.scheduler.step import Step
+from tests.scheduler.fake_worker import Engine, check_nothing_held, tokens_alone
+
+
+def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_the_window() -> None:
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=40, preemption_mode="recompute")
+    blocks = BlockManager([GroupBlocks(40, window=2)], 1, max_num_batched_tokens=8)
+    engine = Engine(blocks, options)
+    request = GroupRequest(
+        group_id=1, prompt_token_ids=[1, 2, 3, 4], params=SamplingParams(n=2, max_tokens=20, ignore_eos=True), seed=3
+    )
+    answer = engine.add(request)
+    for _ in range(12):
+        engine.step()
+    first, second = answer.group.seqs
+    alike = common_prefix(first.token_ids, second.token_ids)
+    assert alike < first.num_computed - 4, "they differ before the window"
+    engine.scheduler._preemption.put_out(answer.group, Step(0.0, 0))
+    assert second.resume == (first, alike)
+    engine.run()
+    assert answer.tokens == {index: tokens_alone(request, index, 40) for index in (0, 1)}
+    assert answer.reasons == {0: "length", 1: "length"}
+    check_nothing_held(engine)
