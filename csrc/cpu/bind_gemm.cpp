@@ -36,7 +36,6 @@ class Linear : public Op {
  public:
   Linear(Weights weights, const void* x, int64_t x_stride, Dtype x_dtype, Product product)
       : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_dtype_(x_dtype), product_(product) {
-    product_.weights = weights_->view();
     in_place_ = x_dtype == Dtype::f32 && product_.weights.dtype == Dtype::f32;
   }
 
@@ -55,6 +54,7 @@ class Linear : public Op {
     Product block = product_;
     const int64_t bytes = block.out_dtype == Dtype::bf16 ? 2 : 4;
     block.out = static_cast<char*>(block.out) + row * block.out_stride * bytes;
+    if (block.add != nullptr) block.add += row * block.add_stride;
     const bool each_its_own = !in_place_ && rows * block.weights.k <= kFloatsOfTask;
     if (in_place_) {
       block.x = static_cast<const float*>(x_) + row * x_stride_;
@@ -127,32 +127,35 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-OpPtr make_linear(Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
-                  Dtype out_dtype, Finish finish) {
+OpPtr linear(Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
+             Dtype out_dtype, uintptr_t add, int64_t add_stride, Activation activation) {
   const int64_t n = weights->view().n;
   Product product;
+  product.weights = weights->view();
   product.out = reinterpret_cast<void*>(out);
   product.out_stride = out_stride;
   product.out_dtype = out_dtype;
-  product.finish = finish;
-  product.out_columns = finish == Finish::silu_mul ? n / 2 : n;
+  product.add = reinterpret_cast<const float*>(add);
+  product.add_stride = add_stride;
+  product.activation = activation;
+  product.gated = weights->order() == PackedLinear::Order::gate_up;
   require(x_dtype != Dtype::i8 && out_dtype != Dtype::i8, "x and out must be float32 or bfloat16");
   require(x_stride >= weights->k(), "x_stride " + std::to_string(x_stride) + " is less than k " +
                                         std::to_string(weights->k()));
-  require(out_stride >= product.out_columns, "out_stride " + std::to_string(out_stride) + " is less than the " +
-                                                 std::to_string(product.out_columns) + " columns of out");
-  const bool gate_up = weights->order() == PackedLinear::Order::gate_up;
-  require(gate_up == (finish == Finish::silu_mul),
-          gate_up ? "weights packed as gate and up are for linear_silu_mul only"
-                  : "linear_silu_mul needs weights packed by pack_gate_up");
+  require(out_stride >= product.out_columns(), "out_stride " + std::to_string(out_stride) + " is less than the " +
+                                                   std::to_string(product.out_columns()) + " columns of out");
+  require(add == 0 || add_stride >= n, "add_stride " + std::to_string(add_stride) + " is less than the " +
+                                           std::to_string(n) + " columns of the product");
+  require(!product.gated || activation != Activation::none, "weights packed as gate and up need an activation");
   return std::make_shared<Linear>(std::move(weights), reinterpret_cast<const void*>(x), x_stride, x_dtype, product);
 }
 
-std::shared_ptr<PackedLinear> pack(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
-                                   uintptr_t bias, PackedLinear::Order order) {
+std::shared_ptr<PackedLinear> pack_linear(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
+                                          uintptr_t bias, bool gate_up) {
   nb::gil_scoped_release release;
   return std::make_shared<PackedLinear>(reinterpret_cast<const void*>(weight), n, k, row_stride, dtype,
-                                        reinterpret_cast<const float*>(bias), order);
+                                        reinterpret_cast<const float*>(bias),
+                                        gate_up ? PackedLinear::Order::gate_up : PackedLinear::Order::plain);
 }
 
 }  // namespace
@@ -165,43 +168,15 @@ void bind_gemm(nb::module_& m) {
       .def_prop_ro("dtype", [](const PackedLinear& p) { return p.view().dtype; })
       .def_prop_ro("gate_up", [](const PackedLinear& p) { return p.order() == Order::gate_up; })
       .def_prop_ro("nbytes", &PackedLinear::nbytes);
-  m.def(
-      "pack_linear",
-      [](uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, uintptr_t bias) {
-        return pack(weight, n, k, row_stride, dtype, bias, Order::plain);
-      },
-      nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("dtype"), nb::arg("bias") = 0,
-      "A packed copy of weight [n, k] and bias [n] (float32), given by address.");
-  m.def(
-      "pack_gate_up",
-      [](uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, uintptr_t bias) {
-        return pack(weight, n, k, row_stride, dtype, bias, Order::gate_up);
-      },
-      nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("dtype"), nb::arg("bias") = 0,
-      "As pack_linear, for linear_silu_mul: the first half of the rows is the gate's, the second half up's.");
-  m.def(
-      "linear",
-      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
-         Dtype out_dtype) {
-        return make_linear(std::move(weights), x, x_stride, x_dtype, out, out_stride, out_dtype, Finish::store);
-      },
-      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
-      nb::arg("out_dtype"), "out[r] = x[r] W^T + bias, for each token r of the step.");
-  m.def(
-      "linear_add",
-      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t sum, int64_t sum_stride) {
-        return make_linear(std::move(weights), x, x_stride, x_dtype, sum, sum_stride, Dtype::f32, Finish::add);
-      },
-      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("sum"), nb::arg("sum_stride"),
-      "sum[r] += x[r] W^T + bias in float32, for each token r of the step.");
-  m.def(
-      "linear_silu_mul",
-      [](Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out, int64_t out_stride,
-         Dtype out_dtype) {
-        return make_linear(std::move(weights), x, x_stride, x_dtype, out, out_stride, out_dtype, Finish::silu_mul);
-      },
-      nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
-      nb::arg("out_dtype"), "out[r] = silu(gate) * up of the product x[r] W^T + bias, for each token r of the step.");
+  m.def("pack_linear", &pack_linear, nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"),
+        nb::arg("dtype"), nb::arg("bias") = 0, nb::arg("gate_up") = false,
+        "A packed copy of weight [n, k] and bias [n] (float32), given by address; with gate_up the first half of the "
+        "rows is the gate's, the second half up's.");
+  m.def("linear", &linear, nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"),
+        nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("add") = 0, nb::arg("add_stride") = 0,
+        nb::arg("activation") = Activation::none,
+        "out[r] = activation(x[r] W^T + bias + add[r]), for each token r of the step; of weights packed with gate_up, "
+        "activation(gate) * up.");
   m.def("measure_read_bandwidth", &measure_read_bandwidth, nb::arg("threads"),
         nb::call_guard<nb::gil_scoped_release>(), "Bytes a second that so many threads read from memory.");
   m.def("measure_fma_peak", &measure_fma_peak, nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),

@@ -105,8 +105,8 @@ OpPtr layer_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight,
   return row_op(&PointwiseTable::layer_norm, norm, 2 * width, rows_per_token);
 }
 
-template <Activation activation, bool gated>
-OpPtr activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t width, Dtype dtype) {
+OpPtr activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t width, Dtype dtype, Activation activation,
+               bool gated) {
   require_float(dtype);
   const Activate arguments{pointer<void>(x), x_stride, dtype, pointer<void>(out), width, dtype,
                            width,            activation, gated};
@@ -155,16 +155,7 @@ void bind_pointwise(nb::module_& m) {
         "out_dtype"_a, "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0,
         "out_head_stride"_a = 0);
 
-  const auto def_activation = [&](const char* name, auto function) {
-    m.def(name, function, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a);
-  };
-  def_activation("silu", &activate<Activation::silu, false>);
-  def_activation("gelu", &activate<Activation::gelu, false>);
-  def_activation("gelu_tanh", &activate<Activation::gelu_tanh, false>);
-  def_activation("silu_and_mul", &activate<Activation::silu, true>);
-  def_activation("gelu_and_mul", &activate<Activation::gelu, true>);
-  def_activation("gelu_tanh_and_mul", &activate<Activation::gelu_tanh, true>);
-
+  m.def("activate", &activate, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a, "activation"_a, "gated"_a = false);
   m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
         "rotary_dim"_a, "cos_sin"_a, "dtype"_a);
   m.def("argmax", &argmax, "logits"_a, "rows"_a, "vocab"_a, "out"_a);

@@ -58,28 +58,33 @@ class RowBuffer {
   Memory narrow_, wide_, groups_;
 };
 
-// One input times the matrices of one or more parts, whose outputs stand one after the other.
+// One input times the matrices of one or more parts, whose outputs stand one after the other; or, gated, those of two
+// equal parts, of which the activation of the first is multiplied by the second.
 class LinearQuant : public Op {
  public:
   LinearQuant(std::vector<std::shared_ptr<PackedQuant>> parts, const void* x, int64_t x_stride, Dtype x_dtype,
-              void* out, int64_t out_stride, Dtype out_dtype, const float* bias, bool add)
-      : parts_(std::move(parts)), x_(static_cast<const char*>(x)), x_dtype_(x_dtype) {
+              const QuantOutput& out, Activation activation, bool gated)
+      : parts_(std::move(parts)), x_(static_cast<const char*>(x)), x_dtype_(x_dtype), activation_(activation),
+        gated_(gated) {
     if (parts_.empty()) throw std::invalid_argument("a quantised product needs a matrix");
+    if (gated && (parts_.size() != 2 || parts_[0]->n != parts_[1]->n || activation == Activation::none))
+      throw std::invalid_argument("a gated product needs two matrices with as many outputs, and an activation");
     check_dtype(x_dtype);
-    check_dtype(out_dtype);
-    if (add && out_dtype != Dtype::f32) throw std::invalid_argument("products are added to float32 only");
+    check_dtype(out.dtype);
     x_stride_ = x_stride * size_of(x_dtype);
-    out_stride_ = out_stride * size_of(out_dtype);
-    int64_t column = 0;
+    int64_t column = 0, panels = 0;
     for (const auto& part : parts_) {
       if (part->k != parts_[0]->k) throw std::invalid_argument("the parts of a quantised product differ in inputs");
-      outputs_.push_back({static_cast<char*>(out) + column * size_of(out_dtype), out_stride, out_dtype,
-                          bias == nullptr ? nullptr : bias + column, add});
-      first_panel_.push_back(panels_);
-      panels_ += part->panels;
+      QuantOutput own = out;
+      own.data = static_cast<char*>(out.data) + column * size_of(out.dtype);
+      if (out.bias != nullptr) own.bias += column;
+      if (out.add != nullptr) own.add += column;
+      outputs_.push_back(own);
+      first_panel_.push_back(panels);
+      panels += part->panels;
       column += part->n;
     }
-    tasks_ = panels_;
+    tasks_ = gated ? panels / 2 : panels;
   }
 
   void run(const Step& step) override {
@@ -90,25 +95,12 @@ class LinearQuant : public Op {
     }
   }
 
- protected:
+ private:
   static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
   static void check_dtype(Dtype dtype) {
     if (dtype == Dtype::i8) throw std::invalid_argument("rows of a quantised product are float32 or bfloat16");
   }
 
-  // Panel `panel` of all parts' for all rows, into memory of its own [rows][stride].
-  void multiply(int64_t panel, const QuantRows& quantized, float* sums, int64_t stride) const {
-    const size_t part = part_of(panel);
-    const int64_t own = panel - first_panel_[part];
-    const auto first_column = reinterpret_cast<uintptr_t>(sums) - own * kPanel * sizeof(float);
-    const QuantOutput out{reinterpret_cast<void*>(first_column), stride, Dtype::f32, outputs_[part].bias, false};
-    isa().quant->panel(*parts_[part], own, quantized, out);
-  }
-
-  int64_t panels_ = 0;  // of all parts
-  int64_t tasks_ = 0;   // what run_task is called for
-
- private:
   bool any_part_wants(bool wide) const {
     return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {
       return isa().quant->wants_wide(layout_of(part->format).bits) == wide;
@@ -137,57 +129,54 @@ class LinearQuant : public Op {
     });
   }
 
-  virtual void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const {
+  void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const {
     const size_t part = part_of(panel);
-    QuantOutput out = outputs_[part];
-    out.data = static_cast<char*>(out.data) + first * out_stride_;
-    isa().quant->panel(*parts_[part], panel - first_panel_[part], quantized, out);
+    const QuantOutput out = at_row(outputs_[part], first);
+    const int64_t own = panel - first_panel_[part];
+    if (activation_ == Activation::none) return isa().quant->panel(*parts_[part], own, quantized, out);
+    alignas(64) float sums[kRowsAtOnce * 2 * kPanel];
+    const int64_t width = std::min<int64_t>(kPanel, parts_[part]->n - own * kPanel);
+    multiply(part, own, first, quantized, sums);
+    if (gated_) multiply(1, own, first, quantized, sums + width);
+    isa().pointwise->activate({sums, 2 * kPanel, Dtype::f32,
+                               static_cast<char*>(out.data) + own * kPanel * size_of(out.dtype), out.stride, out.dtype,
+                               width, activation_, gated_},
+                              Step{}, 0, quantized.count);
+  }
+
+  // A panel of a part for all rows, into memory of its own [rows][2 * kPanel].
+  void multiply(size_t part, int64_t panel, int64_t first, const QuantRows& quantized, float* sums) const {
+    QuantOutput out = at_row(outputs_[part], first);
+    out.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) - panel * kPanel * sizeof(float));
+    out.stride = 2 * kPanel;
+    out.dtype = Dtype::f32;
+    isa().quant->panel(*parts_[part], panel, quantized, out);
+  }
+
+  static QuantOutput at_row(QuantOutput out, int64_t row) {
+    out.data = static_cast<char*>(out.data) + row * out.stride * size_of(out.dtype);
+    if (out.add != nullptr) out.add += row * out.add_stride;
+    return out;
   }
 
   std::vector<std::shared_ptr<PackedQuant>> parts_;
   std::vector<QuantOutput> outputs_;
   std::vector<int64_t> first_panel_;
+  int64_t tasks_;  // what run_task is called for: panels, or pairs of them
   const char* x_;
-  int64_t x_stride_, out_stride_;  // bytes
+  int64_t x_stride_;  // bytes
   Dtype x_dtype_;
+  Activation activation_;
+  bool gated_;
 };
 
-// silu(gate) * up, of which the gate is the first half of the outputs and up the second. A task is a panel of either.
-class GatedQuant : public LinearQuant {
- public:
-  GatedQuant(std::vector<std::shared_ptr<PackedQuant>> parts, const void* x, int64_t x_stride, Dtype x_dtype, void* out,
-             int64_t out_stride, Dtype out_dtype, const float* bias)
-      : LinearQuant(std::move(parts), x, x_stride, x_dtype, out, 0, Dtype::f32, bias, false),
-        out_(static_cast<char*>(out)), out_stride_(out_stride), out_dtype_(out_dtype) {
-    check_dtype(out_dtype);
-    tasks_ = panels_ / 2;
-  }
-
- private:
-  void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const override {
-    alignas(64) float sums[kRowsAtOnce][2 * kPanel];
-    multiply(panel, quantized, sums[0], 2 * kPanel);
-    multiply(panel + tasks_, quantized, sums[0] + kPanel, 2 * kPanel);
-    char* out = out_ + (first * out_stride_ + panel * kPanel) * size_of(out_dtype_);
-    const Activate activation{sums,   2 * kPanel,  Dtype::f32,       out, out_stride_, out_dtype_,
-                              kPanel, Activation::silu, true};
-    isa().pointwise->activate(activation, Step{}, 0, quantized.count);
-  }
-
-  char* out_;
-  int64_t out_stride_;
-  Dtype out_dtype_;
-};
-
-// Throws unless both halves of the outputs are whole panels.
-OpPtr linear_quant_silu_mul(std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride,
-                            Dtype x_dtype, uintptr_t out, int64_t out_stride, Dtype out_dtype, uintptr_t bias) {
-  const bool halves = parts.size() == 1 ? parts[0]->n % (2 * kPanel) == 0
-                                        : parts.size() == 2 && parts[0]->n == parts[1]->n && parts[0]->n % kPanel == 0;
-  if (!halves) throw std::invalid_argument("gate and up must be whole panels, of one matrix or of two equal ones");
-  return std::make_shared<GatedQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype,
-                                      reinterpret_cast<void*>(out), out_stride, out_dtype,
-                                      reinterpret_cast<const float*>(bias));
+OpPtr linear_quant(std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride, Dtype x_dtype,
+                   uintptr_t out, int64_t out_stride, Dtype out_dtype, uintptr_t add, int64_t add_stride,
+                   Activation activation, uintptr_t bias, bool gated) {
+  const QuantOutput output{reinterpret_cast<void*>(out),         out_stride, out_dtype,
+                           reinterpret_cast<const float*>(bias), reinterpret_cast<const float*>(add), add_stride};
+  return std::make_shared<LinearQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype, output,
+                                       activation, gated);
 }
 
 void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, int bits, int64_t group,
@@ -230,17 +219,10 @@ void bind_quant(nb::module_& m) {
         nb::arg("dtype"), nb::arg("bits"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Codes and scales of weight [n, k]: float16, of groups of `group` values of a row, or float32, of rows, if it is 0.");
-  m.def("linear_quant",
-        [](std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t x, int64_t x_stride, Dtype x_dtype, uintptr_t out,
-           int64_t out_stride, Dtype out_dtype, uintptr_t bias, bool add) -> OpPtr {
-          return std::make_shared<LinearQuant>(std::move(parts), reinterpret_cast<const void*>(x), x_stride, x_dtype,
-                                               reinterpret_cast<void*>(out), out_stride, out_dtype,
-                                               reinterpret_cast<const float*>(bias), add);
-        },
-        nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"),
-        nb::arg("out_dtype"), nb::arg("bias") = 0, nb::arg("add") = false);
-  m.def("linear_quant_silu_mul", &linear_quant_silu_mul, nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"),
-        nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("bias") = 0);
+  m.def("linear_quant", &linear_quant, nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"),
+        nb::arg("out"), nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("add") = 0, nb::arg("add_stride") = 0,
+        nb::arg("activation") = Activation::none, nb::arg("bias") = 0, nb::arg("gated") = false,
+        "As linear, of quantised matrices with the same input, one matrix's outputs after the other's.");
 }
 
 }  // namespace octavo

@@ -7,6 +7,7 @@
 // the cache, and meanwhile the next group is fetched.
 #include "gemm.hpp"
 
+#include "activations.hpp"
 #include "gemm_limits.hpp"
 #include "vec.hpp"
 
@@ -193,36 +194,31 @@ RunTile tile_kernel(Dtype dtype, int rows, int groups, bool many_tiles) {
 // ---- what becomes of the sums -----------------------------------------------------------------------------------
 
 // One row of one group, sums [16], into the first `columns` of out.
-template <typename T>
-OCTAVO_INLINE void store_row(T* out, const float* sums, int64_t columns) {
-  if (columns >= kGroup) {
+template <typename T, typename F>
+OCTAVO_INLINE void store_row(T* out, float* sums, int64_t columns, const F& f) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kGroup; c += kLanes) store(out + c, load(sums + c));
-  } else {
-    for (int c = 0; c < columns; ++c) store_one(out + c, sums[c]);
+  for (int c = 0; c < kGroup; c += kLanes) {
+    const F32 result = f(load(sums + c));
+    if (columns >= kGroup)
+      store(out + c, result);
+    else
+      store(sums + c, result);
   }
-}
-
-OCTAVO_INLINE void add_row(float* out, const float* sums, int64_t columns) {
-  if (columns >= kGroup) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kGroup; c += kLanes) store(out + c, load(out + c) + load(sums + c));
-  } else {
-    for (int c = 0; c < columns; ++c) out[c] += sums[c];
-  }
+  if (columns >= kGroup) return;
+  for (int c = 0; c < columns; ++c) store_one(out + c, sums[c]);
 }
 
 // Eight columns of the gate, then the same eight of up.
-template <typename T>
-OCTAVO_INLINE void silu_mul_row(T* out, const float* sums, int64_t columns) {
+template <typename T, typename F>
+OCTAVO_INLINE void store_gated_row(T* out, const float* sums, int64_t columns, const F& f) {
   constexpr int half = kGroup / 2;
   float products[half];
   if constexpr (kLanes > half) {
-    store(products, silu(load(sums, half)) * load(sums + half, half), half);
+    store(products, f(load(sums, half)) * load(sums + half, half), half);
   } else {
 #pragma GCC unroll 4
     for (int c = 0; c < half; c += kLanes) {
-      const F32 product = silu(load(sums + c)) * load(sums + half + c);
+      const F32 product = f(load(sums + c)) * load(sums + half + c);
       if (columns >= half)
         store(out + c, product);
       else
@@ -234,17 +230,34 @@ OCTAVO_INLINE void silu_mul_row(T* out, const float* sums, int64_t columns) {
 }
 
 template <typename T>
-void finish_rows(const Product& p, int64_t row, int rows, int64_t group, const float* sums, int64_t sums_stride) {
-  const int width = p.finish == Finish::silu_mul ? kGroup / 2 : kGroup;
-  const int64_t column = group * width, columns = p.out_columns - column;
+void finish_rows(const Product& p, int64_t row, int rows, int64_t group, float* sums, int64_t sums_stride) {
+  const int64_t column = group * (p.gated ? kGroup / 2 : kGroup), columns = p.out_columns() - column;
   T* out = static_cast<T*>(p.out) + row * p.out_stride + column;
-  for (int r = 0; r < rows; ++r, out += p.out_stride, sums += sums_stride) {
-    if (p.finish == Finish::store)
-      store_row(out, sums, columns);
-    else if (p.finish == Finish::silu_mul)
-      silu_mul_row(out, sums, columns);
-    else if constexpr (sizeof(T) == 4)
-      add_row(out, sums, columns);
+  with_activation(p.activation, [&](auto f) {
+    for (int r = 0; r < rows; ++r, out += p.out_stride, sums += sums_stride) {
+      if (p.gated)
+        store_gated_row(out, sums, columns, f);
+      else
+        store_row(out, sums, columns, f);
+    }
+  });
+}
+
+// Adds the rows of `add` to the sums of a group.
+void add_rows(const Product& p, int64_t row, int rows, int64_t group, float* sums, int64_t sums_stride) {
+  const int parts = p.gated ? 2 : 1, width = kGroup / parts;  // so many columns lie side by side
+  const int64_t columns = p.out_columns() - group * width;
+  for (int part = 0; part < parts; ++part) {
+    const float* add = p.add + row * p.add_stride + part * p.out_columns() + group * width;
+    float* to = sums + part * width;
+    for (int r = 0; r < rows; ++r, add += p.add_stride, to += sums_stride) {
+      if (columns >= kGroup && parts == 1) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kGroup; c += kLanes) store(to + c, load(to + c) + load(add + c));
+      } else {
+        for (int c = 0; c < width && c < columns; ++c) to[c] += add[c];
+      }
+    }
   }
 }
 
@@ -258,6 +271,7 @@ void finish(const Product& p, int64_t row, int rows, int64_t group, int groups, 
         store(sums + r * stride + c, load(sums + r * stride + c) + load(bias + c));
   }
   for (int g = 0; g < groups; ++g) {
+    if (p.add != nullptr) add_rows(p, row, rows, group + g, sums + g * kGroup, stride);
     if (p.out_dtype == Dtype::bf16)
       finish_rows<uint16_t>(p, row, rows, group + g, sums + g * kGroup, stride);
     else

@@ -1,4 +1,4 @@
-// The matrix products' entry points: out[r, :] = finish(x[r, :] W^T + bias).
+// The matrix products' entry points: out[r, :] = activation(x[r, :] W^T + bias + add[r, :]).
 //
 // Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of
 // the register tile or the thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the chain is 1, 0, 3, 2, ..., and
@@ -24,13 +24,6 @@ struct WeightView {
   int64_t groups = 0;
 };
 
-// What becomes of a product's elements, computed in float32.
-enum class Finish {
-  store,     // out[r, c], rounded to its type
-  add,       // out[r, c] += ..., out float32
-  silu_mul,  // group g holds 8 columns of the gate and the same 8 of up: out[r, 8 g + c] = silu(gate) * up
-};
-
 struct Product {
   WeightView weights;
   const float* x = nullptr;  // [rows, k], as GemmTable::prepare makes them
@@ -38,8 +31,13 @@ struct Product {
   void* out = nullptr;
   int64_t out_stride = 0;
   Dtype out_dtype = Dtype::f32;
-  int64_t out_columns = 0;  // n, or half of it for silu_mul
-  Finish finish = Finish::store;
+  const float* add = nullptr;  // [rows, n], or null; may be the memory of out
+  int64_t add_stride = 0;
+  Activation activation = Activation::none;
+  // Group g holds 8 columns of the gate and the same 8 of up: out[r, 8 g + c] = activation(gate) * up.
+  bool gated = false;
+
+  int64_t out_columns() const { return gated ? weights.n / 2 : weights.n; }
 };
 
 struct GemmTable {

@@ -24,6 +24,12 @@ const T* pointer(uintptr_t address) {
 NB_MODULE(_cpu, m) {
   m.doc() = "CPU kernels: operations on buffers given by address.";
   nb::enum_<Dtype>(m, "Dtype").value("f32", Dtype::f32).value("bf16", Dtype::bf16).value("i8", Dtype::i8);
+  nb::enum_<Activation>(m, "Activation")
+      .value("none", Activation::none)
+      .value("silu", Activation::silu)
+      .value("gelu", Activation::gelu)
+      .value("gelu_tanh", Activation::gelu_tanh)
+      .value("relu", Activation::relu);
 
   m.def("available_isas", [] {
     std::vector<std::string> names;

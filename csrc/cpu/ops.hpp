@@ -11,6 +11,9 @@ enum class Dtype : int { f32 = 0, bf16 = 1, i8 = 2 };
 // What the rows of an operation are: the step's tokens, the positions whose logits are wanted, or encoder tokens.
 enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
 
+// What is done to each element of a product; see activations.hpp.
+enum class Activation : int { none, silu, gelu, gelu_tanh, relu };
+
 // The step that operations run in. T tokens, S sequences; arrays as in octavo/kernels/interface.py.
 struct Step {
   int64_t tokens = 0;  // rows of an operation: a tape sets it to `sampled` or `encoder` where these are its rows
@@ -19,7 +22,7 @@ struct Step {
   int64_t sequences = 0;
   int64_t decodes = 0;
   const int64_t* token_ids = nullptr;     // [T]
-  const int64_t* positions = nullptr;     // [T]
+  const int64_t* positions = nullptr;     // [T], consecutive within a sequence
   const int64_t* slots = nullptr;         // [T], those of the first KV group
   const int32_t* query_start = nullptr;   // [S + 1]
   const int32_t* seq_lens = nullptr;      // [S]

@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "activations.hpp"
 #include "pointwise_norm.hpp"
 #include "rows.hpp"
 
@@ -32,33 +33,6 @@ void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end)
 
 // ---- activations ------------------------------------------------------------------------------------------------
 
-// x times the normal distribution function. Its lower tail is erfc(z) / 2 with z = |x| / sqrt(2), and erfc(z) =
-// e^(-z z) t P(t), t = 1 / (1 + z / 2); P is a least-squares fit at Chebyshev nodes, within 2e-7 of the value.
-OCTAVO_INLINE F32 gelu(F32 x) {
-  const F32 z = (x < 0.0f ? -x : x) * 0.70710678118f;
-  const F32 t = 1.0f / fma(z, splat(0.5f), splat(1.0f));
-  F32 p = splat(-0.06019725f);
-  p = fma(p, t, splat(0.28986904f));
-  p = fma(p, t, splat(-0.49768485f));
-  p = fma(p, t, splat(0.28946814f));
-  p = fma(p, t, splat(-0.03403652f));
-  p = fma(p, t, splat(0.20562154f));
-  p = fma(p, t, splat(0.24241569f));
-  p = fma(p, t, splat(0.28246227f));
-  p = fma(p, t, splat(0.2820819f));
-  const F32 square = z * z;
-  const F32 rest = fma(z, z, -square);  // what rounding the square lost: e^-(a + b) = e^-a (1 - b)
-  const F32 power = exp(-square);
-  const F32 tail = 0.5f * (t * p) * fma(-power, square < 87.0f ? rest : F32{}, power);
-  return x * (x < 0.0f ? tail : 1.0f - tail);
-}
-
-// x (1 + tanh(u)) / 2 = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
-OCTAVO_INLINE F32 gelu_tanh(F32 x) {
-  const F32 u = x * fma(x * x, splat(0.044715f), splat(1.0f)) * 0.79788456080f;
-  return x / (1.0f + exp(-2.0f * u));
-}
-
 template <typename T, typename O, typename F>
 void activate_row(const T* x, O* out, int64_t width, bool gated, const F& f) {
   if (gated)
@@ -75,12 +49,7 @@ void activate(const Activate& a, const Step&, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const auto* x = static_cast<const std::remove_pointer_t<decltype(x_type)>*>(a.x) + row * a.x_stride;
         auto* out = static_cast<decltype(out_type)>(a.out) + row * a.out_stride;
-        if (a.activation == Activation::silu)
-          activate_row(x, out, a.width, a.gated, [](F32 v) { return silu(v); });
-        else if (a.activation == Activation::gelu)
-          activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu(v); });
-        else
-          activate_row(x, out, a.width, a.gated, [](F32 v) { return gelu_tanh(v); });
+        with_activation(a.activation, [&](auto f) { activate_row(x, out, a.width, a.gated, f); });
       }
     });
   });

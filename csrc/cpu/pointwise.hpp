@@ -34,8 +34,6 @@ struct Norm {
   float eps;
 };
 
-enum class Activation : int { silu, gelu, gelu_tanh };
-
 // out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed
 // if the types are the same.
 struct Activate {

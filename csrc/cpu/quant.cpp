@@ -111,20 +111,19 @@ void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahe
 }
 
 template <typename T>
-OCTAVO_INLINE void store_row(const float* sums, const float* bias, int columns, T* out) {
+OCTAVO_INLINE void store_row(const float* sums, const float* bias, const float* add, int columns, T* out) {
   if (columns == kPanel) {
     for (int c = 0; c < kPanel; c += kLanes) {
-      const F32 sum = load(sums + c);
-      store(out + c, bias == nullptr ? sum : sum + load(bias + c));
+      F32 sum = load(sums + c);
+      if (bias != nullptr) sum += load(bias + c);
+      store(out + c, add == nullptr ? sum : sum + load(add + c));
     }
   } else {
-    for (int c = 0; c < columns; ++c) store_one(out + c, bias == nullptr ? sums[c] : sums[c] + bias[c]);
+    for (int c = 0; c < columns; ++c) {
+      const float sum = bias == nullptr ? sums[c] : sums[c] + bias[c];
+      store_one(out + c, add == nullptr ? sum : sum + add[c]);
+    }
   }
-}
-
-// As store_row, added to what is there.
-OCTAVO_INLINE void add_row(const float* sums, const float* bias, int columns, float* out) {
-  for (int c = 0; c < columns; ++c) out[c] += bias == nullptr ? sums[c] : sums[c] + bias[c];
 }
 
 template <QuantFormat Format>
@@ -140,12 +139,11 @@ void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, 
     multiply_rows<Format>(weight.panel(panel), rows, row, ahead, sums);
     for (int r = 0; r < rows.rows_of_tile(row); ++r) {
       const int64_t at = (row + r) * out.stride + first;
-      if (out.add) {
-        add_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
-      } else if (out.dtype == Dtype::f32) {
-        store_row(sums[r], bias, columns, static_cast<float*>(out.data) + at);
+      const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
+      if (out.dtype == Dtype::f32) {
+        store_row(sums[r], bias, add, columns, static_cast<float*>(out.data) + at);
       } else {
-        store_row(sums[r], bias, columns, static_cast<uint16_t*>(out.data) + at);
+        store_row(sums[r], bias, add, columns, static_cast<uint16_t*>(out.data) + at);
       }
     }
   }

@@ -117,7 +117,8 @@ struct QuantOutput {
   int64_t stride;  // elements
   Dtype dtype;
   const float* bias;  // of the matrix's own columns, or null
-  bool add;           // to what is there, which is float32, instead of storing
+  const float* add;   // to each row, or null; may be the memory of data
+  int64_t add_stride;
 };
 
 struct QuantTable {

@@ -272,7 +272,4 @@ OCTAVO_INLINE F32 exp(F32 x) {
   return x < -86.5f ? F32{} : scaled;
 }
 
-// x / (1 + e^-x)
-OCTAVO_INLINE F32 silu(F32 x) { return x / (1.0f + exp(-x)); }
-
 }  // namespace octavo::OCTAVO_ISA

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo.bench.work import SIZES, kind_of_head, kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
+from octavo.kernels.packed_weight import PackedWeight
 
 _BLOCK = 16
 
@@ -122,42 +124,52 @@ def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: 
 
 
 def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
-    """Time of one run of all calls: on a GPU the median of a captured graph's, on a CPU the best of several.
-
-    Others on the machine can only slow a CPU down.
-    """
+    """Median time of one run of all calls; the best would favour short cases, which find quiet moments."""
     if device.type == "cuda":
         return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
     replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, _BLOCK))
     replay(case.batch)
-    best, deadline = float("inf"), time.perf_counter() + 0.4
-    while time.perf_counter() < deadline:
+    times: list[float] = []
+    deadline = time.perf_counter() + 0.4
+    while len(times) < 5 or time.perf_counter() < deadline:
         start = time.perf_counter()
         replay(case.batch)
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def linear_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
     """The products of a layer and the head, one case at a time: their tensors are large."""
+    heads, hidden, inner = c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size
     matrices = {
-        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, c.num_layers),
-        "attention out": (c.hidden_size, c.num_heads * c.head_dim, c.num_layers),
-        "gate and up": (2 * c.intermediate_size, c.hidden_size, c.num_layers),
-        "down": (c.hidden_size, c.intermediate_size, c.num_layers),
-        "head": (c.vocab_size, c.hidden_size, 1),
+        "qkv": (heads + 2 * c.num_kv_heads * c.head_dim, hidden, c.num_layers),
+        "attention out": (hidden, heads, c.num_layers),
+        "attention out, added": (hidden, heads, c.num_layers),
+        "gate and up": (2 * inner, hidden, c.num_layers),
+        "gate and up, gated": (2 * inner, hidden, c.num_layers),
+        "down": (hidden, inner, c.num_layers),
+        "down, added": (hidden, inner, c.num_layers),
+        "head": (c.vocab_size, hidden, 1),
     }
     for name, (outputs, inputs, layers) in matrices.items():
         kind = kind_of_head(types.quantization) if name == "head" else types.quantization
-        packed = [
-            _pack(kernels, _random(outputs, inputs, dtype=types.dtype, device=device), kind) for _ in range(layers)
-        ]
+        gated = name.endswith("gated")
+        packed = []
+        for _ in range(layers):
+            weight = _random(outputs, inputs, dtype=types.dtype, device=device)
+            packed.append(kernels.pack(weight.chunk(2) if gated else [weight], quantization=kind, gated=gated))
         weight_bytes = types.dtype.itemsize if kind is None else SIZES[kind]
         for count in shapes.rows:
             x = _random(count, inputs, dtype=types.dtype, device=device)
-            product = kernels.linear_float32 if name == "head" else kernels.linear
+            options: dict[str, Any] = {}
+            if gated:
+                options = {"activation": "silu"}
+            elif name == "head":
+                options = {"out_dtype": torch.float32}
+            elif name.endswith("added"):
+                options = {"out_dtype": torch.float32, "add": torch.zeros(count, outputs, device=device)}
             yield Case(
                 f"linear {name}",
                 f"{outputs} x {inputs}",
@@ -165,23 +177,19 @@ def linear_cases(
                 outputs * inputs * weight_bytes,
                 2.0 * outputs * inputs * count,
                 layers,
-                _repeated(product, x, packed),
+                _repeated(packed, x, options),
                 _decodes(count, 1, device),
             )
-
-
-def _pack(kernels: Kernels, weight: Tensor, kind: str | None) -> Any:
-    return kernels.pack_linear(weight, None) if kind is None else kernels.quantize_linear(weight, None, kind)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _repeated(product: Callable[[Tensor, Any], Tensor], x: Tensor, packed: list[Any]) -> Forward:
+def _repeated(packed: list[PackedWeight], x: Tensor, options: dict[str, Any]) -> Forward:
     def forward(batch: ForwardBatch) -> ForwardOutput:
         for weight in packed:
-            out = product(x, weight)
+            out = weight(x, **options)
         return ForwardOutput(out)
 
     return forward

@@ -7,17 +7,16 @@ Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.sampling import SamplingBackend
 
 
@@ -95,48 +94,27 @@ class Kernels(ABC):
         return self.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Takes weight [out, in] (and bias [out]) into the form that ``linear`` wants; the caller drops its own."""
+    def pack(
+        self,
+        parts: Sequence[Tensor | GGUFRows],
+        bias: Tensor | None = None,
+        quantization: str | None = None,
+        *,
+        gated: bool = False,
+    ) -> PackedWeight:
+        """Takes matrices with the same input into the form that products want; the caller drops its own.
 
-    @abstractmethod
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x [T, in] times the packed weight, plus bias: [T, out]; accumulated in float32."""
-
-    @abstractmethod
-    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
-        """As ``linear`` with a float32 result, for logits: rounded to bfloat16, the best two often tie."""
-
-    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor:
-        """residual + linear_float32(x, weight), float32 [T, out]; residual is float32 and its memory may be reused.
-
-        The residual stream is float32 whatever x is: rounding it to bfloat16 in every layer is most of the error of a
-        network in that type.
-        """
-        return self.linear_float32(x, weight).add_(residual)
-
-    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """As ``pack_linear`` for ``linear_silu_and_mul``: weight [2 * I, in], the gate's rows first."""
-        return self.pack_linear(weight, bias)
-
-    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
-        """``silu_and_mul(linear(x, weight))``: [T, I]; a backend may do it in one pass, without rounding between."""
-        return self.silu_and_mul(self.linear(x, weight))
-
-    def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
-        """As ``pack_linear``, with the weight quantised to "int8" or "int4"; ``linear`` and its like take the result.
+        Args:
+            parts: [n_i, K] each, whose outputs stand one after the other; all tensors, or all blocks of a file, which
+                keep their bits.
+            bias: [sum of n_i].
+            quantization: "int8", "int4" or "fp8": how tensors are quantised. None or "gguf": they are not.
+            gated: the two parts are a gate and what it gates. Said here and not in the call, as a backend may pack
+                both side by side, so that a tile of the product holds what the activation needs.
 
         Raises:
-            ConfigError: the backend cannot.
+            ConfigError: the backend has no such products.
         """
-        raise ConfigError(f"the {self.name} backend has no quantised products: it cannot serve quantization={kind!r}")
-
-    def pack_gguf(self, parts: list[GGUFRows], bias: Tensor | None) -> Any:
-        """As ``pack_linear``, from matrices in a file's blocks, one part's outputs after the other's.
-
-        Raises:
-            ConfigError: the backend cannot.
-        """
-        raise ConfigError(f"the {self.name} backend has no quantised products: it cannot serve quantization='gguf'")
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
@@ -159,10 +137,6 @@ class Kernels(ABC):
         cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
         paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
         """
-
-    @abstractmethod
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """x [T, 2 * I] (gate, then up): silu(gate) * up, [T, I]."""
 
     @abstractmethod
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

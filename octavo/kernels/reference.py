@@ -8,7 +8,9 @@ sequence that never wrote it (0 * NaN is NaN).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,18 +19,59 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.numpy_sampling import NumpySampling
+from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
 _MAX_ELEMENTS = 1 << 24
 
 
-class PlainLinear(NamedTuple):
-    """A packed linear layer of this backend: nothing is packed."""
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
+
+@dataclass(frozen=True)
+class PlainWeight(PackedWeight):
+    """A weight of this backend: nothing is packed."""
+
+    #: [N, K], and [N] or None.
     weight: Tensor
     bias: Tensor | None
+    gated: bool
+
+    def __call__(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """Computed in float32 and rounded once, but for a plain product in the type of x."""
+        out_dtype = out_dtype or x.dtype
+        if out_dtype == x.dtype and add is None and activation is None:
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        product = F.linear(x.float(), self.weight.float(), bias)
+        if add is not None:
+            product += add
+        if self.gated:
+            assert activation is not None
+            gate, up = product.chunk(2, dim=-1)
+            product = _ACTIVATIONS[activation](gate) * up
+        elif activation is not None:
+            product = _ACTIVATIONS[activation](product)
+        return product.to(out_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of both tensors."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class ReferenceKernels(Kernels):
@@ -65,18 +108,22 @@ class ReferenceKernels(Kernels):
         shape = (blocks, block_size, kv_heads, head_dim)
         return [LayerCache(*(_untouched_zeros(shape, dtype, self.device) for _ in range(2))) for _ in range(layers)]
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
-        """Keeps both as they are."""
-        return PlainLinear(weight, bias)
-
-    def linear(self, x: Tensor, weight: PlainLinear) -> Tensor:
-        """x [T, in] to [T, out]."""
-        return F.linear(x, *weight)
-
-    def linear_float32(self, x: Tensor, weight: PlainLinear) -> Tensor:
-        """As ``linear``, multiplied and added in float32 and not rounded."""
-        bias = None if weight.bias is None else weight.bias.float()
-        return F.linear(x.float(), weight.weight.float(), bias)
+    def pack(
+        self,
+        parts: Sequence[Tensor | GGUFRows],
+        bias: Tensor | None = None,
+        quantization: str | None = None,
+        *,
+        gated: bool = False,
+    ) -> PlainWeight:
+        """Keeps tensors as they are, stacked."""
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if len(tensors) < len(parts) or quantization not in (None, "gguf"):
+            raise ConfigError(
+                f"the {self.name} backend has no quantised products: it cannot serve "
+                f"quantization={quantization or 'gguf'!r}"
+            )
+        return PlainWeight(stack_rows(tensors), bias, gated)
 
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
         """Rows of the table, float32 [T, E]."""
@@ -98,11 +145,6 @@ class ReferenceKernels(Kernels):
         x[..., :half] = turned
         rotated_q, rotated_k = x.split(heads, dim=1)
         return rotated_q, rotated_k
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate) * up, rounded to x's type between the two."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes k and v [T, K, D] to their slots."""

@@ -6,14 +6,15 @@ and the unpacked one is dropped, so that no more than one layer is held twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 
@@ -43,12 +44,15 @@ class Part:
 class ParallelLinear(Layer):
     """One matrix product whose matrix is stacked from the rows of one or more checkpoint matrices."""
 
+    #: Whether the two matrices are a gate and what it gates.
+    _gated = False
+
     def __init__(
         self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
     ) -> None:
         super().__init__()
         self.kernels = context.kernels
-        self.packed: Any = None
+        self.packed: PackedWeight
         self._parts = {part.tensor_name(kind): part for part in parts for kind in ("weight", "bias")}
         self._offsets: dict[str, int] = {}
         self.out_features = 0
@@ -66,7 +70,7 @@ class ParallelLinear(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] to [T, out]."""
-        return self.kernels.linear(x, self.packed)
+        return self.packed(x)
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
         """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
@@ -87,23 +91,16 @@ class ParallelLinear(Layer):
 
     def complete(self) -> None:
         """Packs the matrix and drops the unpacked one."""
-        quantization = self._context.quantization
         if self._weight is None:
-            self.packed = self.kernels.pack_gguf([self._blocks[name] for name in self._offsets], self._bias)
+            parts: Sequence[Tensor | GGUFRows] = [self._blocks[name] for name in self._offsets]
         else:
             for name, blocks in self._blocks.items():  # a file may hold one part quantised and another not
                 start = self._offsets[name]
                 self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
-            if quantization in ("int8", "int4", "fp8"):
-                self.packed = self.kernels.quantize_linear(self._weight, self._bias, quantization)
-            else:
-                self.packed = self.pack(self._weight, self._bias)
+            parts = self._weight.tensor_split(list(self._offsets.values())[1:])
+        self.packed = self.kernels.pack(parts, self._bias, self._context.quantization, gated=self._gated)
         self._weight = self._bias = None
         self._blocks = {}
-
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """The backend's form of the whole matrix."""
-        return self.kernels.pack_linear(weight, bias)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
@@ -127,23 +124,17 @@ class MergedColumnParallelLinear(ParallelLinear):
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first two matrices of a gated feed-forward network and the activation between them."""
 
-    def __init__(self, context: LayerContext, hidden: int, inner: int, bias: bool) -> None:
+    _gated = True
+
+    def __init__(
+        self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
+    ) -> None:
         super().__init__(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias)
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """silu(gate(x)) * up(x): x [T, hidden] to [T, inner / tp_size]."""
-        return self.kernels.linear_silu_and_mul(x, self.packed)
-
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """The backend's form of gate and up together."""
-        return self.kernels.pack_gate_up(weight, bias)
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Each rank holds an equal share of the outputs."""
-
-    def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__(context, [("", out_features)], in_features, bias)
+        """activation(gate(x)) * up(x): x [T, hidden] to [T, inner / tp_size]."""
+        return self.packed(x, activation=self._activation)
 
 
 class QKVParallelLinear(ParallelLinear):
@@ -193,12 +184,12 @@ class RowParallelLinear(ParallelLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in / tp_size] to float32 [T, out]."""
-        return self.kernels.all_reduce(self.kernels.linear_float32(x, self.packed))
+        return self.kernels.all_reduce(self.packed(x, torch.float32))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
         if self._adds_bias:  # rank 0
-            return self.kernels.all_reduce(self.kernels.linear_add(x, self.packed, residual))
+            return self.kernels.all_reduce(self.packed(x, torch.float32, add=residual))
         return self(x)
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:

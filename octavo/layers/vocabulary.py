@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.packed_weight import PackedWeight
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 
@@ -67,7 +66,7 @@ class ParallelLMHead(_VocabularyShare):
         self, context: LayerContext, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
     ) -> None:
         super().__init__(context, vocab_size, hidden_size)
-        self.packed: Any = None
+        self.packed: PackedWeight
         self._vocab_size = vocab_size
         if tied is None:
             self.expected["weight"] = (vocab_size, hidden_size)
@@ -76,7 +75,7 @@ class ParallelLMHead(_VocabularyShare):
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
-        logits = self.kernels.all_gather(self.kernels.linear_float32(hidden, self.packed))
+        logits = self.kernels.all_gather(self.packed(hidden, torch.float32))
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
@@ -89,8 +88,7 @@ class ParallelLMHead(_VocabularyShare):
         Where the other matrices have 4 bits this one has 8: its errors go straight into the logits.
         """
         if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
-            self.packed = self.kernels.pack_gguf([source.take(slice(self.start, self.end), slice(None))], None)
-        elif isinstance(source, GGUFRows) or self._context.quantization in ("int8", "int4"):
-            self.packed = self.kernels.quantize_linear(table, None, "int8")
+            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))])
         else:
-            self.packed = self.kernels.pack_linear(table, None)
+            quantized = isinstance(source, GGUFRows) or self._context.quantization in ("int8", "int4")
+            self.packed = self.kernels.pack([table], quantization="int8" if quantized else None)

@@ -17,7 +17,16 @@ from octavo.models.config import read_model_config
 
 #: One row, one sequence and one short prompt.
 SHAPES = Shapes([1, 3], [(2, 40)], [20])
-LINEARS = ["linear qkv", "linear attention out", "linear gate and up", "linear down", "linear head"]
+LINEARS = [
+    "linear qkv",
+    "linear attention out",
+    "linear attention out, added",
+    "linear gate and up",
+    "linear gate and up, gated",
+    "linear down",
+    "linear down, added",
+    "linear head",
+]
 
 
 @pytest.fixture

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 from torch import Tensor
 
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.packed_weight import Activation, PackedWeight
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
-from octavo.kernels.cpu.quant import pack_quantized  # noqa: E402
-from octavo.kernels.cpu.quantize import quantize_weight  # noqa: E402
+
+#: How weights are held: in their type, quantised, or in the blocks of a file.
+KINDS = [None, "int8", "int4", "Q4_0"]
 
 
 @pytest.fixture
@@ -34,34 +40,97 @@ def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
     return batch
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.fixture(params=_cpu.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _cpu.isa()
+    _cpu.choose_isa(request.param)
+    yield str(request.param)
+    _cpu.choose_isa(before)
+
+
+def packed_weight(
+    kernels: Any, kind: str | None, outputs: int, dtype: torch.dtype, *, gated: bool = False
+) -> PackedWeight:
+    weight, bias = torch.randn(outputs, 64).to(dtype), torch.randn(outputs)
+    parts: Any = weight.chunk(2) if gated else [weight]
+    if kind == "Q4_0":
+        parts = [GGUFRows(kind, quantize(part.float().numpy(), GGMLQuantizationType.Q4_0), 64, 32) for part in parts]
+        kind = "gguf"
+    packed: PackedWeight = kernels.pack(parts, bias, kind, gated=gated)
+    return packed
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outputs", [16, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_added_to_the_residual(kernels: Any, kind: str | None, outputs: int, dtype: torch.dtype) -> None:
-    for rows in (1, 70):
-        weight, bias, x = torch.randn(outputs, 64).to(dtype), torch.randn(outputs), torch.randn(rows, 64).to(dtype)
-        packed = kernels.quantize_linear(weight, bias, kind) if kind else kernels.pack_linear(weight, bias)
-        residual = torch.randn(rows, outputs)
-        expected = residual + kernels.linear_float32(x, packed)
-        assert torch.equal(kernels.linear_add(x, packed, residual), expected)
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4", "two matrices"])
-@pytest.mark.parametrize("inner", [16, 80, 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantised_gate_is_not_rounded_before_its_activation(
-    kernels: Any, kind: str, inner: int, dtype: torch.dtype
+def test_a_product_added_to_the_residual(
+    kernels: Any, isa: str, kind: str | None, outputs: int, dtype: torch.dtype
 ) -> None:
-    """But where gate and up are no whole panels."""
+    packed = packed_weight(kernels, kind, outputs, dtype)
     for rows in (1, 70):
-        weight, bias, x = torch.randn(2 * inner, 64), torch.randn(2 * inner), torch.randn(rows, 64).to(dtype)
-        if kind == "two matrices":
-            packed = pack_quantized([quantize_weight(half, "int8", 32) for half in weight.chunk(2)], bias)
-        else:
-            packed = kernels.quantize_linear(weight, bias, kind)
-        product = kernels.linear_float32(x, packed)
-        expected = kernels.silu_and_mul(product if inner % 16 == 0 else product.to(dtype)).to(dtype)
-        assert torch.equal(kernels.linear_silu_and_mul(x, packed), expected)
+        x, residual = torch.randn(rows, 64).to(dtype), torch.randn(rows, outputs)
+        expected = residual + packed(x, torch.float32)
+        assert torch.equal(packed(x, torch.bfloat16, add=residual), expected.bfloat16())
+        total = packed(x, torch.float32, add=residual)
+        assert torch.equal(total, expected)
+        assert total.data_ptr() == residual.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [16, 80, 23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_see_float32_and_rows_without_an_addend_keep_their_bits(
+    kernels: Any, isa: str, kind: str | None, inner: int, dtype: torch.dtype
+) -> None:
+    """Gated and not, the rounding comes last; a row to which 0 is added has the bits of the product alone."""
+    torch.manual_seed(inner)
+    gated = packed_weight(kernels, kind, 2 * inner, dtype, gated=True)
+    torch.manual_seed(inner)
+    plain = packed_weight(kernels, kind, 2 * inner, dtype)
+    for rows, name in itertools.product((1, 70), get_args(Activation)):
+        x, add = torch.randn(rows, 64).to(dtype), torch.randn(rows, 2 * inner)
+        add[::2] = 0
+        for added in (None, add):
+            again = None if added is None else added.clone
+            product = plain(x, torch.float32, again and again())
+            activated = torch.empty_like(product)
+            arguments = activated.data_ptr(), 2 * inner, _cpu.Dtype.f32, getattr(_cpu.Activation, name)
+            _cpu.activate(product.data_ptr(), 2 * inner, *arguments).run(_cpu.Step(rows))
+            assert torch.equal(plain(x, None, again and again(), name), activated.to(dtype))
+            gate, up = activated[:, :inner], product[:, inner:]
+            assert torch.equal(gated(x, None, added, name), (gate * up).to(dtype))
+        assert torch.equal(gated(x, None, add, name)[::2], gated(x, activation=name)[::2])
+        assert torch.equal(plain(x, None, add, name)[::2], plain(x, activation=name)[::2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recorded_product_is_the_product(kernels: Any, kind: str | None) -> None:
+    dtype = torch.bfloat16
+    gated, down = packed_weight(kernels, kind, 96, dtype, gated=True), packed_weight(kernels, kind, 48, dtype)
+    x, add = torch.randn(9, 64).to(dtype), torch.randn(9, 96)
+
+    def forward(x: Tensor, add: Tensor) -> Tensor:
+        return down(x, torch.float32, add=gated(x, torch.float32, add, "gelu"))
+
+    expected = forward(x, add.clone())
+    static_x, static_add = torch.zeros(20, 64).to(dtype), torch.zeros(20, 96)
+    largest = BatchSize(20, 1, 1, 20, 16)
+    replay = kernels.capture(lambda batch: ForwardOutput(forward(static_x, static_add)), largest)
+    static_x[:9], static_add[:9] = x, add
+    assert torch.equal(replay(one_sequence(9)).hidden, expected)
+
+
+def test_packed_weights_count_their_bytes(kernels: Any) -> None:
+    weight, bias = torch.randn(64, 256).bfloat16(), torch.randn(64)
+    assert kernels.pack([weight], bias).nbytes == 64 * 256 * 2 + 64 * 4
+    assert kernels.pack(weight.chunk(2), bias, "int8", gated=True).nbytes == 64 * 256 + 64 * 4 + 64 * 4
+    assert kernels.pack([weight], None, "int4").nbytes == 64 * 256 // 2 + 64 * 256 // 32 * 2
+
+
+def test_a_gate_without_an_activation_is_refused(kernels: Any) -> None:
+    for kind in (None, "int8"):
+        with pytest.raises(ValueError, match="an activation"):
+            packed_weight(kernels, kind, 32, torch.float32, gated=True)(torch.zeros(1, 64))
 
 
 def test_embedding_begins_the_residual_stream_in_float32(kernels: Any) -> None:

@@ -21,12 +21,14 @@ from octavo.core.errors import ConfigError
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.bench.limits import measure_limits  # noqa: E402
-from octavo.kernels.cpu import linear  # noqa: E402
+from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
+from octavo.kernels.cpu.linear import DenseWeight  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
 
 DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 EPS = 2.0**-24
 BF16_EPS = 2.0**-8
+KERNELS = CpuKernels()
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> Any:
+    return DenseWeight(KERNELS, weight, bias, gated).packed
+
+
 def product(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((x.shape[0], packed.n), float("nan"), dtype=out_dtype)
     op = _cpu.linear(packed, x.data_ptr(), packed.k, DTYPES[x.dtype], out.data_ptr(), packed.n, DTYPES[out_dtype])
@@ -58,7 +64,8 @@ def product(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> T
 def silu_mul(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     width = packed.n // 2
     out = torch.full((x.shape[0], width), float("nan"), dtype=out_dtype)
-    op = _cpu.linear_silu_mul(packed, x.data_ptr(), packed.k, DTYPES[x.dtype], out.data_ptr(), width, DTYPES[out_dtype])
+    arguments = x.data_ptr(), packed.k, DTYPES[x.dtype], out.data_ptr(), width, DTYPES[out_dtype]
+    op = _cpu.linear(packed, *arguments, activation=_cpu.Activation.silu)
     op.run(_cpu.Step(x.shape[0]))
     return out
 
@@ -94,7 +101,7 @@ def test_product_of_every_type(
     def check(n: int, k: int, rows: int, bias: bool) -> None:
         weight, x = random(n, k, dtype=weight_dtype, seed=1), random(rows, k, dtype=x_dtype, seed=2)
         offset = random(n, seed=3) if bias else None
-        assert_close(product(linear.pack(weight, offset), x, out_dtype), weight, x, offset)
+        assert_close(product(pack(weight, offset), x, out_dtype), weight, x, offset)
 
     check()
 
@@ -102,7 +109,7 @@ def test_product_of_every_type(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_rows_gives_each_row_the_same_bits(isa: str, dtype: torch.dtype) -> None:
     weight, x = random(203, 77, dtype=dtype), random(70, 77, dtype=dtype, seed=1)
-    packed = linear.pack(weight, random(203, seed=2))
+    packed = pack(weight, random(203, seed=2))
     alone = torch.cat([product(packed, x[r : r + 1]) for r in range(70)])
     assert_close(alone, weight, x, random(203, seed=2))
     for rows in range(71):
@@ -113,7 +120,7 @@ def test_every_number_of_rows_gives_each_row_the_same_bits(isa: str, dtype: torc
 def test_blocks_and_threads_do_not_show(isa: str, dtype: torch.dtype) -> None:
     # Few enough k for a whole block of rows, many enough rows for several blocks and parts of them.
     weight, x = random(100, 41, dtype=dtype), random(617, 41, dtype=dtype, seed=1)
-    packed = linear.pack(weight, None)
+    packed = pack(weight, None)
     _cpu.set_threads(1)
     alone = torch.cat([product(packed, x[r : r + 1]) for r in range(len(x))])
     assert_close(alone, weight, x)
@@ -125,7 +132,7 @@ def test_blocks_and_threads_do_not_show(isa: str, dtype: torch.dtype) -> None:
 
 def test_a_row_longer_than_a_block_of_the_cache(isa: str) -> None:
     weight, x = random(20, 30001, dtype=torch.bfloat16), random(70, 30001, dtype=torch.bfloat16, seed=1)
-    packed = linear.pack(weight, None)
+    packed = pack(weight, None)
     out = product(packed, x)
     assert_close(out, weight, x)
     assert torch.equal(product(packed, x[69:]), out[69:])
@@ -134,7 +141,7 @@ def test_a_row_longer_than_a_block_of_the_cache(isa: str) -> None:
 def test_threads_share_a_step_that_has_many_products(isa: str) -> None:
     x = random(9, 64, dtype=torch.bfloat16)
     weights = [random(160, 64, dtype=torch.bfloat16, seed=i) for i in range(50)]
-    packed = [linear.pack(w, None) for w in weights]
+    packed = [pack(w, None) for w in weights]
     outs = [torch.empty(9, 160) for _ in weights]
     tape = _cpu.Tape()
     for p, out in zip(packed, outs, strict=True):
@@ -150,30 +157,30 @@ def test_threads_share_a_step_that_has_many_products(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_of_all_three(isa: str, dtype: torch.dtype) -> None:
     weight, x = random(37, 60, dtype=dtype)[:, 5:38], random(11, 50, dtype=dtype, seed=1)[:, 3:36]
-    packed = linear.pack(weight, None)
+    packed = pack(weight, None)
     out = torch.full((11, 64), 7.0, dtype=dtype)
     op = _cpu.linear(packed, x.data_ptr(), 50, DTYPES[dtype], out[:, 9:].data_ptr(), 64, DTYPES[dtype])
     op.run(_cpu.Step(11))
-    assert torch.equal(out[:, 9:46], product(linear.pack(weight.contiguous(), None), x.contiguous(), dtype))
+    assert torch.equal(out[:, 9:46], product(pack(weight.contiguous(), None), x.contiguous(), dtype))
     assert (out[:, :9] == 7).all() and (out[:, 46:] == 7).all()
 
 
 def test_float32_rows_are_rounded_for_bfloat16_weights(isa: str) -> None:
-    packed, x = linear.pack(random(48, 100, dtype=torch.bfloat16), None), random(7, 100, seed=1)
+    packed, x = pack(random(48, 100, dtype=torch.bfloat16), None), random(7, 100, seed=1)
     assert torch.equal(product(packed, x), product(packed, x.bfloat16()))
 
 
 def test_results_are_rounded_to_nearest_even(isa: str) -> None:
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3.3895314e38, 0.0])
-    out = product(linear.pack(torch.ones(1, 1), None), ties.view(-1, 1), torch.bfloat16)
+    out = product(pack(torch.ones(1, 1), None), ties.view(-1, 1), torch.bfloat16)
     assert torch.equal(out.view(-1), ties.bfloat16())
 
 
 def test_what_is_not_finite_stays_in_its_row_and_column(isa: str) -> None:
     weight, x = random(40, 33, dtype=torch.bfloat16), random(12, 33, dtype=torch.bfloat16, seed=1)
-    clean = product(linear.pack(weight, None), x)
+    clean = product(pack(weight, None), x)
     x[5, 32], weight[17, 0] = float("inf"), float("nan")
-    out = product(linear.pack(weight, None), x)
+    out = product(pack(weight, None), x)
     touched = torch.zeros(12, 40, dtype=torch.bool)
     touched[5], touched[:, 17] = True, True
     assert torch.equal(out[~touched], clean[~touched])
@@ -185,11 +192,12 @@ def test_what_is_not_finite_stays_in_its_row_and_column(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_add_adds_what_linear_stores(isa: str, dtype: torch.dtype) -> None:
-    packed, x = linear.pack(random(35, 50, dtype=dtype), random(35, seed=4)), random(13, 50, dtype=dtype, seed=1)
+    packed, x = pack(random(35, 50, dtype=dtype), random(35, seed=4)), random(13, 50, dtype=dtype, seed=1)
     total = random(13, 40, seed=2)
     expected = total.clone()
     expected[:, :35] += product(packed, x)
-    _cpu.linear_add(packed, x.data_ptr(), 50, DTYPES[dtype], total.data_ptr(), 40).run(_cpu.Step(13))
+    arguments = x.data_ptr(), 50, DTYPES[dtype], total.data_ptr(), 40, _cpu.Dtype.f32, total.data_ptr(), 40
+    _cpu.linear(packed, *arguments).run(_cpu.Step(13))
     assert torch.equal(total, expected)
 
 
@@ -197,9 +205,9 @@ def test_linear_add_adds_what_linear_stores(isa: str, dtype: torch.dtype) -> Non
 def test_silu_mul(isa: str, dtype: torch.dtype, width: int, rows: int) -> None:
     weight, bias = random(2 * width, 70, dtype=dtype), random(2 * width, seed=1)
     x = random(rows, 70, dtype=dtype, seed=2)
-    packed = linear.pack_gate_up(weight, bias)
+    packed = pack(weight, bias, gated=True)
     out = silu_mul(packed, x)
-    gate, up = product(linear.pack(weight, bias), x).double().chunk(2, dim=1)
+    gate, up = product(pack(weight, bias), x).double().chunk(2, dim=1)
     expected = gate * torch.sigmoid(gate) * up
     assert ((out.double() - expected).abs() <= expected.abs() * 16 * EPS + 1e-30).all()
     for r in range(rows):
@@ -209,7 +217,7 @@ def test_silu_mul(isa: str, dtype: torch.dtype, width: int, rows: int) -> None:
 
 def test_silu_of_extreme_gates(isa: str) -> None:
     gates = torch.tensor([-1e4, -88.0, -20.0, -1e-3, -0.0, 0.0, 1e-3, 20.0, 88.0, 1e4, float("inf"), float("nan")])
-    packed = linear.pack_gate_up(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), None)
+    packed = pack(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), None, gated=True)
     out = silu_mul(packed, torch.stack((gates, torch.ones(12)), dim=1)).view(-1).double()
     expected = torch.nn.functional.silu(gates.double())
     # inf * 0 in the other column's sum: the row of the infinite gate has a NaN in up.
@@ -221,17 +229,17 @@ def test_silu_of_extreme_gates(isa: str) -> None:
 
 
 def test_packed_weights_tell_their_shape() -> None:
-    packed = linear.pack(random(33, 7, dtype=torch.bfloat16), random(33))
+    packed = pack(random(33, 7, dtype=torch.bfloat16), random(33))
     assert (packed.n, packed.k, packed.dtype, packed.gate_up) == (33, 7, _cpu.Dtype.bf16, False)
     assert packed.nbytes == 48 * 8 * 2 + 48 * 4
-    assert linear.pack(random(16, 7), None).nbytes == 16 * 7 * 4
+    assert pack(random(16, 7), None).nbytes == 16 * 7 * 4
 
 
 def test_operations_keep_their_weights_alive() -> None:
     x, out = random(1, 300), torch.empty(1, 300)
     weight = random(300, 300)
-    op = _cpu.linear(linear.pack(weight, None), x.data_ptr(), 300, _cpu.Dtype.f32, out.data_ptr(), 300, _cpu.Dtype.f32)
-    others = [linear.pack(random(300, 300, seed=i), None) for i in range(100)]
+    op = _cpu.linear(pack(weight, None), x.data_ptr(), 300, _cpu.Dtype.f32, out.data_ptr(), 300, _cpu.Dtype.f32)
+    others = [pack(random(300, 300, seed=i), None) for i in range(100)]
     op.run(_cpu.Step(1))
     assert_close(out, weight, x)
     assert len(others) == 100
@@ -245,11 +253,11 @@ def test_dropped_weights_give_their_memory_back() -> None:
     if not os.path.exists("/proc/self/statm"):
         pytest.skip("needs /proc")
     weight = random(4096, 2048, dtype=torch.bfloat16)
-    linear.pack(weight, None)
+    pack(weight, None)
 
     def measure() -> dict[str, bool]:  # other threads, and a machine short of memory, change it too
         before = resident()
-        held = linear.pack(weight, None)
+        held = pack(weight, None)
         taken = resident() - before
         del held
         left = resident() - before
@@ -267,22 +275,25 @@ def test_dropped_weights_give_their_memory_back() -> None:
         (lambda p, g: _cpu.linear(p, 0, 7, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32), "x_stride 7 is less than k 8"),
         (lambda p, g: _cpu.linear(p, 0, 8, _cpu.Dtype.f32, 0, 15, _cpu.Dtype.f32), "out_stride 15 .* 16 columns"),
         (lambda p, g: _cpu.linear(p, 0, 8, _cpu.Dtype.i8, 0, 16, _cpu.Dtype.f32), "float32 or bfloat16"),
-        (lambda p, g: _cpu.linear(g, 0, 8, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32), "for linear_silu_mul only"),
-        (lambda p, g: _cpu.linear_silu_mul(p, 0, 8, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32), "pack_gate_up"),
+        (lambda p, g: _cpu.linear(g, 0, 8, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32), "need an activation"),
+        (
+            lambda p, g: _cpu.linear(p, 0, 8, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32, 8, 15),
+            "add_stride 15 .* 16 columns",
+        ),
         (lambda p, g: _cpu.pack_linear(0, 0, 8, 8, _cpu.Dtype.f32), "0 x 8"),
         (lambda p, g: _cpu.pack_linear(0, 2, 8, 7, _cpu.Dtype.f32), "row stride 7"),
-        (lambda p, g: _cpu.pack_gate_up(0, 3, 8, 8, _cpu.Dtype.f32), "3 is odd"),
+        (lambda p, g: _cpu.pack_linear(0, 3, 8, 8, _cpu.Dtype.f32, gate_up=True), "3 is odd"),
     ],
 )
 def test_wrong_calls_are_refused(call: Any, message: str) -> None:
-    plain, gate_up = linear.pack(random(16, 8), None), linear.pack_gate_up(random(16, 8), None)
+    plain, gate_up = pack(random(16, 8), None), pack(random(16, 8), None, gated=True)
     with pytest.raises(ValueError, match=message):
         call(plain, gate_up)
 
 
 def test_other_types_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"float32 or bfloat16, not in torch\.float16"):
-        linear.pack(random(4, 4, dtype=torch.float16), None)
+        pack(random(4, 4, dtype=torch.float16), None)
 
 
 # ---- threads and limits ---------------------------------------------------------------------------------------------
@@ -291,7 +302,7 @@ def test_other_types_are_refused() -> None:
 @pytest.mark.slow
 def test_threads_sleep_between_steps() -> None:
     _cpu.set_threads(4)
-    packed, x = linear.pack(random(64, 64), None), random(3, 64)
+    packed, x = pack(random(64, 64), None), random(3, 64)
 
     def measure() -> dict[str, bool]:
         product(packed, x)
@@ -317,7 +328,7 @@ def live_threads() -> int:
 def test_changing_the_number_of_threads_ends_the_old_ones() -> None:
     if not os.path.exists("/proc/self/task"):
         pytest.skip("needs /proc")
-    packed, x = linear.pack(random(640, 64), None), random(3, 64)
+    packed, x = pack(random(640, 64), None), random(3, 64)
     expected = product(packed, x)
     counts = []
     for threads in (1, 6, 2, 3, 1):

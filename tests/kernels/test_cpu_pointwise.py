@@ -127,7 +127,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": torch.relu,
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,8 +140,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": gelu
 def test_activations(name: str, gated: bool, tokens: int, width: int, dtype: torch.dtype, gap: int, seed: int) -> None:
     x = randn(seed, tokens, width * (1 + gated) + gap, dtype=dtype, scale=3.0)
     out = torch.empty(tokens, width, dtype=dtype)
-    make = getattr(_cpu, f"{name}_and_mul" if gated else name)
-    run(make(x.data_ptr(), x.stride(0), out.data_ptr(), width, DTYPES[dtype]), tokens)
+    activation = getattr(_cpu.Activation, name)
+    run(_cpu.activate(x.data_ptr(), x.stride(0), out.data_ptr(), width, DTYPES[dtype], activation, gated), tokens)
     gate = x[:, :width].double()
     expected = ACTIVATIONS[name](gate) * (x[:, width : 2 * width].double() if gated else 1)
     # The exponent of e^-u carries the rounding of u, and where it overflows little is left of the result.
@@ -148,8 +153,9 @@ def test_activations_of_extreme_values(name: str) -> None:
     infinity = float("inf")
     x = torch.tensor([0.0, -0.0, 1e-30, 3e38, infinity, -200.0, -1e4, -3e38, float("nan"), 88.0, -88.0])
     out = torch.empty_like(x)
-    run(getattr(_cpu, name)(x.data_ptr(), 11, out.data_ptr(), 11, _cpu.Dtype.f32), 1)
-    np.testing.assert_allclose(out[[0, 1, 2, 9]], [0.0, 0.0, 5e-31, 88.0], rtol=1e-6)
+    activation = getattr(_cpu.Activation, name)
+    run(_cpu.activate(x.data_ptr(), 11, out.data_ptr(), 11, _cpu.Dtype.f32, activation), 1)
+    np.testing.assert_allclose(out[[0, 1, 2, 9]], [0.0, 0.0, 1e-30 if name == "relu" else 5e-31, 88.0], rtol=1e-6)
     assert out[8].isnan()
     assert bool((out[5:8].abs() < 1e-30).all()) and abs(float(out[10])) < 1e-30
     assert float(out[4]) == infinity and float(out[3]) == pytest.approx(3e38)
@@ -278,7 +284,7 @@ def test_a_row_does_not_depend_on_others_or_on_threads() -> None:
         ops = [
             _cpu.rms_norm(half_part.data_ptr(), bf16, width, weight.data_ptr(), bf16,
                           normed.data_ptr(), bf16, width, 1e-5),
-            _cpu.silu_and_mul(part.data_ptr(), 2 * width, activated.data_ptr(), width, bf16),
+            _cpu.activate(part.data_ptr(), 2 * width, activated.data_ptr(), width, bf16, _cpu.Activation.silu, True),
         ]  # fmt: skip
         for op in ops:
             run(op, count)

@@ -15,14 +15,21 @@ from torch import Tensor
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
 from octavo.core.errors import ConfigError, WeightError  # noqa: E402
+from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight  # noqa: E402
-from octavo.kernels.cpu.quant import QuantizedLinear, pack_gguf, pack_quantized, quantize_linear  # noqa: E402
-from octavo.kernels.cpu.quantize import QuantizedWeight, quantize_weight  # noqa: E402
+from octavo.kernels.cpu.linear import QuantizedWeight  # noqa: E402
+from octavo.kernels.cpu.quantize import Codes, quantize_weight  # noqa: E402
 from octavo.kernels.gguf_rows import GGUFRows  # noqa: E402
 
 #: Values of K that share a scale; of q8_channel any K will do.
 GROUPS = {"q8_channel": 1, "q8_32": 32, "q8_128": 128, "q4_32": 32, "q4_128": 128, "q4_1": 32, "q4_k": 256}
 FORMATS = tuple(GROUPS)
+
+KERNELS = CpuKernels()
+
+
+def pack_quantized(parts: list[Codes], bias: Tensor | None = None) -> QuantizedWeight:
+    return QuantizedWeight(KERNELS, parts, bias)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +47,7 @@ def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def random_weight(kind: str, n: int, blocks: int, seed: int = 0) -> QuantizedWeight:
+def random_weight(kind: str, n: int, blocks: int, seed: int = 0) -> Codes:
     """All codes and 6-bit scales occur, the most extreme ones too; K is `blocks` times the format's group."""
     random = np.random.default_rng(seed)
     group = GROUPS[kind]
@@ -49,10 +56,10 @@ def random_weight(kind: str, n: int, blocks: int, seed: int = 0) -> QuantizedWei
     numbers = random.integers(-128 if eight else 0, 128 if eight else 16, (n, k))
     codes = torch.from_numpy(numbers.astype(np.int8 if eight else np.uint8))
     if kind == "q8_channel":
-        return QuantizedWeight(kind, codes, torch.from_numpy(random.standard_normal(n).astype(np.float32)))
+        return Codes(kind, codes, torch.from_numpy(random.standard_normal(n).astype(np.float32)))
     scales, minima = (torch.from_numpy(random.standard_normal((n, blocks)).astype(np.float16)) for _ in range(2))
     six_bits = [torch.from_numpy(random.integers(0, 64, (n, k // 32)).astype(np.uint8)) for _ in range(2)]
-    return QuantizedWeight(
+    return Codes(
         kind, codes, scales, minima if kind in ("q4_1", "q4_k") else None, *(six_bits if kind == "q4_k" else ())
     )
 
@@ -68,13 +75,13 @@ def quantized_rows(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse[..., None]), np.where(present, magnitudes / np.float32(127), np.float32(0))
 
 
-def expected(weight: QuantizedWeight, x: Tensor) -> np.ndarray:
+def expected(weight: Codes, x: Tensor) -> np.ndarray:
     codes, scales = quantized_rows(x)
     used = (codes * scales[..., None].astype(np.float64)).reshape(len(codes), codes.shape[1] * 32)[:, : x.shape[1]]
     return used @ exact_weights(weight).T
 
 
-def exact_weights(weight: QuantizedWeight) -> np.ndarray:
+def exact_weights(weight: Codes) -> np.ndarray:
     """The weights in float64."""
     n, k = weight.codes.shape
     codes = weight.codes.numpy().astype(np.float64)
@@ -94,13 +101,11 @@ def exact_weights(weight: QuantizedWeight) -> np.ndarray:
     return codes * scales * inner[0] - minima * inner[1]
 
 
-def run(layer: QuantizedLinear, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.full((len(x), layer.n), 777.0, dtype=dtype)
-    layer.linear_op(x, out).run(_cpu.Step(len(x)))
-    return out
+def run(layer: QuantizedWeight, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return layer(x, dtype)
 
 
-def assert_close(out: Tensor, want: np.ndarray, weight: QuantizedWeight, x: Tensor) -> None:
+def assert_close(out: Tensor, want: np.ndarray, weight: Codes, x: Tensor) -> None:
     """Within the error of float32 sums over the groups: a few units in the last place of the sum of magnitudes."""
     codes, scales = quantized_rows(x)
     used = np.abs(codes * scales[..., None]).reshape(len(codes), codes.shape[1] * 32)[:, : x.shape[1]]
@@ -137,7 +142,7 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: str) -> None:
     for code, sign in ((-128, 1.0), (127, 1.0), (-128, -1.0), (127, -1.0)):
         codes = torch.full((17, k), code, dtype=torch.int8)
         shape = (17,) if kind == "q8_channel" else (17, k // GROUPS[kind])
-        weight = QuantizedWeight(kind, codes, torch.ones(shape, dtype=torch.float32 if len(shape) == 1 else torch.half))
+        weight = Codes(kind, codes, torch.ones(shape, dtype=torch.float32 if len(shape) == 1 else torch.half))
         x = torch.full((5, k), 127.0 * sign)  # an activation scale of 1
         assert torch.equal(run(pack_quantized([weight]), x), torch.full((5, 17), k * code * 127.0 * sign))
 
@@ -148,7 +153,7 @@ def test_integer_sums_of_4_bits_are_exact_at_the_extremes(isa: str, kind: str, c
     k = 256
     ones = torch.ones(17, k // GROUPS[kind], dtype=torch.half)
     minima = -8 * ones if kind == "q4_1" else None
-    weight = QuantizedWeight(kind, torch.full((17, k), code, dtype=torch.uint8), ones, minima)
+    weight = Codes(kind, torch.full((17, k), code, dtype=torch.uint8), ones, minima)
     for sign in (1.0, -1.0):
         x = torch.full((5, k), 127.0 * sign)
         assert torch.equal(run(pack_quantized([weight]), x), torch.full((5, 17), k * (code - 8) * 127.0 * sign))
@@ -160,7 +165,7 @@ def test_integer_sums_are_exact(isa: str) -> None:
     codes = random.integers(-128, 128, (50, 320))
     x = random.integers(-127, 128, (7, 320))
     x.reshape(7, 10, 32)[..., 5] = 127  # gives every group the scale 1
-    weight = QuantizedWeight("q8_32", torch.from_numpy(codes.astype(np.int8)), torch.ones(50, 10, dtype=torch.half))
+    weight = Codes("q8_32", torch.from_numpy(codes.astype(np.int8)), torch.ones(50, 10, dtype=torch.half))
     out = run(pack_quantized([weight]), torch.from_numpy(x.astype(np.float32)))
     assert np.array_equal(out.numpy(), (x @ codes.T).astype(np.float32))
 
@@ -189,12 +194,12 @@ def test_strides_parts_bias_and_rounding(isa: str) -> None:
     buffer = torch.randn(6, 300)
     x = buffer[:, 10:266]
     out = torch.full((6, 100), 777.0)
-    layer.linear_op(x, out[:, 20:80]).run(_cpu.Step(5))
+    layer.operation(x, out[:, 20:80]).run(_cpu.Step(5))
     separate = torch.cat([run(pack_quantized([weight]), x) for weight in weights], dim=1) + bias
     assert torch.equal(out[:5, 20:80], separate[:5])
     assert (out[:, :20] == 777).all() and (out[:, 80:] == 777).all() and (out[5] == 777).all()
     assert torch.equal(run(layer, x, torch.bfloat16), separate.bfloat16())
-    assert (layer.n, layer.k) == (60, 256)
+    assert layer.width == 60
 
 
 def test_what_is_no_number_stays_so_in_its_row_alone(isa: str) -> None:
@@ -212,7 +217,7 @@ def test_what_is_no_number_stays_so_in_its_row_alone(isa: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-36, 3e38, -3e38])
 def test_activations_of_any_magnitude_are_taken(isa: str, value: float) -> None:
     scales = torch.full((3, 1), 2.0**-14, dtype=torch.half)
-    layer = pack_quantized([QuantizedWeight("q8_32", torch.ones(3, 32, dtype=torch.int8), scales)])
+    layer = pack_quantized([Codes("q8_32", torch.ones(3, 32, dtype=torch.int8), scales)])
     out = run(layer, torch.full((1, 32), value))
     want = 32 * 2.0**-14 * (value if abs(value) >= 1e-35 else 0)
     assert np.allclose(out.numpy(), want, rtol=1e-6)
@@ -235,7 +240,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
     assert np.array_equal(weight.dequantize().numpy(), values)
     assert np.allclose(exact_weights(weight), values, rtol=1e-6, atol=1e-6)
     x = torch.randn(5, 3 * block)
-    layer = pack_gguf([GGUFRows(kind, rows, 3 * block, block)], None)
+    layer = KERNELS.pack([GGUFRows(kind, rows, 3 * block, block)])
     assert_close(run(layer, x), expected(weight, x), weight, x)
 
 
@@ -245,7 +250,7 @@ def test_other_gguf_types_become_8_bits() -> None:
 
     values = np.random.default_rng(1).standard_normal((6, 512)).astype(np.float32)
     rows = quantize(values, GGMLQuantizationType.Q5_0)
-    layer = pack_gguf([GGUFRows("Q5_0", rows, 512, 32)], None)
+    layer = KERNELS.pack([GGUFRows("Q5_0", rows, 512, 32)])
     assert [part.format for part in layer.parts] == ["q8_32"]
     x = torch.randn(4, 512)
     want = x.numpy() @ dequantize(rows, GGMLQuantizationType.Q5_0).T
@@ -328,14 +333,14 @@ def test_sizes_and_kinds_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="same inputs"):
         pack_quantized([random_weight("q8_32", 2, 1), random_weight("q8_32", 2, 2)])
     with pytest.raises(ConfigError, match="multiples of 128, not 64"):
-        pack_quantized([QuantizedWeight("q8_128", torch.zeros(2, 64, dtype=torch.int8), torch.zeros(2, 1).half())])
+        pack_quantized([Codes("q8_128", torch.zeros(2, 64, dtype=torch.int8), torch.zeros(2, 1).half())])
     with pytest.raises(ConfigError, match="bias"):
         pack_quantized([random_weight("q8_32", 2, 1)], torch.zeros(3))
 
 
 def test_inputs_that_no_group_divides_get_8_bits() -> None:
     weight, x = torch.randn(20, 77), torch.randn(3, 77)
-    layer = quantize_linear(weight, None, "int4")
+    layer = KERNELS.pack([weight], quantization="int4")
     assert [part.format for part in layer.parts] == ["q8_channel"]
     want = x @ weight.T
     assert (run(layer, x) - want).norm() < 0.02 * want.norm()

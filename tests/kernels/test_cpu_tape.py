@@ -49,11 +49,11 @@ def step(ids: Tensor, sampled: list[int] | None = None) -> ForwardBatch:
 
 def test_an_operation_that_the_tape_cannot_hold_is_refused_by_its_name() -> None:
     kernels, table = make_kernels(), torch.randn(11, 8)
-    weight = kernels.pack_linear(torch.randn(4, 8), None)
+    weight = kernels.pack([torch.randn(4, 8)])
 
     def forward(batch: ForwardBatch) -> ForwardOutput:
         scaled = kernels.embedding(batch.token_ids, table) * 3.0
-        return ForwardOutput(kernels.linear_float32(scaled, weight))
+        return ForwardOutput(weight(scaled, torch.float32))
 
     with pytest.raises(UnrecordableError, match=r"aten\.mul"):
         kernels.capture(forward, LARGEST)
@@ -62,7 +62,7 @@ def test_an_operation_that_the_tape_cannot_hold_is_refused_by_its_name() -> None
 
 
 def forward_weight(kernels: Any, weight: Any) -> Tensor:
-    return kernels.linear_float32(torch.eye(8), weight).T
+    return weight(torch.eye(8), torch.float32).T
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_ids_of_another_rank_give_zeros() -> None:
 
 def test_a_host_function_is_called_at_its_place_with_the_rows_of_the_step() -> None:
     kernels, table = make_kernels(), torch.randn(11, 8)
-    weight = kernels.pack_linear(torch.randn(4, 8), None)
+    weight = kernels.pack([torch.randn(4, 8)])
     seen = []
 
     def double(x: Tensor) -> None:
@@ -127,7 +127,7 @@ def test_a_host_function_is_called_at_its_place_with_the_rows_of_the_step() -> N
 
     def forward(batch: ForwardBatch) -> ForwardOutput:
         doubled = kernels.host_call(double, kernels.embedding(batch.token_ids, table))
-        return ForwardOutput(kernels.linear_float32(doubled, weight))
+        return ForwardOutput(weight(doubled, torch.float32))
 
     replay = kernels.capture(forward, LARGEST)
     assert seen == []
@@ -220,12 +220,12 @@ def test_collectives_are_part_of_a_recorded_step() -> None:
 
 def test_what_follows_the_sampled_rows_runs_over_them_alone() -> None:
     kernels, table, norm = make_kernels(), torch.randn(11, 8), torch.rand(8)
-    weight = kernels.pack_linear(torch.randn(5, 8), None)
+    weight = kernels.pack([torch.randn(5, 8)])
 
     def forward(batch: ForwardBatch) -> ForwardOutput:
         hidden = kernels.rms_norm(kernels.embedding(batch.token_ids, table), norm, 1e-6)
         sampled = kernels.rms_norm(kernels.take_sampled(hidden, batch), norm, 1e-6)
-        return ForwardOutput(hidden, kernels.linear_float32(sampled, weight))
+        return ForwardOutput(hidden, weight(sampled, torch.float32))
 
     replay = kernels.capture(forward, LARGEST)
     for sampled in ([0, 3], [], [2, 1, 1, 0, 3, 3, 3, 3], [3]):

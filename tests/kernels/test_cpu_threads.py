@@ -76,7 +76,7 @@ def test_the_caller_is_pinned_during_a_step_only(pin: bool) -> None:
     rows = torch.zeros(20_000, 64)
     tape = _cpu.Tape()
     for _ in range(300):
-        tape.append(_cpu.silu(rows.data_ptr(), 64, rows.data_ptr(), 64, _cpu.Dtype.f32))
+        tape.append(_cpu.activate(rows.data_ptr(), 64, rows.data_ptr(), 64, _cpu.Dtype.f32, _cpu.Activation.silu))
     seen: list[set[int]] = []
     running, done = threading.Event(), threading.Event()
     me = str(threading.get_native_id())
@@ -111,9 +111,10 @@ def test_threads_rest_between_steps() -> None:
     _cpu.set_threads(4)
     rows = torch.zeros(1000, 256)
     tape = _cpu.Tape()
-    tape.append(_cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32))
+    silu = _cpu.activate(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32, _cpu.Activation.silu)
+    tape.append(silu)
     # On its own, as an operation outside of a tape, too.
-    for run in (tape.run, _cpu.silu(rows.data_ptr(), 256, rows.data_ptr(), 256, _cpu.Dtype.f32).run):
+    for run in (tape.run, silu.run):
 
         def measure(run: Callable[[Any], object] = run) -> dict[str, bool]:
             for _ in range(10):

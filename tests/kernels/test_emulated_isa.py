@@ -11,7 +11,8 @@ import pytest
 import torch
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.cpu import linear  # noqa: E402
+from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
+from octavo.kernels.cpu.linear import DenseWeight  # noqa: E402
 
 EMULATED = ("avx512_bf16", "avx512")
 _AVX2 = {"avx2", "fma"}
@@ -55,11 +56,9 @@ def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
 
 
 def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    kernels = CpuKernels()
     _cpu.choose_isa("avx512_bf16")
-    packed, out = linear.pack(weight, None), torch.full((len(x), len(weight)), float("nan"))
-    f32, bf16 = _cpu.Dtype.f32, _cpu.Dtype.bf16
-    _cpu.linear(packed, x.data_ptr(), x.shape[1], bf16, out.data_ptr(), len(weight), f32).run(_cpu.Step(len(x)))
-    return out
+    return DenseWeight(kernels, weight)(x, torch.float32)
 
 
 @within_the_emulated_run

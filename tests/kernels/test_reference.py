@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from octavo.core.errors import ConfigError
 from octavo.kernels import load_kernels, reference
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
 from octavo.kernels.interface import LayerCache
+from octavo.kernels.packed_weight import stack_rows
 from octavo.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -267,19 +270,37 @@ def test_norm_is_computed_in_float32() -> None:
     torch.testing.assert_close(out, expected, rtol=2**-8, atol=0)
 
 
-def test_activation_and_linear_and_embedding() -> None:
-    x = torch.randn(5, 12)
-    gate, up = x.double()[:, :6], x.double()[:, 6:]
-    torch.testing.assert_close(KERNELS.silu_and_mul(x).double(), gate / (1 + (-gate).exp()) * up, atol=1e-6, rtol=1e-6)
-    weight, bias = torch.randn(7, 12), torch.randn(7)
-    packed = KERNELS.pack_linear(weight, bias)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products(dtype: torch.dtype) -> None:
+    x, weight, bias, add = torch.randn(5, 12).to(dtype), torch.randn(8, 12).to(dtype), torch.randn(8), torch.randn(5, 8)
+    bias = bias.to(dtype)
     expected = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(KERNELS.linear(x, packed).double(), expected, atol=1e-5, rtol=1e-5)
-    half = KERNELS.linear_float32(x.bfloat16(), KERNELS.pack_linear(weight.bfloat16(), None))
-    assert half.dtype == torch.float32
-    residual = torch.randn(5, 7)
-    total = KERNELS.linear_add(x, packed, residual.clone())
-    assert torch.equal(total, residual + KERNELS.linear_float32(x, packed))
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+    packed = KERNELS.pack([weight[:3], weight[3:]], bias)
+    assert packed.nbytes == weight.nbytes + bias.nbytes
+    assert packed(x).dtype == dtype
+    torch.testing.assert_close(packed(x).double(), expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+    close(packed(x, torch.float32).double(), expected)
+    close(packed(x, torch.float32, add=add.clone()).double(), expected + add)
+    gated = KERNELS.pack(weight.chunk(2), bias, gated=True)
+    gate, up = (expected + add).chunk(2, dim=1)
+    functions = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+    for name, function in functions.items():
+        close(packed(x, torch.float32, add.clone(), name).double(), function(expected + add))
+        close(gated(x, torch.float32, add.clone(), name).double(), function(gate) * up)
+    assert gated(x[:0], activation="silu").shape == (0, 4)
+
+
+def test_stacked_parts_are_copied_only_where_they_lie_apart() -> None:
+    whole = torch.randn(8, 5)
+    assert stack_rows(whole.split([2, 5, 1])).data_ptr() == whole.data_ptr()
+    assert torch.equal(stack_rows(whole.split([2, 5, 1])), whole)
+    for parts in (whole.chunk(2)[::-1], (whole[:2], whole[3:]), (whole[:, :2], whole[:, 2:4])):
+        assert torch.equal(stack_rows(parts), torch.cat(parts))
+
+
+def test_embedding() -> None:
+    weight = torch.randn(7, 12)
     assert torch.equal(KERNELS.embedding(torch.tensor([6, 0, 6]), weight), weight[[6, 0, 6]])
     embedded = KERNELS.embedding(torch.tensor([3]), weight.bfloat16())
     assert embedded.dtype == torch.float32 and torch.equal(embedded[0], weight[3].bfloat16().float())
@@ -290,7 +311,6 @@ def test_empty_step_is_computed_to_nothing() -> None:
     for window in (None, 3):
         assert KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, window).shape == (0, 4, 8)
     KERNELS.reshape_and_cache(step.q[:, :2], step.q[:, :2], step.cache, step.batch.slot_mapping[0])
-    assert KERNELS.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert KERNELS.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
@@ -14,7 +16,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import (
-    ColumnParallelLinear,
+    GateUpParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -62,7 +64,9 @@ def close(ours: Tensor, whole: Tensor) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_column_parallel_parts_joined(size: int) -> None:
     x, weight, bias = torch.randn(3, 6), torch.randn(8, 6), torch.randn(8)
-    layers = ranks(size, lambda c: ColumnParallelLinear(c, 6, 8, bias=True), {"weight": weight, "bias": bias})
+    layers = ranks(
+        size, lambda c: MergedColumnParallelLinear(c, [("", 8)], 6, bias=True), {"weight": weight, "bias": bias}
+    )
     close(torch.cat([layer(x) for layer in layers], dim=1), x @ weight.T + bias)
 
 
@@ -92,6 +96,16 @@ def test_merged_columns_keep_each_part_together(size: int) -> None:
     outs = [layer(x).split([8 // size, 4 // size], dim=1) for layer in layers]
     close(torch.cat([gate_out for gate_out, _ in outs], dim=1), x @ gate.T)
     close(torch.cat([up_out for _, up_out in outs], dim=1), x @ up.T)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gates_stay_with_what_they_gate(size: int, activation: Any) -> None:
+    x, gate, up = torch.randn(3, 6), torch.randn(8, 6), torch.randn(8, 6)
+    tensors = {"gate_proj.weight": gate, "up_proj.weight": up}
+    layers = ranks(size, lambda c: GateUpParallelLinear(c, 6, 8, False, activation), tensors)
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+    close(torch.cat([layer(x) for layer in layers], dim=1), function[activation](x @ gate.T) * (x @ up.T))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -149,7 +163,7 @@ def test_tied_head_uses_the_table_of_the_embedding() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda c: ColumnParallelLinear(c, 6, 7, False), r"\(7\) cannot be shared by 2"),
+        (lambda c: MergedColumnParallelLinear(c, [("", 7)], 6, False), r"\(7\) cannot be shared by 2"),
         (lambda c: RowParallelLinear(c, 7, 6, False), r"\(7\) cannot be shared by 2"),
         (lambda c: QKVParallelLinear(c, 6, 3, 1, 2, False), r"query heads \(3\) cannot be shared by 2"),
         (lambda c: QKVParallelLinear(c, 6, 6, 3, 2, False), r"KV heads \(3\) cannot be shared by 2"),
@@ -169,9 +183,9 @@ def test_layer_packs_when_its_last_tensor_comes_and_drops_the_unpacked_one() -> 
     class Packing(ReferenceKernels):
         packs = 0
 
-        def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        def pack(self, parts: Any, *arguments: Any, **options: Any) -> Any:
             self.packs += 1
-            return super().pack_linear(weight.clone(), bias)
+            return super().pack([part.clone() for part in parts], *arguments, **options)
 
     kernels = Packing()
     layer = MergedColumnParallelLinear(LayerContext(kernels, torch.bfloat16), [("a", 2), ("b", 2)], 3, bias=True)

@@ -36,7 +36,7 @@ def status(name):
 
 config = ModelConfig(*json.loads(sys.argv[2]), tie_word_embeddings=True)
 context = LayerContext(load_kernels("cpu", "cpu", head_dim=config.head_dim), torch.bfloat16)
-context.kernels.pack_linear(torch.zeros(64, 64, dtype=torch.bfloat16), None)
+context.kernels.pack([torch.zeros(64, 64, dtype=torch.bfloat16)])
 before = status("VmRSS")
 network = load_model(Path(sys.argv[1]), config, context)
 print(status("VmHWM") - before, status("VmRSS") - before)

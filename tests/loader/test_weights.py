@@ -276,8 +276,8 @@ peaks = []
 
 class Copying(ReferenceKernels):
     # Packs into memory of its own, as a backend with a layout of its own does.
-    def pack_linear(self, weight, bias):
-        packed = super().pack_linear(weight.clone(), bias)
+    def pack(self, parts, *arguments, **options):
+        packed = super().pack([torch.cat(list(parts))], *arguments, **options)
         peaks.append(own_memory())
         return packed
 

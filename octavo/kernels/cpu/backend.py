@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cpu import attention, linear, quant
+from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
+from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_blocks, codes_of_tensor
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.packed_weight import stack_rows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -137,67 +139,22 @@ class CpuKernels(Kernels):
         """Keys and values in the layout that ``paged_attention`` reads."""
         return attention.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Packs the weight for the register tiles."""
-        return linear.pack(weight, bias)
-
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x [T, in] to [T, out], of x's type."""
-        return self._linear(x, weight, x.dtype)
-
-    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
-        """As ``linear``, not rounded."""
-        return self._linear(x, weight, torch.float32)
-
-    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor:
-        """Adds to the residual where it is."""
-        assert residual.is_contiguous()
-        if isinstance(weight, quant.QuantizedLinear):
-            op = weight.linear_op(x, residual, add=True)
-        else:
-            op = _cpu.linear_add(
-                weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], residual.data_ptr(), residual.stride(0)
-            )
-        self._do(op, _cpu.Step(x.shape[0]), x)
-        return residual
-
-    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Packs gate and up so that a register tile holds both."""
-        return linear.pack_gate_up(weight, bias)
-
-    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
-        """The activation on the float32 sums, while they are in registers."""
-        quantized = isinstance(weight, quant.QuantizedLinear)
-        if quantized and not weight.has_whole_halves:
-            return self.silu_and_mul(self.linear(x, weight))
-        out = self._new(x, (x.shape[0], weight.n // 2), x.dtype)
-        if quantized:
-            op = weight.linear_silu_mul_op(x, out)
-        else:
-            op = _cpu.linear_silu_mul(
-                weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[x.dtype]
-            )
-        self._do(op, _cpu.Step(x.shape[0]), x)
-        return out
-
-    def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
-        """Quantises and packs the weight; see ``octavo.kernels.cpu.quant``."""
-        return quant.quantize_linear(weight, bias, kind)
-
-    def pack_gguf(self, parts: list[GGUFRows], bias: Tensor | None) -> Any:
-        """Packs blocks in their own bits where there are kernels for their type."""
-        return quant.pack_gguf(parts, bias)
-
-    def _linear(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
-        out = self._new(x, (x.shape[0], weight.n), dtype)
-        if isinstance(weight, quant.QuantizedLinear):
-            self._do(weight.linear_op(x, out), _cpu.Step(x.shape[0]), x)
-            return out
-        op = _cpu.linear(
-            weight, x.data_ptr(), x.stride(0), _DTYPES[x.dtype], out.data_ptr(), out.stride(0), _DTYPES[dtype]
-        )
-        self._do(op, _cpu.Step(x.shape[0]), x)
-        return out
+    def pack(
+        self,
+        parts: Sequence[Tensor | GGUFRows],
+        bias: Tensor | None = None,
+        quantization: str | None = None,
+        *,
+        gated: bool = False,
+    ) -> CpuWeight:
+        """Packs for the register tiles: in the tensors' type, in codes of 8 or 4 bits, or in a file's own bits."""
+        blocks = [part for part in parts if isinstance(part, GGUFRows)]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if blocks:
+            return QuantizedWeight(self, [codes_of_blocks(part) for part in blocks], bias, gated)
+        if quantization in (None, "gguf"):
+            return DenseWeight(self, stack_rows(tensors), bias, gated)
+        return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
 
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
         """Rows of the table, widened; recorded, the ids are the step's token ids or its positions."""
@@ -250,14 +207,6 @@ class CpuKernels(Kernels):
         )
         self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()), q)
         return q, k
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        width = x.shape[1] // 2
-        out = self._new(x, (x.shape[0], width), x.dtype)
-        op = _cpu.silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, _DTYPES[x.dtype])
-        self._do(op, _cpu.Step(x.shape[0]), x)
-        return out
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes keys and values to their slots."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cpu.quantize import QuantizedWeight
+from octavo.kernels.cpu.quantize import Codes
 
 
-def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> QuantizedWeight:
+def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
     """The codes of a tensor.
 
     Args:
@@ -51,23 +51,23 @@ def _nibbles(packed: np.ndarray) -> Tensor:
     return torch.from_numpy(codes.reshape(n, -1))
 
 
-def _q8_0(blocks: np.ndarray) -> QuantizedWeight:
+def _q8_0(blocks: np.ndarray) -> Codes:
     """A block: scale, 32 int8."""
     codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(blocks), -1)
-    return QuantizedWeight("q8_32", torch.from_numpy(codes), _halves(blocks, 0))
+    return Codes("q8_32", torch.from_numpy(codes), _halves(blocks, 0))
 
 
-def _q4_0(blocks: np.ndarray) -> QuantizedWeight:
+def _q4_0(blocks: np.ndarray) -> Codes:
     """A block: scale, 16 bytes."""
-    return QuantizedWeight("q4_32", _nibbles(blocks[..., 2:]), _halves(blocks, 0))
+    return Codes("q4_32", _nibbles(blocks[..., 2:]), _halves(blocks, 0))
 
 
-def _q4_1(blocks: np.ndarray) -> QuantizedWeight:
+def _q4_1(blocks: np.ndarray) -> Codes:
     """A block: scale, minimum, 16 bytes."""
-    return QuantizedWeight("q4_1", _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
+    return Codes("q4_1", _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
 
 
-def _q4_k(blocks: np.ndarray) -> QuantizedWeight:
+def _q4_k(blocks: np.ndarray) -> Codes:
     """A block: d, dmin, 12 bytes of 8 scales and 8 minima, 4 runs of 32 bytes.
 
     The first 4 scales and minima are the low 6 bits of bytes 0 to 3 and 4 to 7; the others have their low 4 bits in
@@ -77,7 +77,7 @@ def _q4_k(blocks: np.ndarray) -> QuantizedWeight:
     first, second, third = np.split(blocks[..., 4:16], 3, axis=-1)
     scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=-1)
     minima = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=-1)
-    return QuantizedWeight(
+    return Codes(
         "q4_k",
         _nibbles(blocks[..., 16:].reshape(n, -1, 32)),
         _halves(blocks, 0),
@@ -88,7 +88,7 @@ def _q4_k(blocks: np.ndarray) -> QuantizedWeight:
 
 
 #: Values and bytes of a block, and its reader.
-_READERS: dict[str, tuple[int, int, Callable[[np.ndarray], QuantizedWeight]]] = {
+_READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
     "Q8_0": (32, 34, _q8_0),
     "Q4_0": (32, 18, _q4_0),
     "Q4_1": (32, 20, _q4_1),

@@ -1,41 +1,172 @@
-"""Weights of linear layers in the form that the C++ products read."""
+"""Weights of linear layers in the form that the C++ products read, and the products.
+
+Activations that are multiplied with quantised weights are quantised row by row as they come, to 8 bits with a float32
+scale for each 32 neighbouring values: one scale a row would lose accuracy wherever a few channels are far greater than
+the rest, as they are before ``down_proj``. Within 32 values the products are exact integers; see csrc/cpu/quant.hpp.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
+from octavo.kernels.cpu.quantize import Codes, quantize_weight
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.packed_weight import Activation, PackedWeight
+
+if TYPE_CHECKING:
+    from octavo.kernels.cpu.backend import CpuKernels
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Any:
-    """A packed copy of weight [out, in] (float32 or bfloat16) and bias [out] (any float type): ``_cpu.PackedLinear``.
+class CpuWeight(PackedWeight):
+    """A weight of the CPU kernels; subclasses make the operation that multiplies by it."""
+
+    def __init__(self, kernels: CpuKernels, outputs: int, gated: bool) -> None:
+        self.gated = gated
+        #: Columns of a result.
+        self.width = outputs // 2 if gated else outputs
+        self._kernels = kernels
+
+    def __call__(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """Adds, activates and rounds the float32 sums while they are in registers."""
+        out_dtype = out_dtype or x.dtype
+        if add is not None and out_dtype == torch.float32 and not self.gated:
+            out = add
+        else:
+            out = self._kernels._new(x, (x.shape[0], self.width), out_dtype)
+        self._kernels._do(self.operation(x, out, add, activation), _cpu.Step(x.shape[0]), x)
+        return out
+
+    def operation(self, x: Tensor, out: Tensor, add: Tensor | None = None, activation: Activation | None = None) -> Any:
+        """The operation that computes as many rows of out as the step has tokens.
+
+        It holds addresses: the caller keeps x, out, add and this weight alive.
+        """
+        return self._operation(
+            x.data_ptr(),
+            x.stride(0),
+            _DTYPES[x.dtype],
+            out.data_ptr(),
+            out.stride(0),
+            _DTYPES[out.dtype],
+            0 if add is None else add.data_ptr(),
+            0 if add is None else add.stride(0),
+            getattr(_cpu.Activation, activation or "none"),
+        )
+
+    @abstractmethod
+    def _operation(self, *arguments: Any) -> Any:
+        """The compiled operation with these arguments, which are the same for all formats."""
+
+
+class DenseWeight(CpuWeight):
+    """Float32 or bfloat16, in groups of 16 outputs; of a gated weight a group holds 8 of the gate and 8 of up."""
+
+    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+        """Copies weight [N, K] and bias [N] (any float type).
+
+        Raises:
+            ConfigError: the weight has another type.
+        """
+        super().__init__(kernels, weight.shape[0], gated)
+        if weight.dtype not in _DTYPES:
+            raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {weight.dtype}")
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        floats = None if bias is None else bias.float().contiguous()
+        address = 0 if floats is None else floats.data_ptr()
+        rows, columns = weight.shape
+        # The stride of a single row says nothing.
+        row_stride = weight.stride(0) if rows > 1 else columns
+        self.packed = _cpu.pack_linear(
+            weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated
+        )
+
+    def _operation(self, *arguments: Any) -> Any:
+        return _cpu.linear(self.packed, *arguments)
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return int(self.packed.nbytes)
+
+
+class QuantizedWeight(CpuWeight):
+    """Matrices with the same input, each in codes of its own format."""
+
+    def __init__(
+        self, kernels: CpuKernels, parts: list[Codes], bias: Tensor | None = None, gated: bool = False
+    ) -> None:
+        """Packs the codes [n_i, K] and takes the bias [sum of n_i].
+
+        Raises:
+            ConfigError: they differ in K, K is no multiple of what a format needs, or the bias has another size.
+        """
+        inputs = {part.codes.shape[1] for part in parts}
+        if len(inputs) != 1:
+            raise ConfigError(f"the matrices of a quantised layer must have the same inputs, not {sorted(inputs)}")
+        outputs = sum(part.codes.shape[0] for part in parts)
+        if bias is not None and bias.shape != (outputs,):
+            raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
+        super().__init__(kernels, outputs, gated)
+        self.parts = [_pack_codes(part) for part in parts]
+        self.bias = None if bias is None else bias.float().contiguous()
+
+    def _operation(self, *arguments: Any) -> Any:
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return _cpu.linear_quant(self.parts, *arguments, bias, self.gated)
+
+    @property
+    def nbytes(self) -> int:
+        """Scales and padding included."""
+        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
+    """The codes of a floating matrix [n, k].
+
+    "int8": one scale a row. "int4": one for 32 neighbours; where k is no multiple of 32, "int8" instead.
 
     Raises:
-        ConfigError: the weight has another type.
+        ConfigError: another kind.
     """
-    return _pack(_cpu.pack_linear, weight, bias)
+    if kind not in ("int8", "int4"):
+        raise ConfigError(f"the CPU kernels have quantization int8 and int4, not {kind!r}; fp8 is for GPUs")
+    group = 32 if kind == "int4" and weight.shape[1] % 32 == 0 else None
+    return quantize_weight(weight, kind if group else "int8", group)
 
 
-def pack_gate_up(weight: Tensor, bias: Tensor | None) -> Any:
-    """As ``pack``, for ``_cpu.linear_silu_mul``: weight [2 * I, in], the gate's rows before up's."""
-    return _pack(_cpu.pack_gate_up, weight, bias)
+def codes_of_blocks(part: GGUFRows) -> Codes:
+    """The codes of a file's matrix: in its own bits, or of types that are not computed in them in 8 bits.
+
+    The other types have 2 to 6 bits, so that with a scale for each 32 neighbours the second rounding is far below the
+    first.
+    """
+    if part.kind in KEPT_TYPES:
+        return gguf_weight(part.kind, part.rows, part.columns)
+    return quantize_weight(part.dequantize(), "int8", 32)
 
 
-def _pack(pack_rows: Callable[..., Any], weight: Tensor, bias: Tensor | None) -> Any:
-    if weight.dtype not in _DTYPES:
-        raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {weight.dtype}")
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    floats = None if bias is None else bias.float().contiguous()
-    address = 0 if floats is None else floats.data_ptr()
-    rows, columns = weight.shape
-    # The stride of a single row says nothing.
-    row_stride = weight.stride(0) if rows > 1 else columns
-    return pack_rows(weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address)
+def _pack_codes(weight: Codes) -> Any:
+    n, k = weight.codes.shape
+    tensors = (weight.codes, weight.scales, weight.minima, weight.group_scales, weight.group_minima)
+    # Held until the packing is done.
+    held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    try:
+        return _cpu.PackedQuant(weight.format, n, k, *(0 if tensor is None else tensor.data_ptr() for tensor in held))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None

@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 
 
 @dataclass(frozen=True)
-class QuantizedWeight:
+class Codes:
     """A matrix [N, K] in codes; what its format does not have is None."""
 
     format: str
@@ -62,7 +62,7 @@ class QuantizedWeight:
         return (codes * scales[..., None] + minima[..., None]).view(n, k)
 
 
-def quantize_weight(weight: Tensor, kind: str, group: int | None) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, kind: str, group: int | None) -> Codes:
     """Quantises a floating weight [N, K].
 
     8 bits: the greatest magnitude of a group is 127 times its scale. 4 bits: of ten scales tried, that of least squared
@@ -93,4 +93,4 @@ def quantize_weight(weight: Tensor, kind: str, group: int | None) -> QuantizedWe
     )
     if not scales.isfinite().all():
         raise WeightError("a weight is infinite, not a number, or too great to be quantised")
-    return QuantizedWeight("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)
+    return Codes("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)

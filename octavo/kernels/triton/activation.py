@@ -1,14 +1,13 @@
-"""Gated activations: act(gate) * up, of x [T, 2 * I] with the gates first; computed in float32, rounded once."""
+"""Activations, gated and not, computed in float32 and rounded once."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.packed_weight import Activation
 from octavo.kernels.triton.rounding import rounded
 
 _BLOCK = 1024
@@ -32,31 +31,35 @@ def _gelu_tanh(x):
 
 
 @triton.jit
-def _gated_kernel(x_ptr, out_ptr, row_stride, inner, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _relu(x):
+    return tl.where(x < 0.0, 0.0, x)  # NaN of NaN
+
+
+#: Functions of float32, for kernels.
+FUNCTIONS: dict[Activation, triton.JITFunction] = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, row_stride, inner, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     gate_ptr = x_ptr + row * row_stride + column
-    gate = tl.load(gate_ptr, inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + inner, inside, other=0.0).to(tl.float32)
-    out = ACTIVATION(gate) * up
+    out = FUNCTION(tl.load(gate_ptr, inside, other=0.0).to(tl.float32))
+    if GATED:
+        out *= tl.load(gate_ptr + inner, inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * inner + column, rounded(out, out_ptr.dtype.element_ty), inside)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up: x [T, 2 * I], rows strided, to [T, I]."""
-    return _gated(x, silu)
-
-
-def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
-    """gelu(gate) * up: x [T, 2 * I], rows strided, to [T, I] (Hendrycks & Gimpel 2016); by erf or its tanh form."""
-    return _gated(x, _gelu_tanh if approximate == "tanh" else _gelu)
-
-
-def _gated(x: Tensor, activation: triton.JITFunction) -> Tensor:
-    rows, inner = x.shape[0], x.shape[1] // 2
+def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+    """The activation of x [T, I], rows strided; gated, of the first half of x [T, 2 * I], times the second: [T, I]."""
+    rows, inner = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (rows, triton.cdiv(inner, _BLOCK))
-        _gated_kernel[grid](x, out, x.stride(0), inner, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=4)
+        _activation_kernel[grid](
+            x, out, x.stride(0), inner, FUNCTION=FUNCTIONS[activation], GATED=gated, BLOCK=_BLOCK, num_warps=4
+        )
     return out

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.reference import masked_embedding
-from octavo.kernels.triton import activation, attention, cache, matmul, norm, quant, quantize, rotary, rotary_cache
+from octavo.kernels.triton import attention, cache, norm, rotary, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
+from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
+from octavo.kernels.triton.quantize import quantize
 from octavo.kernels.triton.sampling_backend import TritonSampling
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLinear:
-    """A linear layer that is not quantised."""
-
-    #: [out, in]
-    weight: Tensor
-    #: [out] or none.
-    bias: Tensor | None
 
 
 class TritonKernels(Kernels):
@@ -111,39 +105,24 @@ class TritonKernels(Kernels):
 
     # --- products ---------------------------------------------------------------------------------------------------
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> DenseLinear:
-        """Keeps both as they are."""
-        return DenseLinear(weight, bias)
-
-    def quantize_linear(self, weight: Tensor, bias: Tensor | None, kind: str) -> Any:
-        """Quantises the weight to "int8", "int4" or "fp8", which products widen again in registers."""
-        return quantize.quantize(weight, kind, bias)
-
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x [T, in] to [T, out], of x's type."""
-        return self._product(x, weight, x.dtype, None)
-
-    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
-        """As ``linear``, not rounded."""
-        return self._product(x, weight, torch.float32, None)
-
-    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor:
-        """As ``linear_float32``, added to the residual within the product."""
-        return self._product(x, weight, torch.float32, residual)
-
-    def linear_silu_and_mul(self, x: Tensor, weight: Any) -> Tensor:
-        """One launch where the weight is quantised and its tiles hold as many gates as what they gate."""
-        if isinstance(weight, quantize.TritonQuantizedLinear) and weight.outputs % quantize.COLUMNS == 0:
-            return quant.quantized_silu_and_mul(x, weight, deterministic=self.deterministic)
-        return super().linear_silu_and_mul(x, weight)
-
-    def _product(self, x: Tensor, weight: Any, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-        if isinstance(weight, quantize.TritonQuantizedLinear):
-            return quant.quantized_matmul(x, weight, dtype, residual, deterministic=self.deterministic)
-        if self.deterministic:
-            return matmul.matmul(x, weight.weight, weight.bias, dtype, residual)
-        product = _torch_product(x, weight.weight, dtype, residual)
-        return product if weight.bias is None else product.add_(weight.bias)
+    def pack(
+        self,
+        parts: Sequence[Tensor | GGUFRows],
+        bias: Tensor | None = None,
+        quantization: str | None = None,
+        *,
+        gated: bool = False,
+    ) -> PackedWeight:
+        """Keeps tensors as they are, stacked, or quantises them to "int8", "int4" or "fp8"."""
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if len(tensors) < len(parts):
+            raise ConfigError(
+                "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
+            )
+        weight = stack_rows(tensors)
+        if quantization in (None, "gguf"):
+            return DenseWeight(weight, bias, gated, self.deterministic)
+        return QuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
 
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 
@@ -161,25 +140,8 @@ class TritonKernels(Kernels):
         """Rotates both in place."""
         return rotary.rotary(q, k, positions, cos_sin)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        return activation.silu_and_mul(x)
-
     def paged_attention(
         self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
     ) -> Tensor:
         """Decodes with their context split among programs, prefills in tiles of queries."""
         return attention.paged_attention(q, cache, batch, scale, window, deterministic=self.deterministic)
-
-
-def _torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-    """x W^T accumulated in float32; with a residual (then ``dtype`` is float32) added into it, in its own memory."""
-    transposed = weight.t()
-    if dtype == x.dtype:
-        return x @ transposed if residual is None else residual.addmm_(x, transposed)
-    if not x.is_cuda:  # torch has products with results of another type on GPUs only
-        product = x.float() @ transposed.float()
-        return product if residual is None else residual.add_(product)
-    if residual is None:
-        return torch.mm(x, transposed, out_dtype=dtype)
-    return torch.addmm(residual, x, transposed, out_dtype=dtype, out=residual)

@@ -129,6 +129,14 @@ def _combine_kernel(
     _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns)
 
 
+def result_of(rows: int, columns: int, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None) -> Tensor:
+    """Where a product goes: to the residual's memory if it is float32, else to memory of its own."""
+    out_dtype = out_dtype or x.dtype
+    if residual is not None and out_dtype == torch.float32:
+        return residual
+    return torch.empty((rows, columns), dtype=out_dtype, device=x.device)
+
+
 def matmul(
     x: Tensor,
     weight: Tensor,
@@ -143,14 +151,14 @@ def matmul(
         weight: [N, K], rows strided, of x's type.
         bias: [N].
         out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. Its memory holds the result.
+        residual: float32 [T, N], contiguous; added in float32. Its memory holds a float32 result.
 
     Returns:
-        [T, N]; float32 with a residual.
+        [T, N].
     """
     rows, depth = x.shape
     columns = weight.shape[0]
-    out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device) if residual is None else residual
+    out = result_of(rows, columns, x, out_dtype, residual)
     if not out.numel():
         return out
     shape = _SINGLE if x.dtype == torch.float32 else _HALF

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.activation import silu
+from octavo.kernels.packed_weight import Activation
+from octavo.kernels.triton.activation import FUNCTIONS
+from octavo.kernels.triton.matmul import result_of
 from octavo.kernels.triton.quantize import BLOCK, COLUMNS, TritonQuantizedLinear
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot_of_columns, pieces_of, splits, tile_place
@@ -62,9 +64,9 @@ def _quantized_kernel(
     EVEN: tl.constexpr,
     PIECES: tl.constexpr,
     SPLIT: tl.constexpr,
-    GATED: tl.constexpr,
+    GATE: tl.constexpr,
 ):
-    """out = x weight^T (+ bias) (+ residual); GATED, silu of its first half times the second.
+    """out = x weight^T (+ bias) (+ residual); with GATE, that function of its first half times the second.
 
     With SPLIT a program multiplies one piece of K and leaves it in partial [PIECES, rows, columns], where a tile's
     columns lie together; the last of a tile to come adds them all, in order.
@@ -74,7 +76,7 @@ def _quantized_kernel(
     lane = tl.arange(0, COLUMNS)
     place_in_row = column_tile * COLUMNS + lane
     column = place_in_row
-    if GATED:  # a gate, what it gates, the next gate
+    if GATE is not None:  # a gate, what it gates, the next gate
         column = column_tile * (COLUMNS // 2) + lane // 2 + lane % 2 * (columns // 2)
     row_inside = (row < rows)[:, None]
     x_ptrs = x_ptr + row[:, None] * x_stride
@@ -97,7 +99,7 @@ def _quantized_kernel(
                 whole += tl.load(partial_ptr + other * size + place, inside, other=0.0, cache_modifier=".cg")
             _finish(
                 whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, row_inside, column, column_tile, columns,
-                GROUP, GATED,
+                GROUP, GATE,
             )  # fmt: skip
     else:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
@@ -109,7 +111,7 @@ def _quantized_kernel(
         whole = tl.trans(total)
         _finish(
             whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, row_inside, column, column_tile, columns,
-            GROUP, GATED,
+            GROUP, GATE,
         )  # fmt: skip
 
 
@@ -189,20 +191,20 @@ def _finish(
     column_tile,
     columns,
     GROUP: tl.constexpr,
-    GATED: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores.
 
-    GATED, the rounded sums go through the activation, which leaves half of the columns.
+    With GATE the rounded sums go through that activation, which leaves half of the columns.
     """
     if GROUP == 0:
         whole *= tl.load(scales_ptr + column)[None, :]
     if bias_ptr is not None:
         whole += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)[None, :]
-    if GATED:
+    if GATE is not None:
         HALF: tl.constexpr = whole.shape[1] // 2
         gate, up = tl.split(tl.reshape(rounded(whole, out_ptr.dtype.element_ty), (whole.shape[0], HALF, 2)))
-        whole = silu(gate.to(tl.float32)) * up.to(tl.float32)
+        whole = GATE(gate.to(tl.float32)) * up.to(tl.float32)
         column = column_tile * HALF + tl.arange(0, HALF)
         columns = columns // 2
     place = row[:, None] * columns + column[None, :]
@@ -228,25 +230,25 @@ def quantized_matmul(
         x: [T, K], rows strided; bfloat16, float16, or float32 (multiplied without tensor cores).
         packed: [N, K], of ``quantize``.
         out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. Its memory holds the result.
+        residual: float32 [T, N], contiguous; added in float32. Its memory holds a float32 result.
         deterministic: One tile shape whatever the number of rows, so that a row's result does not depend on it.
 
     Returns:
-        [T, N]; float32 with a residual.
+        [T, N].
     """
-    if residual is None:
-        out = torch.empty((x.shape[0], packed.outputs), dtype=out_dtype or x.dtype, device=x.device)
-    else:
-        out = residual
-    return _product(x, packed, out, residual, gated=False, deterministic=deterministic)
+    out = result_of(x.shape[0], packed.outputs, x, out_dtype, residual)
+    return _product(x, packed, out, residual, gate=None, deterministic=deterministic)
 
 
-def quantized_silu_and_mul(x: Tensor, packed: TritonQuantizedLinear, *, deterministic: bool = True) -> Tensor:
-    """``silu_and_mul(quantized_matmul(x, packed))``, bit for bit, in one launch.
+def quantized_gated(
+    x: Tensor, packed: TritonQuantizedLinear, activation: Activation = "silu", *, deterministic: bool = True
+) -> Tensor:
+    """``activate(quantized_matmul(x, packed), activation, gated=True)``, bit for bit, in one launch.
 
     Args:
         x: As ``quantized_matmul`` takes it.
         packed: [2 * I, K], the gates' rows first; I is a multiple of half of ``COLUMNS``.
+        activation: Of the gates.
         deterministic: See ``quantized_matmul``.
 
     Returns:
@@ -254,7 +256,7 @@ def quantized_silu_and_mul(x: Tensor, packed: TritonQuantizedLinear, *, determin
     """
     assert packed.outputs % COLUMNS == 0
     out = torch.empty((x.shape[0], packed.outputs // 2), dtype=x.dtype, device=x.device)
-    return _product(x, packed, out, None, gated=True, deterministic=deterministic)
+    return _product(x, packed, out, None, gate=FUNCTIONS[activation], deterministic=deterministic)
 
 
 def _product(
@@ -263,7 +265,7 @@ def _product(
     out: Tensor,
     residual: Tensor | None,
     *,
-    gated: bool,
+    gate: triton.JITFunction | None,
     deterministic: bool,
 ) -> Tensor:
     rows, columns, padded_columns = x.shape[0], packed.outputs, packed.scales.shape[-1]
@@ -301,7 +303,7 @@ def _product(
         EVEN=packed.inputs % BLOCK == 0,
         PIECES=pieces,
         SPLIT=split,
-        GATED=gated,
+        GATE=gate,
         num_warps=shape.warps,
         # Two sums take so many registers that one program has the multiprocessor for itself, and its memory. Without
         # the second, two programs fit and hide each other's waits.

@@ -27,16 +27,16 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     heads = x.view(2048, 32, 128)
     yield "rms_norm", lambda: norm.rms_norm(x, weight[0], 1e-5)
     yield "rms_norm heads", lambda: norm.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
-    yield "silu_and_mul", lambda: activation.silu_and_mul(x)
-    yield "gelu_and_mul", lambda: activation.gelu_and_mul(x, "none")
-    yield "gelu_and_mul tanh", lambda: activation.gelu_and_mul(x)
+    for name in ("silu", "gelu", "gelu_tanh", "relu"):
+        yield f"{name} gated", partial(activation.activate, x, name, gated=True)
+    yield "gelu", lambda: activation.activate(x, "gelu", gated=False)
     positions, cos_sin = torch.zeros(2048, dtype=torch.int64), torch.zeros(64, 128)
     yield "rotary", lambda: rotary.rotary(heads[:, :24], heads[:, 24:], positions, cos_sin)
     for rows in (1, 2048):
         yield f"matmul {rows}", partial(matmul.matmul, x[:rows], weight, None, torch.float32)
         yield (
             f"matmul residual {rows}",
-            partial(matmul.matmul, x[:rows], weight, weight[0], residual=residual[:rows]),
+            partial(matmul.matmul, x[:rows], weight, weight[0], torch.float32, residual[:rows]),
         )
     yield "matmul float16", lambda: matmul.matmul(x[:1].half(), weight.half())
     yield "matmul float32", lambda: matmul.matmul(x[:1].float(), weight.float())
@@ -47,11 +47,13 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             for fixed in (True, False):
                 yield (
                     f"{kind} {'fixed' if fixed else 'fast'} {rows}",
-                    partial(quant.quantized_matmul, x[:rows], packed, None, residual[:rows], deterministic=fixed),
+                    partial(
+                        quant.quantized_matmul, x[:rows], packed, torch.float32, residual[:rows], deterministic=fixed
+                    ),
                 )
                 yield (
                     f"{kind} gated {'fixed' if fixed else 'fast'} {rows}",
-                    partial(quant.quantized_silu_and_mul, x[:rows], packed, deterministic=fixed),
+                    partial(quant.quantized_gated, x[:rows], packed, deterministic=fixed),
                 )
         yield f"{kind} float16", partial(quant.quantized_matmul, x[:1].half(), packed)
         yield f"{kind} float32", partial(quant.quantized_matmul, x[:1].float(), packed)
@@ -60,7 +62,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "matmul wide 1", lambda: matmul.matmul(x[:1, :512], wide)
     yield "int8 fixed wide 1", lambda: quant.quantized_matmul(x[:1, :512], packed_wide)
     yield "int8 fast wide 1", lambda: quant.quantized_matmul(x[:1, :512], packed_wide, deterministic=False)
-    yield "int8 gated fixed wide 1", lambda: quant.quantized_silu_and_mul(x[:1, :512], packed_wide)
+    yield "int8 gated fixed wide 1", lambda: quant.quantized_gated(x[:1, :512], packed_wide)
     small = quantize.quantize(weight[:576, :576], "int4")
     yield "int4 groups of 32", lambda: quant.quantized_matmul(x[:1, :576], small)
 
@@ -76,7 +78,7 @@ def test_hardly_a_register_is_spilled(launches: list[Compiled]) -> None:
 
 
 def test_pointwise_kernels_read_and_write_16_bytes_at_once(launches: list[Compiled]) -> None:
-    for case in ("rms_norm", "silu_and_mul", "gelu_and_mul", "gelu_and_mul tanh"):
+    for case in ("rms_norm", "silu gated", "gelu gated", "gelu_tanh gated", "gelu"):
         (kernel,) = [c for c in launches if c.case == case]
         assert kernel.count("LDG.E.128"), kernel
         assert kernel.count("STG.E.128") == kernel.count("STG"), kernel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton")
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.kernels.packed_weight import Activation
 from octavo.kernels.triton import tiles
-from octavo.kernels.triton.activation import gelu_and_mul, silu_and_mul
+from octavo.kernels.triton.activation import activate
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.norm import rms_norm
 from octavo.kernels.triton.rotary import rotary
@@ -25,6 +28,9 @@ dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31)
 #: Relative error of rounding once to a type, and that of a few float32 operations.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
+
+#: In float64.
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 
 few = settings(max_examples=8, deadline=None)
 
@@ -64,24 +70,20 @@ def test_rms_norm_of_heads_that_are_strided(tokens: int, before: int, heads: int
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @few
-@given(st.integers(0, 9), st.integers(1, 1500), dtypes, st.sampled_from(["silu", "none", "tanh"]), seeds)
-def test_gated_activations(rows: int, inner: int, dtype: torch.dtype, kind: str, seed: int) -> None:
-    x = randn(rows, 2 * inner + 3, dtype=dtype, seed=seed, scale=3)[:, : 2 * inner]
-    gate, up = x.double().chunk(2, dim=-1)
-    if kind == "silu":
-        assert_near(silu_and_mul(x), F.silu(gate) * up, 1e-5)
-    elif kind == "none":
-        assert_near(gelu_and_mul(x, "none"), F.gelu(gate) * up, 1e-5)
-    else:
-        assert_near(gelu_and_mul(x), F.gelu(gate, approximate="tanh") * up, 1e-5)
+@given(st.integers(0, 9), st.integers(1, 1500), dtypes, st.sampled_from(list(ACTIVATIONS)), st.booleans(), seeds)
+def test_activations(rows: int, inner: int, dtype: torch.dtype, activation: Activation, gated: bool, seed: int) -> None:
+    columns = 2 * inner if gated else inner
+    x = randn(rows, columns + 3, dtype=dtype, seed=seed, scale=3)[:, :columns]
+    expected = ACTIVATIONS[activation](x[:, :inner].double()) * (x[:, inner:].double() if gated else 1)
+    assert_near(activate(x, activation, gated=gated), expected, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("activation", [silu_and_mul, gelu_and_mul])
-def test_activations_of_great_magnitudes_are_finite(activation: object) -> None:
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_activations_of_great_magnitudes_are_finite(activation: Activation) -> None:
     x = torch.tensor([[-1e20, -300.0, 300.0, 1e20, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 0.0, 300.0, 1e20]], device=DEVICE)
-    assert torch.equal(activation(x), expected)  # type: ignore[operator]
+    assert torch.equal(activate(x, activation, gated=True), expected)
 
 
 @few
@@ -171,10 +173,10 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
 ) -> None:
     x, weight, bias = randn(5, 800, dtype=dtype), randn(70, 800, dtype=dtype, seed=1), randn(70, dtype=dtype)
     residual = randn(5, 70, seed=2)
-    met = matmul(x, weight, bias, residual=residual.clone())
+    met = matmul(x, weight, bias, torch.float32, residual.clone())
     assert tiles.pieces_of(1, 800, 64)[0] > 1
     monkeypatch.setattr(tiles, "_MOST_SPLIT_PROGRAMS", 0)
-    assert torch.equal(matmul(x, weight, bias, residual=residual.clone()), met)
+    assert torch.equal(matmul(x, weight, bias, torch.float32, residual.clone()), met)
 
 
 @given(st.integers(1, 2000), st.integers(1, 30000), st.sampled_from([32, 64, 128]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import get_args
 
 import pytest
 
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
-from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.packed_weight import Activation
+from octavo.kernels.triton.activation import activate
 from octavo.kernels.triton.backend import TritonKernels
-from octavo.kernels.triton.quant import quantized_matmul, quantized_silu_and_mul
+from octavo.kernels.triton.quant import quantized_gated, quantized_matmul
 from octavo.kernels.triton.quantize import quantize
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -180,23 +181,33 @@ def test_a_gated_product_has_the_bits_of_product_and_activation(
     x, bias = randn(rows, inputs, dtype=dtype), randn(256, dtype=dtype, seed=2)
     packed = quantize(randn(256, inputs, seed=1) / 23, kind, bias, group=group)
     for deterministic in (True, False):
-        apart = silu_and_mul(quantized_matmul(x, packed, deterministic=deterministic))
-        assert torch.equal(quantized_silu_and_mul(x, packed, deterministic=deterministic), apart)
+        product = quantized_matmul(x, packed, deterministic=deterministic)
+        for name in get_args(Activation):
+            together = quantized_gated(x, packed, name, deterministic=deterministic)
+            assert torch.equal(together, activate(product, name, gated=True))
     assert not packed.arrivals.any()
 
 
 @pytest.mark.parametrize("inner", [64, 100])
 @pytest.mark.parametrize("quantization", ["int8", None])
-def test_the_backend_gates_products_of_any_width(inner: int, quantization: str | None) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_backend_gates_products_of_any_width(inner: int, quantization: str | None, activation: Activation) -> None:
+    """And a row to which 0 is added keeps its bits."""
     kernels = TritonKernels(DEVICE, deterministic=True)
     x, weight = randn(2, 96, dtype=torch.bfloat16), randn(2 * inner, 96, dtype=torch.bfloat16, seed=1) / 10
-    if quantization is None:
-        packed: Any = kernels.pack_gate_up(weight, None)
-    else:
-        packed = kernels.quantize_linear(weight, None, quantization)
-    apart = kernels.silu_and_mul(kernels.linear(x, packed))
-    assert torch.equal(kernels.linear_silu_and_mul(x, packed), apart)
-    assert kernels.linear_silu_and_mul(x[:0], packed).shape == (0, inner)
+    plain = kernels.pack([weight], quantization=quantization)
+    gated = kernels.pack(weight.chunk(2), quantization=quantization, gated=True)
+    assert plain.nbytes >= weight.nbytes // (2 if quantization else 1)
+    apart = activate(plain(x), activation, gated=True)
+    assert torch.equal(gated(x, activation=activation), apart)
+    assert gated(x[:0], activation=activation).shape == (0, inner)
+    add = randn(2, 2 * inner, seed=2)
+    add[1] = 0
+    assert torch.equal(plain(x, torch.bfloat16, add)[1], plain(x)[1])
+    added = gated(x, None, add, activation)
+    assert torch.equal(added[1], apart[1]) and not torch.equal(added[0], apart[0])
+    assert torch.equal(added, activate(plain(x, torch.bfloat16, add), activation, gated=True))
+    assert torch.equal(plain(x, activation=activation), activate(plain(x), activation, gated=False))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
