@@ -47,7 +47,7 @@ struct CacheWrite {
   CacheShape shape;
 };
 
-// Causal attention of q [T, heads, head_dim] to out [T, heads, head_dim], contiguous, both of type dtype.
+// Attention of q [T, heads, head_dim] to out [T, heads, head_dim], contiguous, both of type dtype.
 struct Attention {
   const void* q;
   int64_t q_stride;
@@ -61,6 +61,7 @@ struct Attention {
   int64_t window;      // a token sees itself and the window - 1 tokens before it; 0: all before it
   float soft_cap;      // scores become cap * tanh(score / cap); 0: they do not
   const float* alibi;  // [heads] or null: slope * (position of key - position of query) is added to scores
+  bool causal;         // a token sees none after it; otherwise, which goes without a window, the whole context
 
   int64_t group() const { return heads / shape.kv_heads; }  // query heads of a KV head
 };

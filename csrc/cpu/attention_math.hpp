@@ -53,11 +53,13 @@ struct Sight {
   Sight(const Attention& a, const Step& step, const AttentionItem& item)
       : queries(item.queries),
         window(a.window),
+        causal(a.causal),
+        context(step.seq_lens[item.sequence]),
         first_token(step.query_start[item.sequence] + item.first_query),
-        first_position(step.seq_lens[item.sequence] - (step.query_start[item.sequence + 1] - first_token)) {}
+        first_position(step.positions[first_token]) {}
 
   Range seen(int64_t query) const {
-    const int64_t end = first_position + query + 1;
+    const int64_t end = causal ? first_position + query + 1 : context;
     return {window > 0 ? larger(0, end - window) : 0, end};
   }
 
@@ -72,15 +74,19 @@ struct Sight {
 
   // The queries that see any position of [begin, end), and those that see all of them.
   Range seeing_any(int64_t begin, int64_t end) const {
+    if (!causal) return {0, queries};
     const int64_t last = window > 0 ? end - 1 + window - first_position : queries;
     return cut({begin - first_position, last}, {0, queries});
   }
   Range seeing_all(int64_t begin, int64_t end) const {
+    if (!causal) return {0, end <= context ? queries : 0};
     const int64_t last = window > 0 ? begin + window - first_position : queries;
     return cut({end - 1 - first_position, last}, {0, queries});
   }
 
-  int64_t queries, window, first_token, first_position;
+  int64_t queries, window;
+  bool causal;
+  int64_t context, first_token, first_position;
 };
 
 }  // namespace

@@ -57,13 +57,15 @@ std::vector<Work> tiles_of(const Attention& a, const Step& step) {
   std::vector<Work> tiles;
   const int64_t tile_queries = std::max<int64_t>(1, kRowsOfItem / a.group());
   for (int64_t s = 0; s < step.sequences; ++s) {
-    const int64_t queries = step.query_start[s + 1] - step.query_start[s], seq_len = step.seq_lens[s];
+    const int64_t queries = step.query_start[s + 1] - step.query_start[s];
     for (int64_t first = 0; first < queries; first += tile_queries) {
-      const int64_t count = std::min(tile_queries, queries - first), position = seq_len - queries + first;
+      const int64_t count = std::min(tile_queries, queries - first);
+      const int64_t position = step.positions[step.query_start[s] + first];
+      const int64_t seen = a.causal ? position + count : step.seq_lens[s];
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) / kPiece : 0;
-      const int64_t end = (position + count + kPiece - 1) / kPiece;
+      const int64_t end = (seen + kPiece - 1) / kPiece;
       // A row too many stands for reading the keys and values.
-      const int64_t cost = (position + count - begin * kPiece) * (count * a.group() + 1);
+      const int64_t cost = (seen - begin * kPiece) * (count * a.group() + 1);
       for (int64_t head = 0; head < a.shape.kv_heads; ++head)
         tiles.push_back({{s, head, first, count, begin, end, nullptr}, cost});
     }

@@ -76,17 +76,18 @@ OpPtr reshape_and_cache(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_st
 OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t key_cache, uintptr_t value_cache,
                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
                       Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes,
-                      int64_t group) {
+                      bool causal, int64_t group) {
   require_float(dtype);
   const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size);
   if (heads < 1 || heads % kv_heads != 0)
     throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +
                                 std::to_string(heads));
   if (window < 0 || !(soft_cap >= 0)) throw std::invalid_argument("window and soft_cap must not be negative");
+  if (window > 0 && !causal) throw std::invalid_argument("a window is for causal attention");
   return std::make_shared<AttentionOp>(
       Attention{pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache),
                 pointer<char>(value_cache), shape, static_cast<float>(scale), window, static_cast<float>(soft_cap),
-                pointer<float>(alibi_slopes)},
+                pointer<float>(alibi_slopes), causal},
       group);
 }
 
@@ -105,7 +106,7 @@ void bind_attention(nb::module_& m) {
         "group"_a = 0);
   m.def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "key_cache"_a, "value_cache"_a, "heads"_a,
         "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a, "scale"_a, "window"_a = 0,
-        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "group"_a = 0);
+        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "causal"_a = true, "group"_a = 0);
   m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
         nb::call_guard<nb::gil_scoped_release>());

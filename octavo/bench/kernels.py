@@ -15,7 +15,7 @@ from octavo.bench.device import graphed, seconds_per_call
 from octavo.bench.work import SIZES, kind_of_head, kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
-from octavo.kernels.interface import Kernels
+from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.packed_weight import PackedWeight
 
 _BLOCK = 16
@@ -239,7 +239,7 @@ def _attention_case(
 
     def forward(step: ForwardBatch) -> ForwardOutput:
         for cache in caches:
-            out = kernels.paged_attention(q, cache, step, c.head_dim**-0.5, None)
+            out = kernels.paged_attention(q, cache, step, AttentionSpec(c.head_dim**-0.5))
         return ForwardOutput(out.view(rows, -1))
 
     return Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)

@@ -140,30 +140,40 @@ def make_batch(
     block_tables: Tensor,
     block_size: int,
     *,
+    starts: Sequence[int] | None = None,
     token_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> ForwardBatch:
-    """The batch of sequences that compute the last ``query_lens`` of ``seq_lens`` tokens; each samples at its end.
+    """The batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; each samples at its end.
 
-    For warm-up, measurements and tests; the engine's steps are made by ``runner.input_batch``. Sequences with one token
-    come first. ``block_tables`` [G, S, B], or [S, B] for one group; token ids are 0 if they are not given.
+    For warm-up, measurements and tests; the engine's steps are made by ``runner.input_batch``.
+
+    Args:
+        query_lens: tokens to compute of each sequence; those with one token come first.
+        seq_lens: tokens in context of each.
+        block_tables: [G, S, B], or [S, B] for one group.
+        block_size: tokens of a block.
+        starts: position of the first token to compute; by default those computed are the last ones.
+        token_ids: [T]; 0 if they are not given.
+        device: where the arrays are.
     """
     tables = block_tables if block_tables.dim() == 3 else block_tables[None]
-    starts = [0, *itertools.accumulate(query_lens)]
-    spans = list(zip(query_lens, seq_lens, strict=True))
-    positions = torch.cat([torch.arange(0), *(torch.arange(end - count, end) for count, end in spans)])
-    sequence = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens, dtype=torch.int64))
+    offsets = [0, *itertools.accumulate(query_lens)]
+    first = starts or [end - count for count, end in zip(query_lens, seq_lens, strict=True)]
+    spans = zip(first, query_lens, strict=True)
+    positions = torch.cat([torch.arange(0), *(torch.arange(start, start + count) for start, count in spans)])
+    sequence = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(query_lens, dtype=torch.int64))
     blocks = tables[:, sequence, positions // block_size].long()
     one_each = all(count == 1 for count in query_lens)
     batch = ForwardBatch(
         token_ids=torch.zeros_like(positions) if token_ids is None else token_ids,
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
-        sampled_rows=torch.tensor(starts[1:], dtype=torch.int64) - 1,
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        sampled_rows=torch.tensor(offsets[1:], dtype=torch.int64) - 1,
+        query_start_loc=torch.tensor(offsets, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_tables=tables.to(torch.int32),
-        num_decodes=next((i for i, count in enumerate(query_lens) if count != 1), len(spans)),
+        num_decodes=next((i for i, count in enumerate(query_lens) if count != 1), len(first)),
         max_seq_len=max(seq_lens, default=0),
         all_sampled=one_each,
     )

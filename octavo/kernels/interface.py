@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from octavo.core.errors import UnsupportedModelError
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
@@ -28,6 +29,27 @@ class LayerCache:
     value: Tensor
     #: Which of the batch's block tables and slot mappings are this layer's.
     group: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How the tokens of a layer attend to the context of their sequence."""
+
+    #: Times the product of a query and a key.
+    scale: float
+    #: A token attends to itself and the ``window - 1`` tokens before it; None: to all before it.
+    window: int | None = None
+    #: Scores become ``soft_cap * tanh(score / soft_cap)``; None: they do not.
+    soft_cap: float | None = None
+    #: A slope for each query head of this rank, times (position of the key - position of the query), is added to its
+    #: scores (Press et al. 2021); after the soft cap.
+    alibi_slopes: tuple[float, ...] | None = None
+    #: A token attends to none after it; else, which goes without a window, to the whole context.
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not self.causal:
+            raise UnsupportedModelError(f"a window of {self.window} tokens goes with causal attention only")
 
 
 class Kernels(ABC):
@@ -150,13 +172,19 @@ class Kernels(ABC):
         self.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         return q
 
-    @abstractmethod
-    def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
-    ) -> Tensor:
-        """Causal attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
+    def check_attention(self, spec: AttentionSpec) -> None:  # noqa: B027
+        """Called when a layer is made, so that no step meets an attention that the backend does not compute.
 
-        With a window, a token attends to itself and the ``window - 1`` tokens before it.
+        Raises:
+            UnsupportedModelError: it does not; the message says what.
+        """
+
+    @abstractmethod
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
+        """Attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
+
+        A query's position is that of ``batch.positions``: consecutive within a sequence, and not necessarily the last
+        of its context, of which ``batch.seq_lens`` says how far it may be read.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
 
@@ -153,22 +153,22 @@ class ReferenceKernels(Kernels):
         cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
         cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
-    def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """All decodes in one computation, then each prefill in slices of its queries."""
         decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
         tables = batch.block_tables[cache.group]
         if decodes == sequences:
-            return _decode(q, cache, tables, batch.seq_lens, batch.max_seq_len, scale, window)
+            return _decode(q, cache, tables, batch.positions, batch.seq_lens, batch.max_seq_len, spec)
         starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         parts = []
         if decodes:
-            device_lens = batch.seq_lens[:decodes]
-            parts.append(_decode(q[:decodes], cache, tables[:decodes], device_lens, max(lens[:decodes]), scale, window))
+            device_lens, positions = batch.seq_lens[:decodes], batch.positions[:decodes]
+            parts.append(
+                _decode(q[:decodes], cache, tables[:decodes], positions, device_lens, max(lens[:decodes]), spec)
+            )
         for s in range(decodes, sequences):
-            rows = q[starts[s] : starts[s + 1]]
-            parts.append(_prefill(rows, cache, tables[s], lens[s], scale, window))
+            rows = slice(starts[s], starts[s + 1])
+            parts.append(_prefill(q[rows], cache, tables[s], batch.positions[rows], lens[s], spec))
         return torch.cat(parts)
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -193,81 +193,104 @@ def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
 
 
 def _decode(
-    q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor, max_len: int, scale: float, window: int | None
+    q: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor, lens: Tensor, max_len: int, spec: AttentionSpec
 ) -> Tensor:
-    """One query a sequence: q [S, H, D], tables [S, max_blocks], lens [S] to [S, H, D].
+    """One query a sequence: q [S, H, D], tables [S, max_blocks], positions and lens [S] to [S, H, D].
 
     One batched computation, or as few as keep the gathered keys within ``_MAX_ELEMENTS``.
     """
     block_size, kv_heads, head_dim = cache.key.shape[1:]
     num_blocks = -(-max_len // block_size)
-    if window is not None:
-        # The last `window` tokens of a sequence lie in at most this many blocks.
-        num_blocks = min(num_blocks, -(-window // block_size) + 1)
+    if spec.window is not None:
+        # The last `window` tokens up to the query lie in at most this many blocks.
+        num_blocks = min(num_blocks, -(-spec.window // block_size) + 1)
     at_once = max(1, _MAX_ELEMENTS // max(1, num_blocks * block_size * kv_heads * head_dim))
-    if q.shape[0] <= at_once:
-        return _decode_slice(q, cache, tables, lens, num_blocks, scale, window)
-    pieces = zip(q.split(at_once), tables.split(at_once), lens.split(at_once), strict=True)
-    return torch.cat([_decode_slice(*piece[:1], cache, *piece[1:], num_blocks, scale, window) for piece in pieces])
+    pieces = zip(*(x.split(at_once) for x in (q, tables, positions, lens)), strict=True)
+    outs = [_decode_slice(rows, cache, *of_rows, num_blocks, spec) for rows, *of_rows in pieces]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _decode_slice(
-    q: Tensor, cache: LayerCache, tables: Tensor, lens: Tensor, num_blocks: int, scale: float, window: int | None
+    q: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    positions: Tensor,
+    lens: Tensor,
+    num_blocks: int,
+    spec: AttentionSpec,
 ) -> Tensor:
     sequences, heads, head_dim = q.shape
     block_size, kv_heads = cache.key.shape[1:3]
     offsets = torch.arange(num_blocks * block_size, device=q.device)
-    lens = lens.unsqueeze(1)
-    if window is None:
-        tables, positions = tables[:, :num_blocks], offsets
-        outside = positions >= lens
+    if spec.window is None:
+        tables, columns = tables[:, :num_blocks], offsets
     else:
-        first_block = (lens - window).clamp_(min=0) // block_size
-        columns = first_block + offsets[:num_blocks]
-        tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).long())
-        positions = first_block * block_size + offsets
-        outside = (positions >= lens) | (positions < lens - window)
+        first_block = (positions.unsqueeze(1) - spec.window + 1).clamp_(min=0) // block_size
+        tables = tables.gather(1, (first_block + offsets[:num_blocks]).clamp_(max=tables.shape[1] - 1).long())
+        columns = first_block * block_size + offsets
+    beyond = columns >= lens.unsqueeze(1)
     shape = (sequences, num_blocks * block_size, kv_heads, head_dim)
     blocks = tables.reshape(-1)
     key = _as_heads(cache.key.index_select(0, blocks).view(shape))
     value = _as_heads(cache.value.index_select(0, blocks).view(shape))
-    value.masked_fill_(outside[:, None, :, None], 0.0)
-    query = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float() * scale
-    scores = torch.matmul(query, key.transpose(2, 3)).masked_fill_(outside[:, None, None], float("-inf"))
-    return torch.matmul(scores.softmax(-1), value).view(sequences, heads, head_dim).to(q.dtype)
+    value.masked_fill_(beyond[:, None, :, None], 0.0)
+    query = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float() * spec.scale
+    scores = torch.matmul(query, key.transpose(2, 3)).unsqueeze(3)
+    distance = columns - positions.unsqueeze(1)
+    weights = _weights(scores, distance[:, None, None, None], beyond[:, None, None, None], spec).squeeze(3)
+    return torch.matmul(weights, value).view(sequences, heads, head_dim).to(q.dtype)
 
 
-def _prefill(q: Tensor, cache: LayerCache, table: Tensor, seq_len: int, scale: float, window: int | None) -> Tensor:
-    """The last tokens of one sequence: q [L, H, D], table [max_blocks] to [L, H, D]."""
+def _prefill(
+    q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, seq_len: int, spec: AttentionSpec
+) -> Tensor:
+    """Neighbouring tokens of one sequence: q [L, H, D], table [max_blocks], positions [L] to [L, H, D]."""
     length, heads, head_dim = q.shape
+    if not length:
+        return q.clone()
     block_size, kv_heads = cache.key.shape[1:3]
-    first_query = seq_len - length
-    first_block = 0 if window is None else max(0, first_query - window + 1) // block_size
-    blocks = table[first_block : -(-seq_len // block_size)]
-    origin = first_block * block_size
+    first_query, window = int(positions[0]), spec.window
+    origin = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+    last = first_query + length if spec.causal else seq_len
+    blocks = table[origin // block_size : -(-last // block_size)]
     shape = (1, blocks.shape[0] * block_size, kv_heads, head_dim)
-    # [K, context, D], from position `origin` on and no further than the sequence goes.
-    key = _as_heads(cache.key.index_select(0, blocks).view(shape)[:, : seq_len - origin])[0]
-    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : seq_len - origin])[0]
-    query = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, length, head_dim).float() * scale
+    # [K, context, D], from position `origin` on and no further than a query sees.
+    key = _as_heads(cache.key.index_select(0, blocks).view(shape)[:, : last - origin])[0]
+    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : last - origin])[0]
+    query = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, length, head_dim).float() * spec.scale
     out = torch.empty_like(query)
-    step = max(1, _MAX_ELEMENTS // (heads * (seq_len - origin)))
+    step = max(1, _MAX_ELEMENTS // (heads * (last - origin)))
     for start in range(0, length, step):
         end = min(start + step, length)
         oldest = origin if window is None else max(origin, first_query + start - window + 1)
-        seen = slice(oldest - origin, first_query + end - origin)
-        rows = torch.arange(first_query + start, first_query + end, device=q.device).unsqueeze(1)
-        columns = torch.arange(oldest, first_query + end, device=q.device)
-        outside = columns > rows
-        if window is not None:
-            outside |= columns <= rows - window
+        newest = first_query + end if spec.causal else seq_len
+        seen = slice(oldest - origin, newest - origin)
+        columns = torch.arange(oldest, newest, device=q.device)
+        distance = columns - positions[start:end].unsqueeze(1)
         # The query heads of a KV head are rows of one product, so that no key is copied for each of them.
         rows_of_head = query[:, :, start:end].reshape(kv_heads, -1, head_dim)
         scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
-        probabilities = scores.view(kv_heads, -1, *outside.shape).masked_fill_(outside, float("-inf")).softmax(-1)
-        attended = torch.matmul(probabilities.view_as(scores), value[:, seen])
+        weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, columns >= seq_len, spec)
+        attended = torch.matmul(weights.view_as(scores), value[:, seen])
         out[:, :, start:end] = attended.view(kv_heads, -1, end - start, head_dim)
     return out.view(heads, length, head_dim).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
+
+
+def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec) -> Tensor:
+    """The softmax of scores [.., K, G, queries, keys], which are overwritten, of the keys that a query sees.
+
+    ``distance`` from query to key and ``beyond``, keys past the context, are broadcast against the scores.
+    """
+    if spec.soft_cap:
+        scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, device=scores.device).view(scores.shape[-4:-2])
+        scores = scores.add_(slopes[..., None, None] * distance)
+    if spec.causal:
+        beyond = beyond | (distance > 0)
+    if spec.window is not None:
+        beyond = beyond | (distance <= -spec.window)
+    return scores.masked_fill_(beyond, float("-inf")).softmax(-1)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

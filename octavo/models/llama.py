@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -83,8 +83,8 @@ class Attention(Layer):
             self.k_norm = self.attach("k_norm", RMSNorm(context, head_dim, config.rms_norm_eps))
         self.head_dim = head_dim
         self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
-        self.scale = head_dim**-0.5
-        self.window = window
+        self.spec = AttentionSpec(head_dim**-0.5, window)
+        context.kernels.check_attention(self.spec)
         self.cos_sin = cos_sin
 
     def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
@@ -94,7 +94,7 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = kernels.rotary_and_cache(q, k, v, batch, self.cos_sin, cache)
-        attended = kernels.paged_attention(q, cache, batch, self.scale, self.window)
+        attended = kernels.paged_attention(q, cache, batch, self.spec)
         return self.out.add_to(residual, attended.view(tokens, -1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 from octavo.kernels.cpu import attention  # noqa: E402
+from octavo.kernels.interface import AttentionSpec  # noqa: E402
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 
@@ -41,12 +42,12 @@ class Network:
     window: int | None = None
     soft_cap: float = 0.0
     alibi: bool = False
-    scale: float = field(init=False)
-    slopes: Tensor | None = field(init=False)
+    causal: bool = True
 
-    def __post_init__(self) -> None:
-        self.scale = self.head_dim**-0.5
-        self.slopes = 2.0 ** -torch.arange(1, self.heads + 1).float() if self.alibi else None
+    @property
+    def spec(self) -> AttentionSpec:
+        slopes = tuple(2.0**-i for i in range(1, self.heads + 1)) if self.alibi else None
+        return AttentionSpec(self.head_dim**-0.5, self.window, self.soft_cap or None, slopes, self.causal)
 
     @property
     def heads(self) -> int:
@@ -81,8 +82,11 @@ class World:
             k, v = (torch.randn(length, n.kv_heads, n.head_dim, generator=generator).to(n.dtype) for _ in range(2))
             self.sequences.append(Sequence(q, k, v, [free.pop() for _ in range(count)]))
 
-    def step(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Writes and attends the tokens [begin, end) of sequences, (sequence, begin, end) each; results in order."""
+    def step(self, chunks: list[tuple[int, int, int]], after: int = 0) -> list[Tensor]:
+        """Writes and attends the tokens [begin, end) of sequences, (sequence, begin, end) each; results in order.
+
+        Their contexts go on for ``after`` tokens, which were written before.
+        """
         n = self.network
         parts = [(self.sequences[s], begin, end) for s, begin, end in chunks]
         counts = [end - begin for _, begin, end in chunks]
@@ -98,7 +102,8 @@ class World:
             dtype=torch.int64,
         )
         query_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32)
-        seq_lens = torch.tensor([end for _, _, end in parts], dtype=torch.int32)
+        positions = torch.tensor([t for _, begin, end in parts for t in range(begin, end)], dtype=torch.int64)
+        seq_lens = torch.tensor([end + after for _, _, end in parts], dtype=torch.int32)
         tables = torch.zeros(len(parts), 1 + max([len(s.blocks) for s, _, _ in parts], default=0), dtype=torch.int32)
         for row, (s, _, _) in zip(tables, parts, strict=True):
             row[: len(s.blocks)] = torch.tensor(s.blocks, dtype=torch.int32)
@@ -106,6 +111,7 @@ class World:
         step = _cpu.Step(
             tokens,
             len(parts),
+            positions=positions.data_ptr(),
             slots=slots.data_ptr(),
             query_start=query_start.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
@@ -113,21 +119,23 @@ class World:
             block_table_stride=tables.stride(0),
         )
         attention.write_op(k, v, self.cache).run(step)
-        attention.attention_op(q, self.cache, out, n.scale, n.window, n.soft_cap, n.slopes).run(step)
+        attention.attention_op(q, self.cache, out, n.spec).run(step)
         return list(out.split(counts))
 
-    def expected(self, s: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def expected(self, s: int, begin: int, end: int, after: int = 0) -> tuple[Tensor, Tensor]:
         """The result in float64 [end - begin, H, D], and the size of the terms that it sums."""
-        n, sequence = self.network, self.sequences[s]
+        n, sequence, spec, context = self.network, self.sequences[s], self.network.spec, end + after
         q = sequence.q[begin:end].double()
-        k, v = (as_cached(x[:end], n.cache_dtype).repeat_interleave(n.group, dim=1) for x in (sequence.k, sequence.v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * n.scale
+        k, v = (
+            as_cached(x[:context], n.cache_dtype).repeat_interleave(n.group, dim=1) for x in (sequence.k, sequence.v)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
         if n.soft_cap:
             scores = n.soft_cap * torch.tanh(scores / n.soft_cap)
-        distance = torch.arange(begin, end)[:, None] - torch.arange(end)[None]
-        if n.slopes is not None:
-            scores -= n.slopes.double()[:, None, None] * distance
-        hidden = distance < 0
+        distance = torch.arange(begin, end)[:, None] - torch.arange(context)[None]
+        if spec.alibi_slopes is not None:
+            scores -= torch.tensor(spec.alibi_slopes, dtype=torch.float64)[:, None, None] * distance
+        hidden = (distance < 0) & n.causal
         if n.window is not None:
             hidden |= distance >= n.window
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
@@ -143,9 +151,9 @@ def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * inverse).round().clamp(-127, 127).double() * scale.double()
 
 
-def assert_right(world: World, chunks: list[tuple[int, int, int]], results: list[Tensor]) -> None:
+def assert_right(world: World, chunks: list[tuple[int, int, int]], results: list[Tensor], after: int = 0) -> None:
     for chunk, actual in zip(chunks, results, strict=True):
-        expected, size = world.expected(*chunk)
+        expected, size = world.expected(*chunk, after)
         # Scores of float32 have errors of some 1e-6 of their terms; int8 may round a tie otherwise in float32.
         limit = 3e-5 * size + (2**-8 * expected.abs() if actual.dtype == BF16 else 0) + 1e-30
         error = (actual.double() - expected).abs()
@@ -166,6 +174,9 @@ networks = st.builds(
 )
 
 
+seeds = st.integers(0, 2**31)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     networks,
@@ -178,6 +189,27 @@ def test_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], see
     world = World(network, [end for _, _, end in chunks], seed)
     world.step([(s, 0, begin) for s, begin, _ in chunks])
     assert_right(world, chunks, world.step(chunks))
+
+
+@settings(max_examples=40, deadline=None)
+@given(networks, st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=3), st.integers(0, 290), seeds)
+def test_queries_amid_their_context(network: Network, parts: list[tuple[int, int]], after: int, seed: int) -> None:
+    """They see up to themselves, with the bits that they have as the last ones; or, not causal, the whole context."""
+    for n in (network, replace(network, causal=False, window=None)):
+        chunks = [(s, before, before + now) for s, (before, now) in enumerate(parts)]
+        world = World(n, [end + after for _, _, end in chunks], seed)
+        world.step([(s, 0, end + after) for s, _, end in chunks])
+        results = world.step(chunks, after)
+        assert_right(world, chunks, results, after)
+        if n.causal:
+            assert all(torch.equal(*pair) for pair in zip(world.step(chunks), results, strict=True))
+
+
+def test_three_rows_of_twelve_tokens() -> None:
+    world = World(Network(), [12], 0)
+    [whole] = world.step([(0, 0, 12)])
+    [rows] = world.step([(0, 4, 7)], after=5)
+    assert torch.equal(rows, whole[4:7])
 
 
 @pytest.mark.parametrize("window", [None, 256, 300])

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels import load_kernels, reference
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.kernels.packed_weight import stack_rows
 from octavo.kernels.reference import ReferenceKernels
 
@@ -37,6 +37,16 @@ class Case:
     head_dim: int
     window: int | None
     seed: int
+    #: Tokens of each context that follow those of the step.
+    after: int = 0
+    soft_cap: float | None = None
+    alibi: bool = False
+    causal: bool = True
+
+    def spec(self, scale: float) -> AttentionSpec:
+        """With a slope for each head, or none."""
+        slopes = tuple(2.0**-i for i in range(self.kv_heads * self.group)) if self.alibi else None
+        return AttentionSpec(scale, self.window, self.soft_cap, slopes, self.causal)
 
 
 @st.composite
@@ -49,8 +59,12 @@ def cases(draw: st.DrawFn) -> Case:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 3)),
         head_dim=2 * draw(st.integers(1, 4)),
-        window=draw(st.none() | st.integers(1, 9)),
+        window=(window := draw(st.none() | st.integers(1, 9))),
         seed=draw(st.integers(0, 2**31)),
+        after=draw(st.integers(0, 6)),
+        soft_cap=draw(st.none() | st.just(1.5)),
+        alibi=draw(st.booleans()),
+        causal=window is not None or draw(st.booleans()),
     )
 
 
@@ -72,7 +86,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    totals = [before + new for before, new in case.lengths]
+    totals = [before + new + case.after for before, new in case.lengths]
     needed = [-(-total // case.block_size) for total in totals]
     cache = KERNELS.make_cache(1, sum(needed) + 2, case.block_size, case.kv_heads, case.head_dim, dtype)[0]
     cache.key.fill_(math.nan)
@@ -89,10 +103,12 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
         keys.append(random(totals[s], case.kv_heads, case.head_dim))
         values.append(random(totals[s], case.kv_heads, case.head_dim))
         KERNELS.reshape_and_cache(keys[-1], values[-1], cache, torch.tensor(own))
-        slots += own[before:]
-        positions += range(before, totals[s])
+        slots += own[before : before + new]
+        positions += range(before, before + new)
         starts.append(starts[-1] + new)
-    batch = make_batch([new for _, new in case.lengths], totals, tables, case.block_size)
+    batch = make_batch(
+        [new for _, new in case.lengths], totals, tables, case.block_size, starts=[before for before, _ in case.lengths]
+    )
     assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
 
@@ -105,11 +121,16 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
         k, v = key.double().numpy(), value.double().numpy()
         for position in range(before, before + new):
             oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            seen = np.arange(oldest, position + 1 if case.causal else len(k))
             for head in range(q.shape[1]):
                 kv = head // case.group
-                scores = k[oldest : position + 1, kv] @ q[row, head] * scale
+                scores = k[seen, kv] @ q[row, head] * scale
+                if case.soft_cap:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                if case.alibi:
+                    scores += 2.0**-head * (seen - position)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ v[oldest : position + 1, kv] / weights.sum()
+                out[row, head] = weights @ v[seen, kv] / weights.sum()
             row += 1
     return out
 
@@ -119,7 +140,7 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
 def test_attention_is_that_of_each_token_over_its_own_context(case: Case) -> None:
     step = build(case)
     scale = case.head_dim**-0.5
-    out = KERNELS.paged_attention(step.q, step.cache, step.batch, scale, case.window)
+    out = KERNELS.paged_attention(step.q, step.cache, step.batch, case.spec(scale))
     assert out.shape == step.q.shape and out.dtype == torch.float32
     np.testing.assert_allclose(out.numpy(), attend(case, step, scale), atol=2e-6, rtol=1e-5)
 
@@ -130,14 +151,14 @@ def test_attention_in_slices_is_the_same(case: Case, limit: int) -> None:
     step = build(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "_MAX_ELEMENTS", limit)
-        out = KERNELS.paged_attention(step.q, step.cache, step.batch, 0.5, case.window)
+        out = KERNELS.paged_attention(step.q, step.cache, step.batch, case.spec(0.5))
     np.testing.assert_allclose(out.numpy(), attend(case, step, 0.5), atol=2e-6, rtol=1e-5)
 
 
 def test_attention_over_many_blocks_in_bfloat16_is_rounded_once() -> None:
     case = Case([(200, 1), (3, 1), (0, 150), (97, 30)], 16, 2, 3, 64, None, 1)
     step = build(case, torch.bfloat16)
-    out = KERNELS.paged_attention(step.q, step.cache, step.batch, 0.125, None)
+    out = KERNELS.paged_attention(step.q, step.cache, step.batch, AttentionSpec(0.125))
     assert out.dtype == torch.bfloat16
     exact = torch.from_numpy(attend(case, step, 0.125)).to(torch.bfloat16).float()
     # Half a unit in the last place of bfloat16 can fall the other way.
@@ -145,13 +166,27 @@ def test_attention_over_many_blocks_in_bfloat16_is_rounded_once() -> None:
     assert (out.float() == exact).double().mean() > 0.99
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_amid_their_context_see_up_to_themselves(causal: bool) -> None:
+    case = Case([(4, 3), (6, 1)], 4, 2, 2, 8, None, 3, after=5, causal=causal)
+    step = build(case)
+    assert step.batch.positions.tolist() == [4, 5, 6, 6] and step.batch.seq_lens.tolist() == [12, 12]
+    out = KERNELS.paged_attention(step.q, step.cache, step.batch, case.spec(0.5))
+    np.testing.assert_allclose(out.numpy(), attend(case, step, 0.5), atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_without_causality_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="window of 8 tokens"):
+        AttentionSpec(1.0, window=8, causal=False)
+
+
 def test_attention_takes_queries_that_are_strided_views() -> None:
     case = Case([(4, 1), (2, 3)], 2, 2, 2, 4, None, 7)
     step = build(case)
     wide = torch.cat((step.q, step.q), dim=1)[:, :4]
     assert not wide.is_contiguous()
-    expected = KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, None)
-    assert torch.equal(KERNELS.paged_attention(wide, step.cache, step.batch, 1.0, None), expected)
+    expected = KERNELS.paged_attention(step.q, step.cache, step.batch, AttentionSpec(1.0))
+    assert torch.equal(KERNELS.paged_attention(wide, step.cache, step.batch, AttentionSpec(1.0)), expected)
 
 
 def test_cache_holds_what_was_written_and_nothing_else_changes() -> None:
@@ -309,7 +344,7 @@ def test_embedding() -> None:
 def test_empty_step_is_computed_to_nothing() -> None:
     step = build(Case([], 4, 2, 2, 8, None, 0))
     for window in (None, 3):
-        assert KERNELS.paged_attention(step.q, step.cache, step.batch, 1.0, window).shape == (0, 4, 8)
+        assert KERNELS.paged_attention(step.q, step.cache, step.batch, AttentionSpec(1.0, window)).shape == (0, 4, 8)
     KERNELS.reshape_and_cache(step.q[:, :2], step.q[:, :2], step.cache, step.batch.slot_mapping[0])
     assert KERNELS.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
 

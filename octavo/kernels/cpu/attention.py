@@ -7,6 +7,7 @@ every kind of cache are copied and swapped as bytes.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import mmap
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.interface import AttentionSpec, LayerCache
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -76,22 +77,14 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
     )
 
 
-def attention_op(
-    q: Tensor,
-    cache: LayerCache,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-) -> Any:
-    """The operation that computes attention of q [T, H, D], tokens strided, to out [T, H, D], contiguous.
+@functools.cache
+def _slopes(slopes: tuple[float, ...]) -> Tensor:
+    """In memory that stays, as operations hold its address."""
+    return torch.tensor(slopes, dtype=torch.float32)
 
-    Args:
-        window: a token attends to itself and the ``window - 1`` tokens before it.
-        soft_cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
-        alibi_slopes: float32 [H], or none: times the distance to a key, subtracted from its score (Press et al. 2021).
-    """
+
+def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec) -> Any:
+    """The operation that computes attention of q [T, H, D], tokens strided, to out [T, H, D], contiguous."""
     assert isinstance(cache, CpuLayerCache)
     return _cpu.paged_attention(
         q.data_ptr(),
@@ -105,10 +98,11 @@ def attention_op(
         cache.block_size,
         _DTYPES[q.dtype],
         _DTYPES[cache.dtype],
-        scale,
-        window or 0,
-        soft_cap,
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        spec.scale,
+        spec.window or 0,
+        spec.soft_cap or 0.0,
+        0 if spec.alibi_slopes is None else _slopes(spec.alibi_slopes).data_ptr(),
+        spec.causal,
         cache.group,
     )
 

@@ -25,7 +25,7 @@ from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
 from octavo.kernels.packed_weight import stack_rows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
@@ -212,12 +212,10 @@ class CpuKernels(Kernels):
         """Writes keys and values to their slots."""
         self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
 
-    def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Folds each sequence's context in pieces of fixed positions, in order."""
         out = self._new(q, tuple(q.shape), q.dtype)
-        self._do(attention.attention_op(q, cache, out, scale, window), step_of(batch), q)
+        self._do(attention.attention_op(q, cache, out, spec), step_of(batch), q)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.kernels.triton.attention_args import make_context
 from octavo.kernels.triton.attention_decode import decode
 from octavo.kernels.triton.attention_fixed import fixed_order
@@ -18,10 +18,8 @@ def paged_attention(
     q: Tensor,
     cache: LayerCache,
     batch: ForwardBatch,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     *,
-    soft_cap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of each token over its sequence's cached context.
@@ -30,9 +28,7 @@ def paged_attention(
         q: [T, H, D], tokens and heads strided; T is what the batch's sequences have together.
         cache: keys and values, those of this step included.
         batch: the step; the output of a sequence of no tokens (``seq_lens`` 0) is 0.
-        scale: times each score; positive.
-        window: a token attends to itself and the ``window - 1`` tokens before it.
-        soft_cap: scores become ``cap * tanh(score / cap)``; 0: they do not.
+        spec: causal, without ALiBi slopes; its scale is positive.
         deterministic: a row's bits are the same in any batch; see ``attention_fixed``.
 
     Returns:
@@ -43,7 +39,7 @@ def paged_attention(
     sequences = batch.seq_lens.shape[0]
     if not sequences:
         return out
-    context = make_context(q, cache, scale, window, soft_cap)
+    context = make_context(q, cache, spec)
     if deterministic:
         fixed_order(q, out, batch, context)
         return out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
 
 _LOG2_E = 1.4426950408889634
@@ -41,7 +42,7 @@ class Context:
     constants: dict[str, Any]
 
 
-def make_context(q: Tensor, cache: TritonLayerCache, scale: float, window: int | None, soft_cap: float) -> Context:
+def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Context:
     """For queries q [T, H, D]."""
     kv_heads, head_dim = cache.key.shape[1], cache.key.shape[3]
     quantized = cache.dtype in QUANTIZED
@@ -57,15 +58,15 @@ def make_context(q: Tensor, cache: TritonLayerCache, scale: float, window: int |
         pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale),
         kv_group=cache.group,
         strides=(cache.key.stride(0), 0 if cache.key_scale is None else cache.key_scale.stride(0)),
-        scale=scale / soft_cap if soft_cap > 0 else scale * _LOG2_E,
+        scale=spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
         constants={
             "GROUP": group,
             "KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,
             "DIM": dim,
             "BLOCK_SIZE": cache.block_size,
-            "WINDOW": window or 0,
-            "CAP": float(soft_cap),
+            "WINDOW": spec.window or 0,
+            "CAP": float(spec.soft_cap or 0),
             "QUANTIZED": quantized,
             "COMPUTE": _COMPUTE[compute],
         },

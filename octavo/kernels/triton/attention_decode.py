@@ -50,6 +50,7 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
         out,
         partial,
         sums,
+        batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
         *context.pointers,
@@ -102,6 +103,7 @@ def _decode_kernel(
     out_ptr,
     partial_ptr,
     sums_ptr,
+    positions_ptr,
     seq_lens_ptr,
     tables_ptr,
     key_ptr,
@@ -133,7 +135,8 @@ def _decode_kernel(
     parts = tl.num_programs(0)
     kv_head = tl.program_id(1) % KV_HEADS
     sequence = tl.program_id(2).to(tl.int64)
-    length = tl.load(seq_lens_ptr + sequence)
+    # Up to the query, which need not be the last of the context; a padding row has none.
+    length = tl.minimum(tl.load(seq_lens_ptr + sequence), tl.load(positions_ptr + sequence) + 1).to(tl.int32)
     rows = tl.arange(0, ROWS)
     group_heads = tl.program_id(1) // KV_HEADS * HEADS + rows
     heads = kv_head * GROUP + group_heads

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
-from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
 from octavo.kernels.triton.attention_tile import NOTHING, attend, merge
 from octavo.kernels.triton.rounding import rounded
 
@@ -50,6 +50,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
         partial,
         sums,
         batch.query_start_loc,
+        batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
         *context.pointers,
@@ -77,6 +78,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
             sums,
             out,
             batch.query_start_loc,
+            batch.positions,
             batch.seq_lens,
             sequences,
             pieces,
@@ -102,6 +104,7 @@ def _pieces_kernel(
     partial_ptr,
     sums_ptr,
     query_start_ptr,
+    positions_ptr,
     seq_lens_ptr,
     tables_ptr,
     key_ptr,
@@ -138,18 +141,19 @@ def _pieces_kernel(
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
+    first_query = position_of(positions_ptr, row, queries, length)
     kv_head = tl.program_id(0) % KV_HEADS
     q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, length, kv_head, tl.program_id(0) // KV_HEADS,
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
         GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
     )  # fmt: skip
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
 
-    oldest = length - queries + local * TOKENS
+    oldest = first_query + local * TOKENS
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
-    end = tl.minimum(oldest + TOKENS, length)
+    end = tl.minimum(oldest + TOKENS, first_query + queries)
     first = begin // PIECE_TOKENS
     # A sequence of no tokens has one piece, without keys.
     count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)
@@ -193,6 +197,7 @@ def _merge_kernel(
     sums_ptr,
     out_ptr,
     query_start_ptr,
+    positions_ptr,
     seq_lens_ptr,
     sequences,
     pieces,
@@ -214,7 +219,8 @@ def _merge_kernel(
             low = middle
         else:
             high = middle
-    position = tl.load(seq_lens_ptr + low) - tl.load(query_start_ptr + low + 1) + token
+    left = tl.load(query_start_ptr + low + 1) - token
+    position = position_of(positions_ptr, token, left, tl.load(seq_lens_ptr + low))
     rows = tl.arange(0, ROWS)
     valid = rows < GROUP
     dims = tl.arange(0, DIM)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
-from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
 from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
@@ -31,6 +31,7 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> No
         q,
         out,
         batch.query_start_loc,
+        batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
         *context.pointers,
@@ -67,6 +68,7 @@ def _prefill_kernel(
     q_ptr,
     out_ptr,
     query_start_ptr,
+    positions_ptr,
     seq_lens_ptr,
     tables_ptr,
     key_ptr,
@@ -104,17 +106,18 @@ def _prefill_kernel(
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
+    first_query = position_of(positions_ptr, row, queries, length)
     kv_head = tl.program_id(0) % KV_HEADS
     q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, length, kv_head, tl.program_id(0) // KV_HEADS,
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
         GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
     )  # fmt: skip
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
-    oldest = length - queries + local * TOKENS
-    end = tl.minimum(oldest + TOKENS, length)
+    oldest = first_query + local * TOKENS
+    end = tl.minimum(oldest + TOKENS, first_query + queries)
     if WINDOW > 0:
         masked_from = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
     else:

@@ -34,6 +34,12 @@ def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def position_of(positions_ptr, row, queries, length):
+    """The position of the query in ``row``, the first of ``queries`` of its sequence; below 0 of a padding row."""
+    return tl.minimum(tl.load(positions_ptr + row), length - queries).to(tl.int32)
+
+
+@triton.jit
 def load_queries(
     q_ptr,
     token_stride,
@@ -41,7 +47,7 @@ def load_queries(
     row,
     queries,
     local,
-    length,
+    first,
     kv_head,
     head_tile,
     GROUP: tl.constexpr,
@@ -61,7 +67,7 @@ def load_queries(
         row: the sequence's first token in q; ``queries`` follow each other from there.
         queries: see above.
         local: which tile of the sequence.
-        length: tokens in the context, the queries' the last.
+        first: position of the sequence's first query.
         kv_head: whose query heads.
         head_tile: which ``HEADS`` of its ``GROUP``.
         GROUP: query heads of a KV head.
@@ -85,4 +91,4 @@ def load_queries(
     dims = tl.arange(0, DIM)
     at = flat[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
     q = tl.load(q_ptr + at, mask=valid[:, None] & (dims[None, :] < HEAD_DIM), other=0.0).to(COMPUTE)
-    return q, length - queries + tokens, flat, heads, valid
+    return q, first + tokens, flat, heads, valid

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import attention, cache, norm, rotary, rotary_cache
@@ -140,8 +139,15 @@ class TritonKernels(Kernels):
         """Rotates both in place."""
         return rotary.rotary(q, k, positions, cos_sin)
 
-    def paged_attention(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, window: int | None
-    ) -> Tensor:
+    def check_attention(self, spec: AttentionSpec) -> None:
+        """Refuses what the kernels do not compute."""
+        if spec.alibi_slopes is not None:
+            raise UnsupportedModelError(
+                "the triton kernels have no attention with ALiBi slopes; use kernels='reference'"
+            )
+        if not spec.causal:
+            raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
+
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Decodes with their context split among programs, prefills in tiles of queries."""
-        return attention.paged_attention(q, cache, batch, scale, window, deterministic=self.deterministic)
+        return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)

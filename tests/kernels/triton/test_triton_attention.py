@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.errors import UnsupportedModelError
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
+from octavo.kernels.interface import AttentionSpec
 
 pytest.importorskip("triton")
 
 from octavo.kernels.triton import attention_decode, attention_fixed
 from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.cache import TritonLayerCache, make_cache
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -39,6 +43,8 @@ class Case:
     window: int | None = None
     cap: float = 0.0
     seed: int = 0
+    #: Tokens of each context that follow those of the step.
+    after: int = 0
 
 
 @st.composite
@@ -54,6 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.none() | st.integers(1, 100)),
         cap=draw(st.sampled_from([0.0, 0.0, 2.0])),
         seed=draw(st.integers(0, 2**31)),
+        after=draw(st.sampled_from([0, 0, 5, 70])),
     )
 
 
@@ -76,7 +83,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dty
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     size = case.block_size
-    totals = [before + new for before, new in case.lengths]
+    totals = [before + new + case.after for before, new in case.lengths]
     needed = [-(-total // size) for total in totals]
     caches = make_cache(2, sum(needed) + 2, size, case.kv_heads, case.head_dim, cache_dtype or dtype, DEVICE)
     caches[0].pool.fill_(0xFF)  # NaN, but in int8, whose scales are
@@ -94,10 +101,17 @@ def build(case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dty
         write(cache.value, cache.value_scale, own.to(DEVICE), random(totals[s], case.kv_heads, case.head_dim))
         keys.append(held(cache.key, cache.key_scale, own))
         values.append(held(cache.value, cache.value_scale, own))
-        slots += own.tolist()[before:]
-        positions += range(before, totals[s])
+        slots += own.tolist()[before : before + new]
+        positions += range(before, before + new)
         starts.append(starts[-1] + new)
-    batch = make_batch([new for _, new in case.lengths], totals, tables, size, device=DEVICE)
+    batch = make_batch(
+        [new for _, new in case.lengths],
+        totals,
+        tables,
+        size,
+        starts=[before for before, _ in case.lengths],
+        device=DEVICE,
+    )
     assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
 
@@ -143,9 +157,8 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
 
 
 def compute(case: Case, step: Step, scale: float, deterministic: bool) -> Tensor:
-    return paged_attention(
-        step.q, step.cache, step.batch, scale, case.window, soft_cap=case.cap, deterministic=deterministic
-    )
+    spec = AttentionSpec(scale, case.window, case.cap or None)
+    return paged_attention(step.q, step.cache, step.batch, spec, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -216,11 +229,28 @@ def test_padding_rows_are_zero_and_change_nothing(deterministic: bool) -> None:
     wide = torch.full((4, *step.q.shape[1:]), math.nan, device=DEVICE)
     wide[:2] = step.q
     wide[2:] = 1.0
-    out = paged_attention(wide, step.cache, padded, 0.25, None, deterministic=deterministic)
+    out = paged_attention(wide, step.cache, padded, AttentionSpec(0.25), deterministic=deterministic)
     assert not out[2:].any()
     if deterministic:
         assert torch.equal(out[:2], expected)
     torch.testing.assert_close(out[:2], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_queries_amid_their_context_see_up_to_themselves(deterministic: bool) -> None:
+    case = Case([(90, 1), (4, 3)], after=70)
+    step = build(case)
+    assert step.batch.positions.tolist() == [90, 4, 5, 6] and step.batch.seq_lens.tolist() == [161, 77]
+    out = compute(case, step, 0.25, deterministic)
+    np.testing.assert_allclose(out.cpu().numpy(), attend(case, step, 0.25), atol=3e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("spec", "what"), [({"alibi_slopes": (0.5,)}, "ALiBi"), ({"causal": False}, "causal")])
+def test_attention_that_is_not_computed_is_refused(spec: dict[str, Any], what: str) -> None:
+    kernels = TritonKernels(DEVICE)
+    kernels.check_attention(AttentionSpec(1.0, 16, 5.0))
+    with pytest.raises(UnsupportedModelError, match=what):
+        kernels.check_attention(AttentionSpec(1.0, **spec))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -271,11 +301,13 @@ def folded(case: Case, whole: Step, total: int, fold: Fold, company: list[tuple[
         order = [0, 1] if alone else [1, 0]
         counted = torch.cat([counts[i] for i in order]).cumsum(0)
         queries = [q, other.q]
+        positions = [whole.batch.positions[before : before + chunk], other.batch.positions]
         batch = replace(
             other.batch,
             query_start_loc=torch.nn.functional.pad(counted, (1, 0)).to(torch.int32),
             seq_lens=torch.cat([lens[i] for i in order]),
             block_tables=torch.cat([tables[i] for i in order], dim=1),
+            positions=torch.cat([positions[i] for i in order]),
             num_decodes=other.batch.num_decodes + alone,
             max_seq_len=max(before + chunk, other.batch.max_seq_len),
         )
@@ -283,7 +315,11 @@ def folded(case: Case, whole: Step, total: int, fold: Fold, company: list[tuple[
             patch.setattr(attention_fixed, "PIECE", 64)
             patch.setattr(attention_fixed, "count_parts", lambda *_: fold.parts)
             out = paged_attention(
-                torch.cat([queries[i] for i in order]), cache, batch, 0.25, case.window, deterministic=True
+                torch.cat([queries[i] for i in order]),
+                cache,
+                batch,
+                AttentionSpec(0.25, case.window),
+                deterministic=True,
             )
         rows.append(out[:chunk] if alone else out[len(other.q) :])
         before += chunk

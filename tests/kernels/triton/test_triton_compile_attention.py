@@ -91,6 +91,7 @@ def launch(
 ) -> None:
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
     from octavo.kernels.forward_batch import make_batch
+    from octavo.kernels.interface import AttentionSpec
     from octavo.kernels.triton import attention, attention_decode, attention_fixed, cache, rotary_cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
@@ -114,7 +115,9 @@ def launch(
             mock.patch.object(attention_decode, "count_parts", lambda *_: parts),
             mock.patch.object(attention_fixed, "count_parts", lambda *_: parts),
         ):
-            attention.paged_attention(q, caches[1], batch, 0.1, window, soft_cap=cap, deterministic=call == "fixed")
+            attention.paged_attention(
+                q, caches[1], batch, AttentionSpec(0.1, window, cap), deterministic=call == "fixed"
+            )
 
 
 if __name__ == "__main__":
