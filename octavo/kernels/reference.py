@@ -206,7 +206,7 @@ def _decode(
         num_blocks = min(num_blocks, -(-spec.window // block_size) + 1)
     at_once = max(1, _MAX_ELEMENTS // max(1, num_blocks * block_size * kv_heads * head_dim))
     pieces = zip(*(x.split(at_once) for x in (q, tables, positions, lens)), strict=True)
-    outs = [_decode_slice(rows, cache, *of_rows, num_blocks, spec) for rows, *of_rows in pieces]
+    outs = [_decode_slice(rows, cache, table, at, ends, num_blocks, spec) for rows, table, at, ends in pieces]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -240,7 +240,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
     assert np.array_equal(weight.dequantize().numpy(), values)
     assert np.allclose(exact_weights(weight), values, rtol=1e-6, atol=1e-6)
     x = torch.randn(5, 3 * block)
-    layer = KERNELS.pack([GGUFRows(kind, rows, 3 * block, block)])
+    layer: Any = KERNELS.pack([GGUFRows(kind, rows, 3 * block, block)])
     assert_close(run(layer, x), expected(weight, x), weight, x)
 
 
@@ -250,7 +250,7 @@ def test_other_gguf_types_become_8_bits() -> None:
 
     values = np.random.default_rng(1).standard_normal((6, 512)).astype(np.float32)
     rows = quantize(values, GGMLQuantizationType.Q5_0)
-    layer = KERNELS.pack([GGUFRows("Q5_0", rows, 512, 32)])
+    layer: Any = KERNELS.pack([GGUFRows("Q5_0", rows, 512, 32)])
     assert [part.format for part in layer.parts] == ["q8_32"]
     x = torch.randn(4, 512)
     want = x.numpy() @ dequantize(rows, GGMLQuantizationType.Q5_0).T
@@ -340,7 +340,7 @@ def test_sizes_and_kinds_that_do_not_fit_are_refused() -> None:
 
 def test_inputs_that_no_group_divides_get_8_bits() -> None:
     weight, x = torch.randn(20, 77), torch.randn(3, 77)
-    layer = KERNELS.pack([weight], quantization="int4")
+    layer: Any = KERNELS.pack([weight], quantization="int4")
     assert [part.format for part in layer.parts] == ["q8_channel"]
     want = x @ weight.T
     assert (run(layer, x) - want).norm() < 0.02 * want.norm()

@@ -104,7 +104,12 @@ def test_gates_stay_with_what_they_gate(size: int, activation: Any) -> None:
     x, gate, up = torch.randn(3, 6), torch.randn(8, 6), torch.randn(8, 6)
     tensors = {"gate_proj.weight": gate, "up_proj.weight": up}
     layers = ranks(size, lambda c: GateUpParallelLinear(c, 6, 8, False, activation), tensors)
-    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+    function: dict[str, Callable[..., Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }
     close(torch.cat([layer(x) for layer in layers], dim=1), function[activation](x @ gate.T) * (x @ up.T))
 
 
@@ -152,7 +157,7 @@ def test_vocabulary_shares(size: int, vocab: int) -> None:
 def test_tied_head_uses_the_table_of_the_embedding() -> None:
     table, hidden = torch.randn(11, 6), torch.randn(3, 6)
     embedding = VocabParallelEmbedding(context(), 11, 6)
-    head = ParallelLMHead(context(), 11, 6, embedding)
+    head: Any = ParallelLMHead(context(), 11, 6, embedding)
     assert not head.expected
     embedding.load("weight", table)
     close(head(hidden), hidden @ table.T)
@@ -188,7 +193,7 @@ def test_layer_packs_when_its_last_tensor_comes_and_drops_the_unpacked_one() -> 
             return super().pack([part.clone() for part in parts], *arguments, **options)
 
     kernels = Packing()
-    layer = MergedColumnParallelLinear(LayerContext(kernels, torch.bfloat16), [("a", 2), ("b", 2)], 3, bias=True)
+    layer: Any = MergedColumnParallelLinear(LayerContext(kernels, torch.bfloat16), [("a", 2), ("b", 2)], 3, bias=True)
     for name in ("b.weight", "a.bias", "a.weight"):
         layer.load(name, torch.ones(layer.expected[name]))
         assert kernels.packs == 0

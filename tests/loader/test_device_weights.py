@@ -6,6 +6,7 @@ import json
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,8 +83,8 @@ def test_what_a_device_refuses_is_an_error_of_the_weights(tmp_path: Path) -> Non
 @pytest.mark.gpu
 def test_a_network_is_loaded_straight_to_the_gpu(tiny_model: Path) -> None:
     config = read_model_config(tiny_model)
-    here = load_model(tiny_model, config, LayerContext(ReferenceKernels(), torch.float32))
-    there = load_model(tiny_model, config, LayerContext(ReferenceKernels("cuda"), torch.float32, "cuda"))
+    here: Any = load_model(tiny_model, config, LayerContext(ReferenceKernels(), torch.float32))
+    there: Any = load_model(tiny_model, config, LayerContext(ReferenceKernels("cuda"), torch.float32, "cuda"))
     assert here.embed.table is not None
     assert there.embed.table is not None
     assert there.embed.table.is_cuda

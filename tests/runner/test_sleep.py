@@ -39,7 +39,7 @@ def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
     return model.logits(model.forward(batch, caches))
 
 
-def test_a_network_that_slept_computes_the_same(model: LlamaForCausalLM) -> None:
+def test_a_network_that_slept_computes_the_same(model: Any) -> None:
     caches = caches_of(model)
     before = logits(model, caches)
     tensors = model.embed.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
