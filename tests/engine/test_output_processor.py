@@ -44,7 +44,7 @@ def test_what_is_not_taken_adds_up() -> None:
     processor, request = opened(params)
     every_step, every = opened(params)
     for i, token in enumerate(range(1000, 1012)):
-        extra = SequenceResult(logprobs=position(token))
+        extra = SequenceResult(logprobs=[position(token)])
         assert add(processor, token, extra, i % 2) and add(every_step, token, extra, i % 2)
         if i % 5 == 4:
             parts.append(request.take())
@@ -78,7 +78,7 @@ def test_a_token_costs_the_same_however_long_the_answer_is() -> None:
         seconds = []
         for start in range(0, 32000, 1000):
             extras = [
-                SequenceResult(logprobs=position(t)) if params.logprobs is not None else None for t in range(1000)
+                SequenceResult(logprobs=[position(t)]) if params.logprobs is not None else None for t in range(1000)
             ]
             began = time.thread_time()
             for token in range(1000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,7 @@ from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels import load_kernels, reference
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
 from octavo.kernels.interface import AttentionSpec, LayerCache
-from octavo.kernels.packed_weight import stack_rows
+from octavo.kernels.packed_weight import Activation, stack_rows
 from octavo.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -319,7 +320,12 @@ def test_products(dtype: torch.dtype) -> None:
     close(packed(x, torch.float32, add=add.clone()).double(), expected + add)
     gated = KERNELS.pack(weight.chunk(2), bias, gated=True)
     gate, up = (expected + add).chunk(2, dim=1)
-    functions = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+    functions: dict[Activation, Callable[..., Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }
     for name, function in functions.items():
         close(packed(x, torch.float32, add.clone(), name).double(), function(expected + add))
         close(gated(x, torch.float32, add.clone(), name).double(), function(gate) * up)

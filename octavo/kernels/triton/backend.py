@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.reference import masked_embedding
