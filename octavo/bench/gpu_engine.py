@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.bench.gpu_scale import Limits, Row, Scale, each, same_work
 from octavo.bench.offline import measure, step_bytes
 from octavo.bench.steady import BatchRun, run_batch
-from octavo.bench.work import kv_bytes_per_token, layer_weights, prefill_operations, weight_bytes_read
 from octavo.core.sampling_params import SamplingParams
+from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
@@ -74,7 +74,7 @@ def _engine(shape: str, scale: Scale, limits: Limits, options: dict[str, Any]) -
     core = llm.llm_engine.core
     yield "engine ready", time.perf_counter() - start, "s", "LLM(...) with random weights, profiling run included"
     tokens = core.blocks.num_blocks * core.options.block_size
-    per_token = kv_bytes_per_token(core.model_config, core.dtype)
+    per_token = kv_bytes_per_token(outline(core.model_config, core.dtype))
     yield "KV cache", tokens * per_token / 1e9, "GB", f"{tokens} tokens x {per_token} B"
     yield from each(
         [
@@ -99,16 +99,17 @@ def _prefill(llm: LLM, scale: Scale, limits: Limits) -> Iterator[Row]:
     c, n = llm.llm_engine.core.model_config, scale.prefill
     runs = [_run(llm, 1, n, 1, seed) for seed in range(1 + _PREFILL_ROUNDS)][1:]
     seconds = statistics.median(run.prefill_seconds for run in runs)
-    operations = prefill_operations(c, n)
+    network = outline(c, llm.llm_engine.core.dtype)
+    operations = prefill_operations(network, n)
     yield f"prefill {n}", n / seconds, "tok/s", f"{n} tokens / {seconds * 1e3:.2f} ms, median of {len(runs)}"
     if limits.tflops:
         yield (
             f"prefill {n}, share of matrix peak",
             operations / (seconds * limits.tflops * 1e12),
             "of peak",
-            f"(2 x {layer_weights(c)} weights x {n} + 4 x {c.num_layers} layers x {c.num_heads} heads x {c.head_dim} x "
-            f"{n} x {n + 1} / 2 + 2 x {c.vocab_size} x {c.hidden_size}) = {operations / 1e12:.4g} TFLOP / "
-            f"({seconds * 1e3:.2f} ms x {limits.tflops:.4g} TFLOP/s)",
+            f"(2 x {layer_weights(network)} weights x {n} + 4 x {c.num_layers} layers x {c.num_heads} heads x "
+            f"{c.head_dim} x {n} x {n + 1} / 2 + 2 x {c.vocab_size} x {c.hidden_size}) = "
+            f"{operations / 1e12:.4g} TFLOP / ({seconds * 1e3:.2f} ms x {limits.tflops:.4g} TFLOP/s)",
         )
 
 
@@ -127,8 +128,8 @@ def _decode(llm: LLM, scale: Scale, limits: Limits, batch: int) -> Iterator[Row]
         f"mean of {len(run.steady)} steps in which all {batch} decode, at {run.context:.1f} tokens of context",
     )
     yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
-    weights = weight_bytes_read(core.model_config, core.dtype)
-    cached = kv_bytes_per_token(core.model_config, core.dtype)
+    network = outline(core.model_config, core.dtype)
+    weights, cached = weight_bytes_read(network), kv_bytes_per_token(network)
     if limits.gb_s:
         yield (
             f"{name}, share of bandwidth",

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from octavo.bench.device import graphed, seconds_per_call
-from octavo.bench.work import SIZES, kind_of_head, kv_bytes_per_token
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.packed_weight import PackedWeight
+from octavo.layers.base import Weight
+from octavo.models.network import Network
+from octavo.models.sizes import matrices, outline, size_bytes
 
 _BLOCK = 16
 
@@ -41,8 +43,13 @@ class Types:
     dtype: torch.dtype
     #: "int8", "int4" or "fp8"; None: not quantised.
     quantization: str | None = None
-    #: Of the KV cache, if not ``dtype``.
-    cache_dtype: torch.dtype | None = None
+    #: Of the KV cache, as in ``EngineConfig.kv_cache_dtype``.
+    kv_cache_dtype: str = "auto"
+
+    def network(self, config: ModelConfig) -> Network:
+        """The network in these types, without memory."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return outline(config, dtype, self.quantization, self.kv_cache_dtype)
 
 
 def cpu_shapes(rows: list[int]) -> Shapes:
@@ -142,44 +149,55 @@ def linear_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
     """The products of a layer and the head, one case at a time: their tensors are large."""
-    heads, hidden, inner = c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    matrices = {
-        "qkv": (heads + 2 * c.num_kv_heads * c.head_dim, hidden, c.num_layers),
-        "attention out": (hidden, heads, c.num_layers),
-        "attention out, added": (hidden, heads, c.num_layers),
-        "gate and up": (2 * inner, hidden, c.num_layers),
-        "gate and up, gated": (2 * inner, hidden, c.num_layers),
-        "down": (hidden, inner, c.num_layers),
-        "down, added": (hidden, inner, c.num_layers),
-        "head": (c.vocab_size, hidden, 1),
-    }
-    for name, (outputs, inputs, layers) in matrices.items():
-        kind = kind_of_head(types.quantization) if name == "head" else types.quantization
-        gated = name.endswith("gated")
-        packed = []
-        for _ in range(layers):
-            weight = _random(outputs, inputs, dtype=types.dtype, device=device)
-            packed.append(kernels.pack(weight.chunk(2) if gated else [weight], quantization=kind, gated=gated))
-        weight_bytes = types.dtype.itemsize if kind is None else SIZES[kind]
-        for count in shapes.rows:
-            x = _random(count, inputs, dtype=types.dtype, device=device)
-            options: dict[str, Any] = {}
-            if gated:
-                options = {"activation": "silu"}
-            elif name == "head":
-                options = {"out_dtype": torch.float32}
-            elif name.endswith("added"):
-                options = {"out_dtype": torch.float32, "add": torch.zeros(count, outputs, device=device)}
-            yield Case(
-                f"linear {name}",
-                f"{outputs} x {inputs}",
-                count,
-                outputs * inputs * weight_bytes,
-                2.0 * outputs * inputs * count,
-                layers,
-                _repeated(packed, x, options),
-                _decodes(count, 1, device),
-            )
+    layers: dict[str, list[Weight]] = {}
+    for weight in matrices(types.network(c)):
+        layers.setdefault(weight.name.split(".")[-2], []).append(weight)
+    for name, weights in layers.items():
+        for use in _USES.get(name, [""]):
+            yield from _linear_cases(kernels, name, weights, use, types.dtype, shapes.rows, device)
+
+
+#: What a step does with a product besides taking it as it is: with the layers' own names.
+_USES = {"o_proj": ["", "added"], "gate_up_proj": ["", "gated"], "down_proj": ["", "added"]}
+
+
+def _linear_cases(
+    kernels: Kernels,
+    name: str,
+    weights: list[Weight],
+    use: str,
+    dtype: torch.dtype,
+    rows: list[int],
+    device: torch.device,
+) -> Iterator[Case]:
+    """One layer's product, for each number of rows."""
+    weight = weights[0]
+    outputs, inputs = weight.shape
+    kind = weight.dtype if weight.dtype in ("int8", "int4", "fp8") else None
+    packed = []
+    for _ in weights:
+        values = _random(outputs, inputs, dtype=dtype, device=device)
+        parts = values.chunk(2) if use == "gated" else [values]
+        packed.append(kernels.pack(parts, quantization=kind, gated=use == "gated"))
+    for count in rows:
+        x = _random(count, inputs, dtype=dtype, device=device)
+        options: dict[str, Any] = {}
+        if use == "gated":
+            options = {"activation": "silu"}
+        elif use == "added":
+            options = {"out_dtype": torch.float32, "add": torch.zeros(count, outputs, device=device)}
+        elif weight.kind == "head":
+            options = {"out_dtype": torch.float32}
+        yield Case(
+            f"linear {name}{use and ', ' + use}",
+            f"{outputs} x {inputs}",
+            count,
+            size_bytes(weight),
+            2.0 * outputs * inputs * count,
+            len(weights),
+            _repeated(packed, x, options),
+            _decodes(count, 1, device),
+        )
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -199,26 +217,25 @@ def attention_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
     """Attention of decodes, then of prompts, one case at a time."""
-    cache_dtype = types.cache_dtype or types.dtype
-    name = "fp8" if cache_dtype is torch.float8_e4m3fn else str(cache_dtype).removeprefix("torch.")
-    token_bytes = kv_bytes_per_token(c, name) / c.num_layers
+    network = types.network(c)
+    token_bytes = network.kv_specs[0].bytes_per_token
     pair_flops = 4.0 * c.num_heads * c.head_dim
     for sequences, context in shapes.decodes:
         batch = _decodes(sequences, context, device)
         yield _attention_case(
-            kernels, c, types, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
+            kernels, network, types, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
         )
     for length in shapes.prefills:
         batch = _one_prefill(length, device)
         pairs = length * (length + 1) // 2
         yield _attention_case(
-            kernels, c, types, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
+            kernels, network, types, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
         )
 
 
 def _attention_case(
     kernels: Kernels,
-    c: ModelConfig,
+    network: Network,
     types: Types,
     shape: str,
     batch: ForwardBatch,
@@ -229,9 +246,8 @@ def _attention_case(
     blocks = int(batch.block_tables.max()) + 1
     device, rows = batch.positions.device, len(batch.positions)
     # A GPU's caches are small beside one layer; what all of them would take may be more than it has.
-    layers = c.num_layers if device.type == "cpu" else 1
-    cache_dtype = types.cache_dtype or types.dtype
-    caches = kernels.make_cache(layers, blocks, _BLOCK, c.num_kv_heads, c.head_dim, cache_dtype)
+    c, layers = network.config, len(network.kv_specs) if device.type == "cpu" else 1
+    caches = kernels.make_group_cache(network.kv_specs[0], layers, blocks, _BLOCK)
     for cache in caches:  # pages that were never written all are the same one
         for part in (cache.key, cache.value):
             part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.bench.steady import BatchRun, run_batch
-from octavo.bench.work import kv_bytes_per_token, weight_bytes_read
 from octavo.core.sampling_params import SamplingParams
+from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -93,7 +93,6 @@ def share_of_bandwidth(core: EngineCore, run: BatchRun, bandwidth_gb_s: float) -
 
 def step_bytes(core: EngineCore, run: BatchRun) -> float:
     """Bytes that a steady step has to read: every matrix once, and each sequence's KV entries once."""
-    options, config = core.options, core.model_config
-    cache_dtype = core.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    cached = run.batch * run.context * kv_bytes_per_token(config, cache_dtype)
-    return weight_bytes_read(config, core.dtype, options.quantization) + cached
+    options = core.options
+    network = outline(core.model_config, core.dtype, options.quantization, options.kv_cache_dtype)
+    return weight_bytes_read(network) + run.batch * run.context * kv_bytes_per_token(network)

@@ -159,11 +159,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
         raise ConfigError(
             "quantization=gguf takes the bits of a file; octavo bench kernels measures int8, int4 and fp8"
         )
-    cache = {"auto": None, "fp8": torch.float8_e4m3fn}
-    cache_dtype = (
-        cache[options.kv_cache_dtype] if options.kv_cache_dtype in cache else getattr(torch, options.kv_cache_dtype)
-    )
-    types = Types(dtype, options.quantization, cache_dtype)
+    types = Types(dtype, options.quantization, options.kv_cache_dtype)
     with torch.inference_mode():
         _show(
             measure(

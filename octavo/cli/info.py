@@ -167,11 +167,11 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     """
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
+    from octavo.models.sizes import kv_bytes_per_token, outline
 
     folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
     config = read_model_config(folder)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
-    element_bytes = 4 if dtype == "float32" else 2
     return {
         "name": options.model,
         "folder": str(folder),
@@ -185,7 +185,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token(outline(config, dtype, None, options.kv_cache_dtype)),
     }
 
 

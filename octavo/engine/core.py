@@ -15,6 +15,7 @@ from octavo.engine.step_loop import StepLoop, StepTimes
 from octavo.executor.executor import UniprocExecutor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_groups import GroupBlocks, split_memory
 from octavo.models.config import read_model_config
 from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import load_policy
@@ -50,16 +51,31 @@ class EngineCore:
                 wanted,
             )
         host_blocks = self.executor.collective_rpc("num_host_blocks")[0]
+        groups = self.executor.collective_rpc("kv_groups")[0]
+        sizes = [
+            GroupBlocks(count, host_count, window)
+            for count, host_count, (_, window) in zip(
+                _split(blocks, groups, options, self.max_model_len),
+                _split(host_blocks, groups, options, self.max_model_len),
+                groups,
+                strict=True,
+            )
+        ]
         self.blocks = BlockManager(
-            blocks,
+            sizes,
             options.block_size,
-            num_host_blocks=host_blocks,
+            max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
             watermark=options.watermark,
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
         self.scheduler = Scheduler(self.blocks, SchedulerOptions.from_config(options, self.max_model_len))
-        self.executor.collective_rpc("make_cache", blocks, host_blocks, self.max_model_len)
+        self.executor.collective_rpc(
+            "make_cache",
+            [size.num_blocks for size in sizes],
+            [size.num_host_blocks for size in sizes],
+            self.max_model_len,
+        )
         if options.preemption_mode == "auto":  # who else would ask what moving a block costs
             seconds = self.executor.collective_rpc("measure_swap")[0]
             if seconds:
@@ -122,6 +138,24 @@ class EngineCore:
     def times(self) -> StepTimes:
         """Where the time of all steps went."""
         return self._loop.times
+
+
+def _split(
+    num_blocks: int, groups: list[tuple[int, int | None]], options: EngineConfig, max_model_len: int
+) -> list[int]:
+    """Blocks for each KV group in the memory of ``num_blocks`` of all of them; ``groups`` as a worker tells them."""
+    if len(groups) == 1:
+        return [num_blocks]
+    block_bytes, windows = [size for size, _ in groups], [window for _, window in groups]
+    return split_memory(
+        num_blocks * sum(block_bytes),
+        block_bytes,
+        windows,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
+        max_model_len=max_model_len,
+    )
 
 
 def _steps_in_flight(options: EngineConfig) -> int:

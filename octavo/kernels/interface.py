@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import UnsupportedModelError
+from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
@@ -100,20 +101,32 @@ class Kernels(ABC):
         """What chooses tokens from logits [n, vocab_size] and scores them."""
 
     @abstractmethod
-    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one KV cache block of one layer, keys and values."""
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of one KV cache block of one layer: keys, values, scales and padding.
+
+        Raises:
+            ConfigError: the backend has no such cache.
+        """
 
     @abstractmethod
-    def make_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
-        """The KV cache, one entry a layer."""
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """The KV cache of ``layers`` layers of one group, all zero.
 
-    def make_host_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
+        Raises:
+            ConfigError: the backend has no such cache.
+        """
+
+    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """As ``make_group_cache``, in host memory, for blocks that are swapped out."""
+        return self.make_group_cache(spec, layers, blocks, block_size)
+
+    def make_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """The KV cache with so many blocks of each group: one entry a layer, in the order of layers."""
+        return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
+
+    def make_host_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """As ``make_cache``, in host memory, for blocks that are swapped out."""
-        return self.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
+        return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
 
     @abstractmethod
     def pack(
@@ -200,3 +213,24 @@ class Kernels(ABC):
 
         Both are caches of this backend, of the same shapes and types but for their number of blocks.
         """
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that ``KVSpec.dtype`` names."""
+    dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+    return dtype
+
+
+def _in_layer_order(
+    groups: Sequence[KVGroup],
+    blocks: Sequence[int],
+    block_size: int,
+    make: Callable[[KVSpec, int, int, int], list[LayerCache]],
+) -> list[LayerCache]:
+    caches: dict[int, LayerCache] = {}
+    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
+        made = make(group.spec, len(group.layers), count, block_size)
+        for layer, cache in zip(group.layers, made, strict=True):
+            cache.group = index
+            caches[layer] = cache
+    return [caches[layer] for layer in sorted(caches)]

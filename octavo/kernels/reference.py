@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
 
@@ -91,21 +92,20 @@ class ReferenceKernels(Kernels):
         """Numpy, on the host."""
         return NumpySampling(vocab_size)
 
-    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Keys and values without padding.
 
         Raises:
             ConfigError: the cache would not hold floating-point numbers; this backend has no scales.
         """
+        dtype = torch_dtype(spec.dtype)
         if not dtype.is_floating_point:
             raise ConfigError(f"the reference backend has no KV cache of type {dtype}; use float32 or bfloat16")
-        return 2 * block_size * kv_heads * head_dim * dtype.itemsize
+        return 2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
-    def make_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values [blocks, block_size, kv_heads, head_dim], one pair a layer, all zero."""
-        shape = (blocks, block_size, kv_heads, head_dim)
+        shape, dtype = (blocks, block_size, spec.num_kv_heads, spec.head_dim), torch_dtype(spec.dtype)
         return [LayerCache(*(_untouched_zeros(shape, dtype, self.device) for _ in range(2))) for _ in range(layers)]
 
     def pack(

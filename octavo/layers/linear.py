@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import Activation, PackedWeight
-from octavo.layers.base import Layer
+from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
 
@@ -46,6 +46,8 @@ class ParallelLinear(Layer):
 
     #: Whether the two matrices are a gate and what it gates.
     _gated = False
+    #: What the stacked matrix is called in ``weights``, with a dot, where the layer has no name of its own.
+    stem = ""
 
     def __init__(
         self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
@@ -62,6 +64,10 @@ class ParallelLinear(Layer):
             self.expected[part.tensor_name("weight")] = (part.full_rows, in_features)
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
+        dtype = context.quantization or context.dtype_name
+        self.holds.append(Weight(f"{self.stem}weight", (self.out_features, local_in_features), "linear", dtype))
+        if bias:
+            self.holds.append(Weight(f"{self.stem}bias", (self.out_features,), "vector", context.dtype_name))
         self._context = context
         self._local_in_features = local_in_features
         self._weight: Tensor | None = None
@@ -125,6 +131,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first two matrices of a gated feed-forward network and the activation between them."""
 
     _gated = True
+    stem = "gate_up_proj."
 
     def __init__(
         self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
@@ -146,6 +153,8 @@ class QKVParallelLinear(ParallelLinear):
     Raises:
         ConfigError: the ranks cannot share the heads equally.
     """
+
+    stem = "qkv_proj."
 
     def __init__(
         self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.layers.base import Layer
+from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
 
@@ -15,6 +15,7 @@ class RMSNorm(Layer):
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__()
         self.expected["weight"] = (size,)
+        self.holds.append(Weight("weight", (size,), "vector", context.dtype_name))
         self.kernels = context.kernels
         self.eps = eps
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)

@@ -42,6 +42,8 @@ def rotary_table(config: ModelConfig, device: torch.device | str) -> Tensor:
         raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {e.args[0]!r} in config.json") from None
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as e:
         raise ConfigError(f"rope type {rope.rope_type!r} with parameters {rope.scaling}: {e}") from None
+    if torch.device(device).type == "meta":
+        return torch.empty(config.max_position, 2 * len(frequencies), device=device)
     angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor).to(device)
 

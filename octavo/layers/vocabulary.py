@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedWeight
-from octavo.layers.base import Layer
+from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
 
@@ -40,6 +40,7 @@ class VocabParallelEmbedding(_VocabularyShare):
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__(context, vocab_size, hidden_size)
         self.expected["weight"] = (vocab_size, hidden_size)
+        self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
         self.table: Tensor | None = None
         self._heads: list[ParallelLMHead] = []
 
@@ -68,6 +69,11 @@ class ParallelLMHead(_VocabularyShare):
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
         self._vocab_size = vocab_size
+        # Where the other matrices have 4 bits this one has 8: its errors go straight into the logits.
+        self._quantization = {"int8": "int8", "int4": "int8", "gguf": "gguf"}.get(context.quantization or "")
+        dtype = self._quantization or context.dtype_name
+        is_tied = tied is not None and self._quantization is None
+        self.holds.append(Weight("weight", (self.rows, hidden_size), "head", dtype, is_tied))
         if tied is None:
             self.expected["weight"] = (vocab_size, hidden_size)
         else:
@@ -83,10 +89,7 @@ class ParallelLMHead(_VocabularyShare):
         self.pack(self._take(tensor), tensor)
 
     def pack(self, table: Tensor, source: Tensor | GGUFRows) -> None:
-        """Takes this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor that they are from.
-
-        Where the other matrices have 4 bits this one has 8: its errors go straight into the logits.
-        """
+        """Takes this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor that they are from."""
         if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
             self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))])
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,13 +13,13 @@ from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.weights import load_weights, read_safetensors, read_safetensors_to
+from octavo.models.checkpoint import Pairs
+from octavo.models.network import Network
 from octavo.models.registry import make_network
-
-if TYPE_CHECKING:
-    from octavo.models.llama import LlamaForCausalLM
+from octavo.models.sizes import outline_network
 
 
-def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> LlamaForCausalLM:
+def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
     """Builds the network of ``config`` and fills it with this rank's share of the weights in ``folder``.
 
     Weights are converted to ``context.dtype``, and matrices quantised as ``context.quantization`` says; "gguf" reads
@@ -33,26 +33,29 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
     """
     network = make_network(config, context)
+    whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
+    shapes = {name: layer.expected[shard] for name, layer, shard in whole.tensors()}
 
-    def ignored(name: str) -> bool:
-        # Old checkpoints saved the rotary table; tied ones may repeat the embedding as the head.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    def load(tensors: Pairs) -> None:
+        for entry in network.checkpoint_map:
+            tensors = entry.apply(tensors, shapes)
+        load_weights(network, tensors, shapes)
 
     if context.quantization == "gguf":
         if gguf is None:
             raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
         from octavo.loader.gguf_convert import read_gguf
 
-        load_weights(network, read_gguf(gguf), ignored)
+        load(read_gguf(gguf))
     elif torch.device(context.device).type == "cpu":
-        load_weights(network, read_safetensors(folder), ignored)
+        load(read_safetensors(folder))
     else:
         with closing(read_safetensors_to(folder, context.device)) as tensors:
-            load_weights(network, tensors, ignored)
+            load(tensors)
     return network
 
 
-def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> LlamaForCausalLM:
+def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
     """The network of ``config`` with random weights, see ``dummy_weights``; quantised as ``context`` says.
 
     Raises:
@@ -61,5 +64,5 @@ def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> L
     if context.quantization == "gguf":
         raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
     network = make_network(config, context)
-    load_weights(network, dummy_weights(network, context.dtype, context.device, seed), lambda name: False)
+    load_weights(network, dummy_weights(network, context.dtype, context.device, seed))
     return network

@@ -10,7 +10,7 @@ import ctypes
 import json
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -35,14 +35,14 @@ _FILES_AT_ONCE = 4
 
 
 def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], ignored: Callable[[str], bool]
+    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], elsewhere: Container[str] = ()
 ) -> None:
     """Gives each (name, whole tensor) to the layer that expects it; afterwards the network is ready.
 
     Args:
         network: a network none of whose weights are loaded.
-        tensors: in any order, each name once, under the names of a Hugging Face checkpoint.
-        ignored: whether a tensor that no layer expects may be passed over.
+        tensors: in any order, each name once, under the names that the layers expect.
+        elsewhere: names of tensors that other pipeline stages expect: passed over if no layer here does.
 
     Raises:
         WeightError: a tensor is missing, unexpected, doubled, or of the wrong shape or type; the message names it.
@@ -51,7 +51,7 @@ def load_weights(
     missing = dict.fromkeys(takers)
     for name, tensor in tensors:
         if name not in takers:
-            if ignored(name):
+            if name in elsewhere:
                 continue
             raise WeightError(
                 f"tensor {name!r} belongs to no layer of this network; is config.json of this checkpoint?"

@@ -5,8 +5,12 @@ Reads top down: a network is layers; a layer is attention and an MLP, with a nor
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, LayerCache
@@ -16,37 +20,81 @@ from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowPar
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from octavo.models.checkpoint import Drop, Entry
+from octavo.models.config import ConfigReader, common_facts, longest_context, read_rope, refuse_activations
+from octavo.models.network import Network
 
 
-class LlamaForCausalLM(Layer):
+class LlamaForCausalLM(Network):
     """A decoder-only transformer with its language-model head."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__()
-        self.config = config
-        vocab, hidden = config.vocab_size, config.hidden_size
-        cos_sin = rotary_table(config, context.device)
-        self.embed = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
-        self.layers = [
-            self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, window))
-            for i, window in enumerate(config.sliding_windows or (None,) * config.num_layers)
-        ]
-        self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
-        tied = self.embed if config.tie_word_embeddings else None
-        self.head = self.attach("lm_head", ParallelLMHead(context, vocab, hidden, tied))
-        #: KV heads that this rank's cache holds.
-        self.num_kv_heads = self.layers[0].attention.qkv.kv_heads
+    # Old checkpoints saved the rotary table; tied ones may repeat the embedding as the head.
+    checkpoint_map: ClassVar[tuple[Entry, ...]] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
-        """The batch's tokens to hidden states [T, E] after the last norm; writes their keys and values."""
-        residual = self.embed(batch.token_ids)
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        vocab, hidden, tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
+        stage = context.layers_of(config.num_layers)
+        self.is_last = stage.stop == config.num_layers
+        if stage.start == 0 or (self.is_last and tied):
+            self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
+        cos_sin = rotary_table(config, context.device)
+        windows = config.sliding_windows or (None,) * config.num_layers
+        self.layers = [
+            self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, windows[i])) for i in stage
+        ]
+        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        if self.is_last:
+            self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
+            head = ParallelLMHead(context, vocab, hidden, self.embed_tokens if tied else None)
+            self.head = self.attach("lm_head", head)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [T] to the residual stream float32 [T, E]."""
+        return self.embed_tokens(token_ids)
+
+    def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+        """The residual stream through the layers of this stage, and on the last one the norm after them."""
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, cache, batch)
-        return self.norm(residual)
+        return self.norm(residual) if self.is_last else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json of any of the four architectures."""
+        refuse_activations(reader, "silu", "swish")
+        heads, hidden = reader.positive("num_attention_heads"), reader.positive("hidden_size")
+        layers = reader.positive("num_hidden_layers")
+        kv_heads = reader.positive("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        head_dim = reader.positive("head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads or 1)
+        if head_dim % 2:
+            raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
+        rope = read_rope(reader)
+        qkv_bias, o_bias = _attention_biases(architecture, reader)
+        return ModelConfig(
+            architecture=architecture,
+            hidden_size=hidden,
+            intermediate_size=reader.positive("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position=longest_context(rope),
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=architecture == "LlamaForCausalLM" and reader.flag("mlp_bias"),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            rope=rope,
+            sliding_windows=_windows(architecture, reader, layers),
+            **common_facts(reader),
+        )
 
 
 class DecoderLayer(Layer):
@@ -83,6 +131,9 @@ class Attention(Layer):
             self.k_norm = self.attach("k_norm", RMSNorm(context, head_dim, config.rms_norm_eps))
         self.head_dim = head_dim
         self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
+        self.kv_spec = KVSpec(
+            "full" if window is None else "sliding", self.qkv.kv_heads, head_dim, context.kv_dtype_name, window
+        )
         self.spec = AttentionSpec(head_dim**-0.5, window)
         context.kernels.check_attention(self.spec)
         self.cos_sin = cos_sin
@@ -110,3 +161,40 @@ class MLP(Layer):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the network's output for x, both [T, E]."""
         return self.down.add_to(residual, self.gate_up(x))
+
+
+def _attention_biases(architecture: str, reader: ConfigReader) -> tuple[bool, bool]:
+    """Bias on q, k and v; on the output. Qwen2 has the first always, Mistral none, the others as they say."""
+    if architecture == "Qwen2ForCausalLM":
+        return True, False
+    if architecture == "MistralForCausalLM":
+        return False, False
+    bias = reader.flag("attention_bias")
+    return bias, bias
+
+
+def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    raw = reader.raw
+    if architecture == "MistralForCausalLM":
+        # Absent means the 4096 of the first Mistral; null means none.
+        given = "sliding_window" not in raw or raw["sliding_window"] is not None
+        return (reader.positive("sliding_window", 4096) if given else None,) * layers
+    if architecture == "LlamaForCausalLM" or not reader.flag("use_sliding_window"):
+        return (None,) * layers
+    if "sliding_window" in raw and raw["sliding_window"] is None:
+        return (None,) * layers
+    window = reader.positive("sliding_window", 4096)
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
+        return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(types, list) or len(types) != layers:
+        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
+    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    return tuple(window if name == "sliding_attention" else None for name in types)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ import torch
 from octavo.core.plan import StepPlan
 from octavo.kernels.interface import Kernels, LayerCache
 
-#: Makes the caches of all layers with so many blocks.
-MakeCache = Callable[[int], list[LayerCache]]
+#: Makes the caches of all layers with so many blocks of each KV group.
+MakeCache = Callable[[Sequence[int]], list[LayerCache]]
+#: (source, target).
+Pairs = list[tuple[int, int]]
 
 #: Tells, once the step is done, the seconds that its swapping took.
 SwapSeconds = Callable[[], float]
@@ -28,8 +32,9 @@ _SAMPLE_ROUNDS = 3
 class CacheEngine:
     """Owns the device blocks and the host blocks of all layers.
 
-    A block number means the same block in every layer. Host blocks have the layout of device blocks, so a swap is a
-    copy of bytes.
+    A block number means the same block in every layer of a KV group; plans number the blocks of all groups, one group
+    after the other, on the device and on the host. Host blocks have the layout of device blocks, so a swap is a copy of
+    bytes.
     """
 
     def __init__(
@@ -38,8 +43,8 @@ class CacheEngine:
         make: MakeCache,
         make_host: MakeCache,
         block_bytes: int,
-        num_blocks: int,
-        num_host_blocks: int,
+        num_blocks: Sequence[int],
+        num_host_blocks: Sequence[int],
     ) -> None:
         """Allocates both.
 
@@ -48,14 +53,16 @@ class CacheEngine:
             make: allocates the caches of all layers on the device.
             make_host: as ``make``, in host memory.
             block_bytes: bytes of a block, in all layers together.
-            num_blocks: blocks on the device.
-            num_host_blocks: blocks on the host; 0: nothing can be swapped.
+            num_blocks: blocks of each group on the device.
+            num_host_blocks: blocks of each group on the host; 0: nothing can be swapped.
         """
         self._kernels = kernels
         self._make = make
         self._make_host = make_host
         self._block_bytes = block_bytes
-        self._num_host_blocks = num_host_blocks
+        self._first = _first_blocks(num_blocks)
+        self._first_on_host = _first_blocks(num_host_blocks)
+        self._num_host_blocks = sum(num_host_blocks)
         #: KV cache of each layer.
         self.device = make(num_blocks)
         # Memory that nothing was swapped to is never touched, so it is not taken from the system.
@@ -67,8 +74,22 @@ class CacheEngine:
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             seconds = self._swap(plan)
         if plan.blocks_to_copy:
-            self._kernels.copy_blocks(self.device, plan.blocks_to_copy)
+            for group, pairs in self._by_group(plan.blocks_to_copy, self._first, self._first):
+                self._kernels.copy_blocks(self._of_group(self.device, group), pairs)
         return seconds
+
+    def _by_group(self, pairs: Pairs, first_source: list[int], first_target: list[int]) -> Iterable[tuple[int, Pairs]]:
+        """The moves of each group, in the group's own numbers."""
+        if len(first_source) == 1:
+            return [(0, pairs)]
+        groups: dict[int, Pairs] = {}
+        for source, target in pairs:
+            group = bisect.bisect_right(first_source, source) - 1
+            groups.setdefault(group, []).append((source - first_source[group], target - first_target[group]))
+        return groups.items()
+
+    def _of_group(self, caches: list[LayerCache], group: int) -> list[LayerCache]:
+        return caches if len(self._first) == 1 else [cache for cache in caches if cache.group == group]
 
     def _swap(self, plan: StepPlan) -> SwapSeconds:
         start = time.perf_counter()
@@ -77,8 +98,10 @@ class CacheEngine:
         return lambda: seconds
 
     def _queue_swaps(self, plan: StepPlan) -> None:
-        self._kernels.swap_blocks(self.device, self._host, plan.blocks_to_swap_out)
-        self._kernels.swap_blocks(self._host, self.device, plan.blocks_to_swap_in)
+        for group, pairs in self._by_group(plan.blocks_to_swap_out, self._first, self._first_on_host):
+            self._kernels.swap_blocks(self._of_group(self.device, group), self._of_group(self._host, group), pairs)
+        for group, pairs in self._by_group(plan.blocks_to_swap_in, self._first_on_host, self._first):
+            self._kernels.swap_blocks(self._of_group(self._host, group), self._of_group(self.device, group), pairs)
 
     def finish_swaps(self) -> None:
         """Returns when every swap that was queued is done."""
@@ -93,18 +116,25 @@ class CacheEngine:
             return 0.0
         count = max(1, min(_SAMPLE_BLOCKS, _SAMPLE_BYTES // self._block_bytes))
         pairs = [(i, i) for i in range(count)]
-        device, host = self._make(count), self._make_host(count)
+        counts = [count] * len(self._first)
+        device, host = self._make(counts), self._make_host(counts)
         self.finish_swaps()
 
         def seconds(sources: list[LayerCache], targets: list[LayerCache]) -> float:
             start = time.perf_counter()
-            self._kernels.swap_blocks(sources, targets, pairs)
+            for group in range(len(self._first)):
+                self._kernels.swap_blocks(self._of_group(sources, group), self._of_group(targets, group), pairs)
             self.finish_swaps()
             return (time.perf_counter() - start) / count
 
         taken = [seconds(*way) for _ in range(1 + _SAMPLE_ROUNDS) for way in ((device, host), (host, device))]
         # The first round touches the memory for the first time, which is slow and happens once.
         return statistics.median(taken[2:])
+
+
+def _first_blocks(counts: Sequence[int]) -> list[int]:
+    """The number of each group's first block."""
+    return [0, *itertools.accumulate(counts)][:-1]
 
 
 class StreamedCacheEngine(CacheEngine):
@@ -123,8 +153,8 @@ class StreamedCacheEngine(CacheEngine):
         make: MakeCache,
         make_host: MakeCache,
         block_bytes: int,
-        num_blocks: int,
-        num_host_blocks: int,
+        num_blocks: Sequence[int],
+        num_host_blocks: Sequence[int],
         cuda: Any = torch.cuda,
     ) -> None:
         """As ``CacheEngine``; ``cuda`` has ``Stream``, ``Event`` and their like: tests give another."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,13 +100,17 @@ class InputBatch:
     then the caches of the processor hold weights, and whatever code is run for the first time costs many times as much.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
-        """Sizes the rows: ``max_model_len`` tokens each, with block tables for ``num_groups`` KV groups."""
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: Sequence[int] = (0,)
+    ) -> None:
+        """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``."""
         self.block_size = block_size
         # A place more than there are tokens: for one that is sampled after the last, though nobody wants it.
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
         # Zeros are virtual until written: a long context that nobody uses costs nothing.
-        self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.block_tables = np.zeros((len(num_blocks), max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        #: The number of each group's first block.
+        self._first_block = [0, *itertools.accumulate(num_blocks)]
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the row's sequence appends what it samples.
         self.appends = np.ones(max_num_seqs, dtype=bool)
@@ -173,7 +179,10 @@ class InputBatch:
         """Writes blocks into a sequence's block table."""
         self._last = None
         row = self._rows[change.seq_id]
-        self.block_tables[change.group, row, change.index : change.index + len(change.blocks)] = change.blocks
+        span = slice(change.index, change.index + len(change.blocks))
+        self.block_tables[change.group, row, span] = change.blocks
+        if change.group:  # plans number the blocks of all groups, a group's own begin with 0
+            self.block_tables[change.group, row, span] -= self._first_block[change.group]
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The flat inputs of a plan whose changes have been applied; valid until the next plan's are built.
@@ -220,7 +229,7 @@ class InputBatch:
         if plan.drafts:
             drafted = self._draft(plan, seq_ids, sampling, forked)
             sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
-        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
+        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
         all_sampled = one_each and len(sources) == len(positions)
         return StepInputs(
             arrays={
@@ -230,7 +239,8 @@ class InputBatch:
                 "sampled_rows": sampled_rows,
                 "query_start_loc": offsets.astype(np.int32),
                 "seq_lens": ends.astype(np.int32),
-                "block_tables": self.block_tables[:, rows, : -(-max_seq_len // self.block_size)],
+                # Indexing may leave the groups innermost.
+                "block_tables": np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)]),
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,

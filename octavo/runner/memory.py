@@ -7,10 +7,9 @@ from pathlib import Path
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
+from octavo.layers.context import LayerContext
+from octavo.models.sizes import outline_network, weight_bytes
 
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Bytes of a quantised weight with its share of the scales; a GGUF file's may have as few as 4.5 bits.
-_QUANTIZED_SIZE = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "gguf": 0.5}
 GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
 #: Defaults of ``gpu_memory_utilization``: of what is free on a CPU, where other programs live; of all a GPU has.
@@ -35,18 +34,8 @@ def _read_bytes(path: str) -> int | None:
         return None
 
 
-def weight_bytes(config: ModelConfig, dtype: str, quantization: str | None = None) -> int:
-    """Bytes of the network's matrices; quantised, a lower bound: the table of embeddings and scales are left out."""
-    c = config
-    attention = c.hidden_size * c.head_dim * (c.num_heads * 2 + c.num_kv_heads * 2)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size
-    vocab = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    size = _ITEM_SIZE[dtype] if quantization is None else _QUANTIZED_SIZE[quantization]
-    return int((c.num_layers * layer + vocab) * size)
-
-
 def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
-    """Bytes that the largest step needs beside weights and cache: activations of one layer, and logits.
+    """A bound on the bytes that the largest step needs beside weights and cache: activations of one layer, and logits.
 
     Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
     """
@@ -56,20 +45,21 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     return 4 * (options.max_num_batched_tokens * row + logits)
 
 
-def check_weights_fit(
-    config: ModelConfig, dtype: str, quantization: str | None = None, free: int | None = None
-) -> None:
-    """Refuses a model that ``free`` bytes (None: the host's free memory) cannot hold, before anything is read.
+def check_weights_fit(config: ModelConfig, context: LayerContext, free: int | None = None) -> None:
+    """Refuses a model whose share of ``context`` does not fit into ``free`` bytes, before anything is read.
+
+    Without ``free`` it is the host's free memory.
 
     Raises:
         InsufficientMemoryError: with what is needed and what is there.
+        UnsupportedModelError, ConfigError: there is no such network.
     """
-    needed = weight_bytes(config, dtype, quantization)
+    needed = weight_bytes(outline_network(config, context))
     free = available_memory() if free is None else free
     if needed > free:
         raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB in {quantization or dtype}, but only {free / GIB:.2f} GiB of "
-            "memory are free"
+            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name}, but only "
+            f"{free / GIB:.2f} GiB of memory are free"
         )
 
 

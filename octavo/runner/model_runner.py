@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.kv_spec import group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams
@@ -53,8 +55,6 @@ class ModelRunner:
         self.dtype = dtype
         self.device = torch.device(resolve_device(options.device))
         self._on_gpu = self.device.type == "cuda"
-        free = CudaMemory(self.device).free() if self._on_gpu else None
-        memory.check_weights_fit(config, dtype, options.quantization, free)
         kernels = load_kernels(
             options.kernels,
             str(self.device),
@@ -69,16 +69,24 @@ class ModelRunner:
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
-        cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-        self._cache_dtype: torch.dtype = torch.float8_e4m3fn if cache_dtype == "fp8" else getattr(torch, cache_dtype)
         context = LayerContext(
-            kernels=self._kernels, dtype=getattr(torch, dtype), device=self.device, quantization=options.quantization
+            kernels=self._kernels,
+            dtype=getattr(torch, dtype),
+            device=self.device,
+            quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
+        free = CudaMemory(self.device).free() if self._on_gpu else None
+        memory.check_weights_fit(config, context, free)
         if options.load_format == "dummy":
             self.model = make_dummy_model(config, context, options.seed)
         else:
             gguf = gguf_source(options.model) if options.quantization == "gguf" else None
             self.model = load_model(folder, config, context, gguf)
+        #: The one that keeps most tokens first, as the block manager wants them.
+        self._kv_groups = sorted(
+            group_layers(self.model.kv_specs), key=lambda group: -(group.spec.window or config.max_position)
+        )
 
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``memory.num_blocks`` and ``num_gpu_blocks``."""
@@ -99,24 +107,25 @@ class ModelRunner:
         free = memory.free_for_caches(self.config, self.options)
         return memory.num_host_blocks(self.config, self.options, self._block_bytes(), free)
 
+    def kv_groups(self) -> list[tuple[int, int | None]]:
+        """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
+        size = self.options.block_size
+        return [
+            (len(group.layers) * self._kernels.block_bytes(group.spec, size), group.spec.window)
+            for group in self._kv_groups
+        ]
+
     def _block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
-        c = self.config
-        return c.num_layers * self._kernels.block_bytes(
-            self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
-        )
+        """Bytes of a block in all layers of this rank."""
+        return sum(size for size, _ in self.kv_groups())
 
-    def _make_layers(self, blocks: int) -> list[LayerCache]:
-        """KV cache of so many blocks on the device."""
-        return self._kernels.make_cache(*self._cache_shape(blocks))
+    def _make_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
+        """KV cache of so many blocks of each group on the device."""
+        return self._kernels.make_cache(self._kv_groups, blocks, self.options.block_size)
 
-    def _make_host_layers(self, blocks: int) -> list[LayerCache]:
+    def _make_host_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
         """As ``_make_layers``, in host memory."""
-        return self._kernels.make_host_cache(*self._cache_shape(blocks))
-
-    def _cache_shape(self, blocks: int) -> tuple[int, int, int, int, int, torch.dtype]:
-        c = self.config
-        return c.num_layers, blocks, self.options.block_size, c.num_kv_heads, c.head_dim, self._cache_dtype
+        return self._kernels.make_host_cache(self._kv_groups, blocks, self.options.block_size)
 
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
@@ -126,7 +135,7 @@ class ModelRunner:
     def _run_largest_step(self, max_model_len: int) -> None:
         """As many tokens as a step may have, and as many sequences, which all draw and ask for logprobs."""
         batch = largest_step(self._largest(max_model_len), self.device)
-        output = self._run_network(batch, self._make_layers(1))
+        output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         rows = np.arange(len(batch.seq_lens))
         sampler = self._make_sampler(TokenTable(len(rows), 1))
         for row in rows.tolist():
@@ -139,15 +148,18 @@ class ModelRunner:
         options = self.options
         tokens, sequences = options.max_num_batched_tokens, min(options.max_num_seqs, options.max_num_batched_tokens)
         # Every token may be sampled at, where drafts are verified.
-        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size)
+        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._kv_groups))
 
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         hidden = self.model.forward(batch, caches)
         return ForwardOutput(hidden, self.model.logits(self._kernels.take_sampled(hidden, batch)))
 
     @torch.inference_mode()
-    def make_cache(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> None:
-        """Allocates the KV cache, on device and host, and the rows for sequences of up to ``max_model_len`` tokens."""
+    def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
+        """Allocates the KV cache, on device and host, and the rows for sequences of up to ``max_model_len`` tokens.
+
+        The numbers of blocks are those of each group, in the order of ``kv_groups``.
+        """
         options = self.options
         engine = StreamedCacheEngine if self._on_gpu else CacheEngine
         self._cache = engine(
@@ -160,7 +172,7 @@ class ModelRunner:
         )
         self._max_model_len = max_model_len
         self._capture()
-        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size)
+        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._to_device: ToDevice = HostInputs()

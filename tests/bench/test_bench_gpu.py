@@ -21,9 +21,9 @@ from octavo.bench.device import graphed, measure_device, seconds_per_call
 from octavo.bench.gpu_scale import FULL, TINY, Scale
 from octavo.bench.offline import measure, step_bytes
 from octavo.bench.steady import run_batch
-from octavo.bench.work import kv_bytes_per_token, layer_weights, prefill_operations, weight_bytes_read
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
+from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"
@@ -60,8 +60,8 @@ def run_part(part: str, shape: Path, tmp_path: Path, *options: str) -> tuple[int
 def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, tmp_path: Path) -> None:
     code, figures = run_part(part, tiny, tmp_path, "--bandwidth", "10", "--peak", "2")
     assert code == 0, figures
-    config = read_model_config(tiny)
-    weights, per_token = weight_bytes_read(config, "bfloat16"), kv_bytes_per_token(config, "bfloat16")
+    network = outline(read_model_config(tiny), "bfloat16")
+    weights, per_token = weight_bytes_read(network), kv_bytes_per_token(network)
     for batch in (1, 3):
         name = f"decode {batch} x 24"
         step = figures[f"{name}, step"]["value"] / 1e3
@@ -73,7 +73,7 @@ def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, t
         assert figures[f"{name}, GPU idle"]["value"] is None
     seconds = 48 / figures["prefill 48"]["value"]
     share = figures["prefill 48, share of matrix peak"]["value"]
-    assert share == pytest.approx(prefill_operations(config, 48) / seconds / 2e12)
+    assert share == pytest.approx(prefill_operations(network, 48) / seconds / 2e12)
     assert figures["1 x (8 in, 4 out)"]["value"] > 0
 
 
@@ -237,7 +237,7 @@ def test_steady_steps_are_those_in_which_all_decode(tiny: Path) -> None:
     assert 0 < run.step_seconds * len(run.steady) < run.seconds
     assert run.idle_share is None
     core = llm.llm_engine.core
-    expected = weight_bytes_read(core.model_config, "bfloat16") + 4 * run.context * 2 * 2 * 2 * 16 * 2
+    expected = weight_bytes_read(outline(core.model_config, "bfloat16")) + 4 * run.context * 2 * 2 * 2 * 16 * 2
     assert step_bytes(core, run) == pytest.approx(expected)
     (figures,) = measure(llm, [2], 8, 12, bandwidth_gb_s=5.0)
     assert figures.share_outside_kernels is None
@@ -248,16 +248,18 @@ def test_steady_steps_are_those_in_which_all_decode(tiny: Path) -> None:
 def test_bytes_and_operations_of_a_network_that_is_counted_by_hand(tiny: Path) -> None:
     c = read_model_config(tiny)
     q, kv, out, mlp = 64 * 64, 2 * 64 * 32, 64 * 64, 3 * 64 * 96
-    assert layer_weights(c) == 2 * (q + kv + out + mlp)
+    network = outline(c, "bfloat16")
+    layers = 2 * (q + kv + out + mlp)
+    assert layer_weights(network) == layers
     head = 128 * 64
-    assert weight_bytes_read(c, "bfloat16") == 2 * (layer_weights(c) + head)
-    assert weight_bytes_read(c, "float32", "int8") == layer_weights(c) + head
-    assert weight_bytes_read(c, "bfloat16", "int4") == layer_weights(c) // 2 + head
-    assert weight_bytes_read(c, "bfloat16", "fp8") == layer_weights(c) + 2 * head
-    assert kv_bytes_per_token(c, "float16") == 2 * 2 * 2 * 16 * 2
-    assert kv_bytes_per_token(c, "fp8") == 2 * 2 * 2 * (16 + 4)
+    assert weight_bytes_read(network) == 2 * (layers + head)
+    assert weight_bytes_read(outline(c, "float32", "int8")) == layers + head
+    assert weight_bytes_read(outline(c, "bfloat16", "int4")) == layers // 2 + head
+    assert weight_bytes_read(outline(c, "bfloat16", "fp8")) == layers + 2 * head
+    assert kv_bytes_per_token(outline(c, "float16")) == 2 * 2 * 2 * 16 * 2
+    assert kv_bytes_per_token(outline(c, "float16", kv_cache_dtype="fp8")) == 2 * 2 * 2 * (16 + 4)
     # Two tokens: the second sees both; scores and values take two operations a pair, head and dimension each.
-    assert prefill_operations(c, 2) == 2 * layer_weights(c) * 2 + 3 * 2 * 4 * 4 * 16 + 2 * head
+    assert prefill_operations(network, 2) == 2 * layers * 2 + 3 * 2 * 4 * 4 * 16 + 2 * head
 
 
 def test_device_timing_on_a_cpu(tries: Callable[..., None]) -> None:

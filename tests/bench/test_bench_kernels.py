@@ -18,14 +18,14 @@ from octavo.models.config import read_model_config
 #: One row, one sequence and one short prompt.
 SHAPES = Shapes([1, 3], [(2, 40)], [20])
 LINEARS = [
-    "linear qkv",
-    "linear attention out",
-    "linear attention out, added",
-    "linear gate and up",
-    "linear gate and up, gated",
-    "linear down",
-    "linear down, added",
-    "linear head",
+    "linear qkv_proj",
+    "linear o_proj",
+    "linear o_proj, added",
+    "linear gate_up_proj",
+    "linear gate_up_proj, gated",
+    "linear down_proj",
+    "linear down_proj, added",
+    "linear lm_head",
 ]
 
 
@@ -40,7 +40,7 @@ def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path) -> None:
     assert main(["bench", "kernels", str(tiny_model), "--rows", "1,2", "--json", str(target)]) == 0
     rows: list[dict[str, Any]] = [json.loads(line) for line in target.read_text().splitlines()]
     assert list(dict.fromkeys(row["kernel"] for row in rows)) == [*LINEARS, "attention"]
-    assert [row["rows"] for row in rows if row["kernel"] == "linear head"] == [1, 2]
+    assert [row["rows"] for row in rows if row["kernel"] == "linear lm_head"] == [1, 2]
     for row in rows:
         assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
 
@@ -52,19 +52,19 @@ def test_bytes_and_operations_of_products(
     c = read_model_config(tiny_model)
     for case in linear_cases(kernels, c, Types(torch.bfloat16, kind), SHAPES, torch.device("cpu")):
         outputs, inputs = map(int, case.shape.split(" x "))
-        size = of_head if case.kernel == "linear head" else bytes_of_weight
+        size = of_head if case.kernel == "linear lm_head" else bytes_of_weight
         assert case.bytes == outputs * inputs * size
         assert case.flops == 2 * outputs * inputs * case.rows
 
 
-@pytest.mark.parametrize(("cache_dtype", "bytes_of_head"), [(None, 2 * 2), (torch.int8, 2 * 1)])
+@pytest.mark.parametrize(("cache_dtype", "bytes_of_head"), [("auto", 2 * 2), ("int8", 2 * 1)])
 def test_bytes_and_operations_of_attention(
-    kernels: Kernels, tiny_model: Path, cache_dtype: torch.dtype | None, bytes_of_head: int
+    kernels: Kernels, tiny_model: Path, cache_dtype: str, bytes_of_head: int
 ) -> None:
     c = read_model_config(tiny_model)
-    types = Types(torch.bfloat16, cache_dtype=cache_dtype)
+    types = Types(torch.bfloat16, kv_cache_dtype=cache_dtype)
     decode, prefill = attention_cases(kernels, c, types, SHAPES, torch.device("cpu"))
-    scales = 2 * c.num_kv_heads * 4 if cache_dtype is torch.int8 else 0
+    scales = 2 * c.num_kv_heads * 4 if cache_dtype == "int8" else 0
     of_token = bytes_of_head * c.num_kv_heads * c.head_dim + scales
     assert decode.bytes == 2 * 40 * of_token and prefill.bytes == 20 * of_token
     assert decode.flops == 2 * 40 * 4 * c.num_heads * c.head_dim

@@ -13,6 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
 
+from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import Activation, PackedWeight
@@ -146,7 +147,7 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int) -> Non
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).bfloat16()
     batch = one_sequence(tokens)
     [expected], [cache], [recorded] = (
-        kernels.make_cache(1, 32, 16, kv_heads, head_dim, torch.bfloat16) for _ in range(3)
+        kernels.make_group_cache(KVSpec("full", kv_heads, head_dim, "bfloat16"), 1, 32, 16) for _ in range(3)
     )
 
     def split(rows: Tensor) -> tuple[Tensor, ...]:
@@ -175,7 +176,7 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_negative_slots_are_written_nowhere(kernels: Any, dtype: torch.dtype) -> None:
-    [cache] = kernels.make_cache(1, 2, 16, 1, 8, dtype)
+    [cache] = kernels.make_group_cache(KVSpec("full", 1, 8, str(dtype).removeprefix("torch.")), 1, 2, 16)
     k, v = torch.randn(2, 3, 1, 8).bfloat16()
     kernels.reshape_and_cache(k, v, cache, torch.full((3,), -1))
     assert not cache.key.any() and not cache.value.any()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.kv_spec import KVSpec
 from octavo.kernels import load_kernels, reference
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
 from octavo.kernels.interface import AttentionSpec, LayerCache
@@ -24,6 +25,7 @@ from octavo.kernels.packed_weight import Activation, stack_rows
 from octavo.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
+SMALL = KVSpec("full", 1, 2, "float32")
 Floats = NDArray[np.float64]
 
 
@@ -89,7 +91,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
 
     totals = [before + new + case.after for before, new in case.lengths]
     needed = [-(-total // case.block_size) for total in totals]
-    cache = KERNELS.make_cache(1, sum(needed) + 2, case.block_size, case.kv_heads, case.head_dim, dtype)[0]
+    spec = KVSpec("full", case.kv_heads, case.head_dim, str(dtype).removeprefix("torch."))
+    cache = KERNELS.make_group_cache(spec, 1, sum(needed) + 2, case.block_size)[0]
     cache.key.fill_(math.nan)
     cache.value.fill_(math.nan)
     free = (1 + torch.randperm(sum(needed) + 1, generator=generator)).tolist()
@@ -191,7 +194,7 @@ def test_attention_takes_queries_that_are_strided_views() -> None:
 
 
 def test_cache_holds_what_was_written_and_nothing_else_changes() -> None:
-    cache = KERNELS.make_cache(2, 3, 4, 2, 6, torch.bfloat16)[1]
+    cache = KERNELS.make_group_cache(KVSpec("full", 2, 6, "bfloat16"), 2, 3, 4)[1]
     assert cache.key.shape == cache.value.shape == (3, 4, 2, 6)
     qkv = torch.randn(2, 5, 6).to(torch.bfloat16)
     k, v = qkv[:, :2], qkv[:, 2:4]
@@ -217,7 +220,7 @@ def test_rotary_and_cache_is_both_in_turn() -> None:
 
 
 def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
-    caches = KERNELS.make_cache(2, 4, 2, 1, 2, torch.float32)
+    caches = KERNELS.make_group_cache(SMALL, 2, 4, 2)
     for cache in caches:
         cache.key.normal_()
         cache.value.normal_()
@@ -234,7 +237,7 @@ def test_copy_blocks_copies_keys_and_values_of_every_layer() -> None:
 
 
 def test_swap_blocks_copies_from_one_cache_to_another() -> None:
-    device, host = (KERNELS.make_cache(2, blocks, 2, 1, 2, torch.float32) for blocks in (3, 5))
+    device, host = (KERNELS.make_group_cache(SMALL, 2, blocks, 2) for blocks in (3, 5))
     for cache in device:
         cache.key.normal_()
         cache.value.normal_()
@@ -248,7 +251,7 @@ def test_swap_blocks_copies_from_one_cache_to_another() -> None:
 
 @pytest.mark.parametrize("pair", [(-1, 0), (3, 0), (0, 5), (0, -1)])
 def test_swaps_of_blocks_that_do_not_exist_are_refused(pair: tuple[int, int]) -> None:
-    device, host = (KERNELS.make_cache(1, blocks, 2, 1, 2, torch.float32) for blocks in (3, 5))
+    device, host = (KERNELS.make_group_cache(SMALL, 1, blocks, 2) for blocks in (3, 5))
     with pytest.raises((IndexError, RuntimeError), match="index"):
         KERNELS.swap_blocks(device, host, [pair])
 

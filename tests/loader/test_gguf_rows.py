@@ -63,8 +63,8 @@ def test_a_network_of_blocks_computes_what_the_converted_one_does(file: Path, fo
     kernels = CpuKernels()
     config = read_model_config(folder)
     x = torch.randn(5, config.hidden_size)
-    plain = load_model(folder, config, LayerContext(kernels, torch.float32))
-    blocks = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), file)
+    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32))
+    blocks: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), file)
     for ours, theirs in (
         (blocks.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x)),
         (blocks.layers[0].mlp.gate_up(x), plain.layers[0].mlp.gate_up(x)),
@@ -85,8 +85,8 @@ def test_a_layer_whose_parts_are_not_all_quantised_is_not_quantised(tmp_path: Pa
     config = read_model_config(folder)
     x = torch.randn(5, config.hidden_size)
     kernels = CpuKernels()
-    plain = load_model(folder, config, LayerContext(kernels, torch.float32))
-    mixed = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), path)
+    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32))
+    mixed: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), path)
     assert torch.equal(mixed.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x))
 
 

@@ -52,7 +52,9 @@ def save_split(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> dict
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> LlamaForCausalLM:
-    return load_model(folder, config, context(dtype))
+    network = load_model(folder, config, context(dtype))
+    assert isinstance(network, LlamaForCausalLM)
+    return network
 
 
 def assert_holds(network: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -61,7 +63,7 @@ def assert_holds(network: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -
         assert torch.equal(ours, torch.cat([tensors[name] for name in names]).to(dtype))
 
     assert not list(network.tensors())
-    same(network.embed.table, "model.embed_tokens.weight")
+    same(network.embed_tokens.table, "model.embed_tokens.weight")
     same(network.norm.weight, "model.norm.weight")
     same(network.head.packed.weight, "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight")
     for i, layer in enumerate(network.layers):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
-from octavo.models.llama import LlamaForCausalLM
+from octavo.models.network import Network
 
 
 class PagedDriver:
@@ -23,17 +24,14 @@ class PagedDriver:
     Blocks are handed out in a shuffled order, so that no test passes because blocks happen to be neighbours.
     """
 
-    def __init__(
-        self, network: LlamaForCausalLM, block_size: int = 4, blocks: int = 96, kernels: Kernels | None = None
-    ) -> None:
-        config = network.config
+    def __init__(self, network: Network, block_size: int = 4, blocks: int = 96, kernels: Kernels | None = None) -> None:
         kernels = kernels or ReferenceKernels()
         self.network = network
         self.block_size = block_size
-        self.caches: list[LayerCache] = kernels.make_cache(
-            config.num_layers, blocks, block_size, network.num_kv_heads, config.head_dim, network.norm.weight.dtype
-        )
-        self.forward = kernels.capture(self._forward, BatchSize(128, 8, 128, blocks * block_size, block_size))
+        self.groups = group_layers(network.kv_specs)
+        count = len(self.groups)
+        self.caches: list[LayerCache] = kernels.make_cache(self.groups, [blocks] * count, block_size)
+        self.forward = kernels.capture(self._forward, BatchSize(128, 8, 128, blocks * block_size, block_size, count))
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -72,7 +70,8 @@ class PagedDriver:
         widest = max(map(len, tables))
         padded = torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32)
         lengths = [self._lengths[name] for name in order]
-        batch = make_batch(counts, lengths, padded, self.block_size, token_ids=ids)
+        tables_of_groups = padded.expand(len(self.groups), -1, -1)
+        batch = make_batch(counts, lengths, tables_of_groups, self.block_size, token_ids=ids)
         return replace(batch, sampled_rows=torch.arange(len(ids)), all_sampled=True)
 
 

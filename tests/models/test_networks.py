@@ -17,7 +17,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
-from octavo.models.llama import LlamaForCausalLM
+from octavo.models.network import Network
 from tests.busy_machine import PATIENCE
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
@@ -84,7 +84,7 @@ def expected_logits(model: Any, tokens: list[int]) -> Tensor:
     return logits
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Network:
     config = replace(read_model_config(folder), **changes)
     return load_model(folder, config, LayerContext(ReferenceKernels(), dtype))
 

@@ -46,7 +46,7 @@ class Worker:
             num_threads=1,
         )
         self.runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-        self.runner.make_cache(8 * BLOCKS_OF_ONE, 2 * BLOCKS_OF_ONE, MAX_LEN)
+        self.runner.make_cache([8 * BLOCKS_OF_ONE], [2 * BLOCKS_OF_ONE], MAX_LEN)
 
     def run(self, plans: list[MakePlan], depth: int) -> list[StepResult]:
         """The results of all plans, each of which is made when the one ``depth`` before it is known."""

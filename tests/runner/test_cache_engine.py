@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from octavo.core.kv_spec import KVSpec
 from octavo.core.plan import StepPlan
 from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.cache_engine import CacheEngine
 
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4
+SPEC = KVSpec("full", 1, 8, "float32")
 
 
 @pytest.fixture(params=["cpu", "reference"])
@@ -23,11 +27,11 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def make(kernels: Kernels, num_host_blocks: int = HOST_BLOCKS) -> CacheEngine:
     """Every byte of block ``b`` of layer ``l`` is ``16 * l + b`` (keys), or 8 more (values)."""
 
-    def caches(blocks: int) -> list[LayerCache]:
-        return kernels.make_cache(LAYERS, blocks, 4, 1, 8, torch.float32)
+    def caches(blocks: Sequence[int]) -> list[LayerCache]:
+        return kernels.make_group_cache(SPEC, LAYERS, blocks[0], 4)
 
-    block_bytes = LAYERS * kernels.block_bytes(4, 1, 8, torch.float32)
-    engine = CacheEngine(kernels, caches, caches, block_bytes, BLOCKS, num_host_blocks)
+    block_bytes = LAYERS * kernels.block_bytes(SPEC, 4)
+    engine = CacheEngine(kernels, caches, caches, block_bytes, [BLOCKS], [num_host_blocks])
     for layer, cache in enumerate(engine.device):
         for block in range(BLOCKS):
             as_bytes(cache.key)[block] = 16 * layer + block

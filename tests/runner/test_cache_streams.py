@@ -149,11 +149,11 @@ BLOCKS, HOST_BLOCKS = 14, 10
 def make(cuda: FakeCuda) -> StreamedCacheEngine:
     """One layer, of which a block is a number."""
 
-    def caches(blocks: int) -> list[LayerCache]:
-        return cast(list[LayerCache], [[0] * blocks])
+    def caches(blocks: Sequence[int]) -> list[LayerCache]:
+        return cast(list[LayerCache], [[0] * blocks[0]])
 
     kernels = cast(Kernels, FakeKernels(cuda))
-    return StreamedCacheEngine(kernels, caches, caches, 8, BLOCKS, HOST_BLOCKS, cuda=cuda)
+    return StreamedCacheEngine(kernels, caches, caches, 8, [BLOCKS], [HOST_BLOCKS], cuda=cuda)
 
 
 class Model:

@@ -44,7 +44,7 @@ def make(folder: Path, kernels: str, device: str) -> ModelRunner:
         num_threads=1,
     )
     runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-    runner.make_cache(24, 4, 64)
+    runner.make_cache([24], [4], 64)
     return runner
 
 

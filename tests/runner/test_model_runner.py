@@ -31,7 +31,7 @@ class Worker:
         #: Whether rounding does not depend on the batch.
         self.exact = config.kernels == "cpu"
         self.runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-        self.runner.make_cache(num_blocks, num_host_blocks, 128)
+        self.runner.make_cache([num_blocks], [num_host_blocks], 128)
         self._steps = 0
 
     def step(self, **plan: Any) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import InsufficientMemoryError
+from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -105,13 +108,23 @@ def test_a_card_that_is_too_small_is_refused_with_the_sums() -> None:
 
 def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: Path) -> None:
     config = read_model_config(network)
-    whole = memory.weight_bytes(config, "bfloat16")
-    memory.check_weights_fit(config, "bfloat16", free=whole)
+    context = LayerContext(ReferenceKernels(), torch.bfloat16)
+    file = network / "model.safetensors"
+    whole = sum(tensor.numel() for tensor in load_file(file).values()) * 2
+    memory.check_weights_fit(config, context, free=whole)
     with pytest.raises(InsufficientMemoryError, match="in bfloat16"):
-        memory.check_weights_fit(config, "bfloat16", free=whole - 1)
-    memory.check_weights_fit(config, "bfloat16", "int4", free=whole // 4)
-    with pytest.raises(InsufficientMemoryError, match="in fp8"):
-        memory.check_weights_fit(config, "bfloat16", "fp8", free=whole // 4)
+        memory.check_weights_fit(config, context, free=whole - 1)
+    for quantization, size in (("int4", 0.5), ("fp8", 1)):
+        quantized = replace(context, quantization=quantization)
+        c, head = config, 1 if quantization == "int4" else 2
+        layer = (
+            c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+        )
+        norms = c.hidden_size * (2 * c.num_layers + 1)
+        needed = int(c.num_layers * layer * size) + c.vocab_size * c.hidden_size * (2 + head) + 2 * norms
+        memory.check_weights_fit(config, quantized, free=needed)
+        with pytest.raises(InsufficientMemoryError, match=f"in {quantization}"):
+            memory.check_weights_fit(config, quantized, free=needed - 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,8 +152,9 @@ def test_the_largest_step_runs_with_a_cache_of_one_block(network: Path) -> None:
     config, kernels = read_model_config(network), ReferenceKernels()
     model = load_model(network, config, LayerContext(kernels, torch.float32))
     for tokens, seqs in ((64, 5), (5, 8), (300, 2)):
-        batch = largest_step(BatchSize(tokens, min(seqs, tokens), 1, 128, 16), "cpu")
-        caches = kernels.make_cache(config.num_layers, 1, 16, config.num_kv_heads, config.head_dim, torch.float32)
+        groups = group_layers(model.kv_specs)
+        batch = largest_step(BatchSize(tokens, min(seqs, tokens), 1, 128, 16, len(groups)), "cpu")
+        caches = kernels.make_cache(groups, [1] * len(groups), 16)
         with torch.inference_mode():
             assert model.forward(batch, caches).shape == (len(batch.token_ids), config.hidden_size)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.core.kv_spec import group_layers
 from octavo.kernels import interpreted, load_kernels
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.interface import LayerCache
@@ -25,12 +26,13 @@ from octavo.runner.sleep import _tensors, put_to_sleep, wake
 
 @pytest.fixture
 def model(network: Path) -> LlamaForCausalLM:
-    return load_model(network, read_model_config(network), LayerContext(ReferenceKernels(), torch.float32))
+    model = load_model(network, read_model_config(network), LayerContext(ReferenceKernels(), torch.float32))
+    assert isinstance(model, LlamaForCausalLM)
+    return model
 
 
 def caches_of(model: LlamaForCausalLM, blocks: int = 8) -> list[LayerCache]:
-    c = model.config
-    return ReferenceKernels().make_cache(c.num_layers, blocks, 16, c.num_kv_heads, c.head_dim, torch.float32)
+    return ReferenceKernels().make_cache(group_layers(model.kv_specs), [blocks], 16)
 
 
 @torch.inference_mode()
@@ -42,8 +44,8 @@ def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
 def test_a_network_that_slept_computes_the_same(model: Any) -> None:
     caches = caches_of(model)
     before = logits(model, caches)
-    tensors = model.embed.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
-    table = model.embed.table
+    tensors = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
+    table = model.embed_tokens.table
     assert table is not None
     weights = sum(p.nbytes for p in (table, model.head.packed.weight, model.layers[0].attention.cos_sin))
     slept = put_to_sleep(model, caches)
@@ -51,7 +53,7 @@ def test_a_network_that_slept_computes_the_same(model: Any) -> None:
     assert slept.bytes_freed > slept.bytes_on_host
     assert table.untyped_storage().nbytes() == caches[0].key.untyped_storage().nbytes() == 0
     wake(slept)
-    after = model.embed.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
+    after = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
     assert all(a is b for a, b in zip(tensors, after, strict=True))
     assert all(not cache.key.any() and cache.key.shape == (8, 16, 2, 8) for cache in caches)
     assert logits(model, caches).equal(before)
@@ -108,14 +110,13 @@ def test_every_way_of_holding_a_tensor_is_found() -> None:
 
 @pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
-def test_what_the_gpu_backend_holds_comes_back(
-    network: Path, quantization: str | None, cache_dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+def test_what_the_gpu_backend_holds_comes_back(network: Path, quantization: str | None, cache_dtype: str) -> None:
     pytest.importorskip("triton")
     config, kernels = read_model_config(network), load_kernels("triton", "cpu")
-    model = load_model(network, config, LayerContext(kernels, torch.bfloat16, quantization=quantization))
-    caches = kernels.make_cache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, cache_dtype)
+    context = LayerContext(kernels, torch.bfloat16, quantization=quantization, kv_cache_dtype=cache_dtype)
+    model = load_model(network, config, context)
+    caches = kernels.make_cache(group_layers(model.kv_specs), [4], 16)
     held = list(_tensors([model, caches]))
     before = [tensor.clone() for tensor in held]
     in_cache = {id(tensor) for tensor in _tensors(caches)}
@@ -133,8 +134,8 @@ def test_what_the_gpu_backend_holds_comes_back(
 def test_weights_that_are_not_torchs_are_refused_and_nothing_changes(network: Path) -> None:
     pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
     kernels = load_kernels("cpu", "cpu")
-    model = load_model(network, read_model_config(network), LayerContext(kernels, torch.float32))
-    table = model.embed.table
+    model: Any = load_model(network, read_model_config(network), LayerContext(kernels, torch.float32))
+    table = model.embed_tokens.table
     assert table is not None
     before = table.clone()
     with pytest.raises(ConfigError, match="kernels='reference'"):
@@ -165,10 +166,10 @@ def test_without_host_memory_it_stays_awake(model: LlamaForCausalLM, monkeypatch
 def test_a_gpu_gets_its_memory_back(network: Path) -> None:
     config = read_model_config(network)
     kernels = ReferenceKernels("cuda")
-    model = load_model(network, config, LayerContext(kernels, torch.float32, "cuda"))
-    caches = kernels.make_cache(config.num_layers, 20000, 16, config.num_kv_heads, config.head_dim, torch.float32)
+    model: Any = load_model(network, config, LayerContext(kernels, torch.float32, "cuda"))
+    caches = kernels.make_cache(group_layers(model.kv_specs), [20000], 16)
     size = sum(c.key.nbytes + c.value.nbytes for c in caches)
-    table = model.embed.table
+    table = model.embed_tokens.table
     assert table is not None
     before, used = table.cpu(), torch.cuda.memory_reserved()
     slept = put_to_sleep(model, caches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
+from octavo.layers.context import LayerContext
 from octavo.models.config import read_model_config
-from octavo.runner import memory
+from octavo.runner import memory, model_runner
 from octavo.runner.model_runner import ModelRunner
 
 GIB = 1 << 30
@@ -87,3 +89,15 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
     device, host, spare = blocks(swap_space=2 / 1024)
     assert host == (2 << 20) // block_bytes
     assert device == spare // block_bytes - host
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 1), (4, 1)])
+def test_the_kv_cache_is_that_of_the_ranks_own_heads(
+    ranks: int, kv_heads: int, network: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "LayerContext", partial(LayerContext, tp_rank=ranks - 1, tp_size=ranks))
+    engine = make_config(model=str(network), kernels="reference", block_size=16, num_gpu_blocks_override=3)
+    runner = ModelRunner(engine, read_model_config(network), network, "float32")
+    assert runner._block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
+    layers = runner._make_layers([3])
+    assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * runner._block_bytes()

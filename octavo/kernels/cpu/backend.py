@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.core.kv_spec import KVSpec
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
@@ -25,7 +26,7 @@ from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import stack_rows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
@@ -129,15 +130,15 @@ class CpuKernels(Kernels):
         """All rows in one call, on the threads of the other kernels."""
         return CompiledSampling()
 
-    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""
-        return 2 * int(_cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype]))
+        dtype = _DTYPES[torch_dtype(spec.dtype)]
+        return 2 * int(_cpu.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, dtype))
 
-    def make_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values in the layout that ``paged_attention`` reads."""
-        return attention.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)
+        dtype = torch_dtype(spec.dtype)
+        return attention.make_cache(layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
 
     def pack(
         self,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache
+from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import attention, cache, norm, rotary, rotary_cache
@@ -69,21 +70,19 @@ class TritonKernels(Kernels):
 
     # --- cache ------------------------------------------------------------------------------------------------------
 
-    def block_bytes(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys, values and scales."""
-        return cache.block_bytes(block_size, kv_heads, head_dim, dtype)
+        return cache.block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
 
-    def make_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
-        """Views of one pool in which a block of all layers is one piece."""
-        return [*cache.make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, self.device)]
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """Views of one pool in which a block of all layers of the group is one piece."""
+        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+        return [*cache.make_cache(*shape, self.device)]
 
-    def make_host_cache(
-        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[LayerCache]:
+    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """The same layout in pinned memory."""
-        return [*cache.make_host_cache(layers, blocks, block_size, kv_heads, head_dim, dtype)]
+        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+        return [*cache.make_host_cache(*shape)]
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes keys and values to their slots."""

@@ -1,4 +1,4 @@
-"""The KV cache of the GPU kernels: one pool of bytes in which a block of all layers is one piece.
+"""The KV cache of the GPU kernels: one pool of bytes a group of layers, in which a block of all of them is one piece.
 
 A block is ``layers`` times a layer's part, and a layer's part is keys, values and, for quantised caches, the scales of
 keys and of values: ``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens
@@ -40,7 +40,7 @@ class TritonLayerCache(LayerCache):
     #: float32 views [blocks, kv_heads, block_size], or none: what a token's numbers are multiplied with.
     key_scale: Tensor | None
     value_scale: Tensor | None
-    #: uint8 [blocks, bytes of a block in all layers]; the same tensor in every layer.
+    #: uint8 [blocks, bytes of a block in all layers of the group]; the same tensor in all of these.
     pool: Tensor
     dtype: torch.dtype
     block_size: int
@@ -96,17 +96,17 @@ def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> N
     Raises:
         IndexError: there is no such block.
     """
-    if not caches or not pairs:
+    if not pairs:
         return
-    pool = _words(caches)
-    _check_pairs(pairs, pool.shape[0], pool.shape[0])
-    moves = torch.tensor(pairs, dtype=torch.int64, pin_memory=pool.is_cuda).to(pool.device, non_blocking=True)
-    if {source for source, _ in pairs} & {target for _, target in pairs}:
-        pool.index_copy_(0, moves[:, 1], pool.index_select(0, moves[:, 0]))
-        return
-    words = pool.shape[1]
-    grid = (len(pairs), triton.cdiv(words, _COPY_WORDS))
-    _copy_kernel[grid](pool, moves, words, CHUNK=_COPY_WORDS, num_warps=8, enable_fp_fusion=False)
+    for pool in (pool.view(torch.int64) for pool in _pools(caches)):
+        _check_pairs(pairs, pool.shape[0], pool.shape[0])
+        moves = torch.tensor(pairs, dtype=torch.int64, pin_memory=pool.is_cuda).to(pool.device, non_blocking=True)
+        if {source for source, _ in pairs} & {target for _, target in pairs}:
+            pool.index_copy_(0, moves[:, 1], pool.index_select(0, moves[:, 0]))
+            continue
+        words = pool.shape[1]
+        grid = (len(pairs), triton.cdiv(words, _COPY_WORDS))
+        _copy_kernel[grid](pool, moves, words, CHUNK=_COPY_WORDS, num_warps=8, enable_fp_fusion=False)
 
 
 def swap_blocks(
@@ -128,13 +128,13 @@ def swap_blocks(
     Raises:
         IndexError: there is no such block.
     """
-    if not sources or not pairs:
+    if not pairs:
         return
-    source, target = _pool(sources), _pool(targets)
-    _check_pairs(pairs, source.shape[0], target.shape[0])
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        for first, to, count in _runs(pairs):
-            target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+    for source, target in zip(_pools(sources), _pools(targets), strict=True):
+        _check_pairs(pairs, source.shape[0], target.shape[0])
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            for first, to, count in _runs(pairs):
+                target[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -195,14 +195,13 @@ def _views(
     return caches
 
 
-def _pool(caches: Sequence[LayerCache]) -> Tensor:
-    cache = caches[0]
-    assert isinstance(cache, TritonLayerCache)
-    return cache.pool
-
-
-def _words(caches: Sequence[LayerCache]) -> Tensor:
-    return _pool(caches).view(torch.int64)
+def _pools(caches: Sequence[LayerCache]) -> list[Tensor]:
+    """The pool of each group of layers."""
+    pools: dict[int, Tensor] = {}
+    for cache in caches:
+        assert isinstance(cache, TritonLayerCache)
+        pools[id(cache.pool)] = cache.pool
+    return list(pools.values())
 
 
 def _check_pairs(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:

@@ -1,0 +1,64 @@
+"""What a layer of a network keeps of its tokens, and which layers share a block table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more.
+NUMBER_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "fp8": 1.0,
+    "int4": 0.5,
+    "gguf": 0.5,
+}
+#: Bytes of a scale, of which int8 and fp8 caches have one for each head's key and one for its value.
+_SCALE_BYTES = 4
+
+KVKind = Literal["full", "sliding", "cross", "latent", "none"]
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV cache of one layer on one rank."""
+
+    #: Context that a token attends to: all before it, the last ``window`` tokens, an encoder's tokens, all before it in
+    #: one compressed vector (whose size is ``head_dim``), or nothing that is cached.
+    kind: KVKind
+    #: KV heads that this rank holds.
+    num_kv_heads: int
+    head_dim: int
+    #: Type of the numbers: float32, bfloat16, float16, int8 or fp8.
+    dtype: str
+    #: Tokens that a token of a "sliding" layer attends to, itself included.
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token has in this layer's cache, keys, values and scales, without padding."""
+        if self.kind == "none":
+            return 0
+        scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0
+        vectors = 1 if self.kind == "latent" else 2
+        return int(vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers of equal specs: they share block tables."""
+
+    spec: KVSpec
+    #: Indices among the layers of this rank, ascending.
+    layers: tuple[int, ...]
+
+
+def group_layers(specs: Sequence[KVSpec]) -> list[KVGroup]:
+    """The groups of a rank's layers, in the order of their first layers."""
+    groups: dict[KVSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        groups.setdefault(spec, []).append(layer)
+    return [KVGroup(spec, tuple(layers)) for spec, layers in groups.items()]

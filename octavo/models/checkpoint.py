@@ -1,0 +1,148 @@
+"""How the tensors of a checkpoint become those that a network's layers expect.
+
+A network lists entries in ``Network.checkpoint_map``. The stream of (name, tensor) pairs passes through each of them in
+turn; a pair that an entry does not name is handed on as it is. A network whose checkpoints use the names of its layers
+needs none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import WeightError
+from octavo.kernels.gguf_rows import GGUFRows
+
+Pairs = Iterable[tuple[str, Tensor | GGUFRows]]
+#: Names of the tensors that the whole network expects, with their shapes.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Entry(Protocol):
+    """One kind of change of names or tensors."""
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """The changed stream."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Passes over tensors whose name the pattern finds, if the network does not expect them."""
+
+    pattern: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """All but these."""
+        return ((name, tensor) for name, tensor in pairs if name in shapes or not re.search(self.pattern, name))
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Replaces what the pattern finds in a name, as ``re.sub`` does."""
+
+    pattern: str
+    replacement: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """The same tensors."""
+        return ((re.sub(self.pattern, self.replacement, name), tensor) for name, tensor in pairs)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor of the checkpoint holds the rows of several: ``Split("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
+
+    ``whole`` and ``parts`` are components of dotted names. Each part has as many rows as the network expects.
+    """
+
+    whole: str
+    parts: tuple[str, ...]
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """The parts, in their order."""
+        for name, tensor in pairs:
+            before, found, after = _partition(name, self.whole)
+            if not found:
+                yield name, tensor
+                continue
+            names = [f"{before}{part}{after}" for part in self.parts]
+            if unknown := [part for part in names if part not in shapes]:
+                raise WeightError(f"tensor {name!r} holds {unknown[0]!r}, which belongs to no layer of this network")
+            rows = [shapes[part][0] for part in names]
+            if tensor.shape[0] != sum(rows):
+                raise WeightError(f"tensor {name!r} has {tensor.shape[0]} rows, expected {sum(rows)}")
+            start = 0
+            for part, count in zip(names, rows, strict=True):
+                yield part, _rows(tensor, slice(start, start + count))
+                start += count
+
+
+@dataclass(frozen=True)
+class Join:
+    """The rows of several tensors of the checkpoint are one of the network's, in the order of ``parts``.
+
+    ``parts`` and ``whole`` are components of dotted names. Parts are kept in memory until the last of them comes.
+    """
+
+    parts: tuple[str, ...]
+    whole: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """The wholes, each when its last part has come."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in pairs:
+            for part in self.parts:
+                before, found, after = _partition(name, part)
+                if found:
+                    break
+            else:
+                yield name, tensor
+                continue
+            whole = f"{before}{self.whole}{after}"
+            held = waiting.setdefault(whole, {})
+            if part in held:
+                raise WeightError(f"tensor {name!r} occurs twice")
+            held[part] = _values(tensor).clone()  # a view of a file may be gone when the others come
+            if len(held) == len(self.parts):
+                del waiting[whole]
+                yield whole, torch.cat([held[part] for part in self.parts])
+        for whole, held in waiting.items():
+            absent = next(part for part in self.parts if part not in held)
+            raise WeightError(f"the checkpoint lacks the part {absent!r} of tensor {whole!r}")
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Changes each tensor whose name the pattern finds: ``Transform(r"c_attn\\.weight$", transpose)``."""
+
+    pattern: str
+    function: Callable[[Tensor], Tensor]
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+        """The changed tensors under their names."""
+        for name, tensor in pairs:
+            yield name, self.function(_values(tensor)) if re.search(self.pattern, name) else tensor
+
+
+def transpose(tensor: Tensor) -> Tensor:
+    """A matrix that the checkpoint holds as [in, out], as GPT-2's Conv1D does."""
+    return tensor.t()
+
+
+def _partition(name: str, component: str) -> tuple[str, bool, str]:
+    """What stands before and after a component of a dotted name, and whether it is there."""
+    match = re.search(rf"(?:^|(?<=\.)){re.escape(component)}(?=\.|$)", name)
+    return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
+
+
+def _rows(tensor: Tensor | GGUFRows, rows: slice) -> Tensor | GGUFRows:
+    return tensor.take(rows, slice(None)) if isinstance(tensor, GGUFRows) else tensor[rows]
+
+
+def _values(tensor: Tensor | GGUFRows) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor

@@ -1,0 +1,74 @@
+"""Bytes and operations of a network, counted from what its layers hold and cache; nothing else computes them.
+
+A network counts before it is loaded as after, and without memory for its weights too: ``outline_network``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from octavo.core.kv_spec import NUMBER_BYTES
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.base import Weight
+from octavo.layers.context import LayerContext
+from octavo.models.network import Network
+from octavo.models.registry import make_network
+
+
+def outline_network(config: ModelConfig, context: LayerContext) -> Network:
+    """The network that ``context`` would have, without memory: it can be counted, and neither loaded nor run.
+
+    Raises:
+        As ``make_network``.
+    """
+    return make_network(config, replace(context, kernels=ReferenceKernels("meta"), device="meta"))
+
+
+def outline(config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Network:
+    """As ``outline_network`` for one rank that holds all of the network; types under the names of the options."""
+    context = LayerContext(
+        ReferenceKernels("meta"), getattr(torch, dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
+    return outline_network(config, context)
+
+
+def matrices(network: Network) -> list[Weight]:
+    """The matrices that every step multiplies with: those of the layers and the head."""
+    return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
+
+
+def size_bytes(*weights: Weight) -> int:
+    """Bytes of these, the scales of quantised ones left out."""
+    return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
+
+
+def weight_bytes(network: Network) -> int:
+    """Bytes of the weights in memory: a lower bound, as scales and what a backend adds to align are left out."""
+    return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
+
+
+def weight_bytes_read(network: Network) -> int:
+    """Bytes of weights that every step reads at least: each matrix once."""
+    return size_bytes(*matrices(network))
+
+
+def kv_bytes_per_token(network: Network) -> int:
+    """Bytes that a token has in the KV cache of all layers of this rank, without padding."""
+    return sum(spec.bytes_per_token for spec in network.kv_specs)
+
+
+def layer_weights(network: Network) -> int:
+    """Numbers in the matrices of all layers; the table of embeddings and the head are not among them."""
+    return sum(math.prod(weight.shape) for weight in network.weights() if weight.kind == "linear")
+
+
+def prefill_operations(network: Network, tokens: int) -> int:
+    """Operations (a multiply-add is two) to prefill one prompt: matrices, causal attention, one row of logits."""
+    c, pairs = network.config, tokens * (tokens + 1) // 2
+    products = 2 * layer_weights(network) * tokens
+    attention = 4 * c.num_layers * c.num_heads * c.head_dim * pairs
+    return products + attention + 2 * c.vocab_size * c.hidden_size
