@@ -24,7 +24,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and settings of a decoder-only transformer."""
+    """Shape and settings of a decoder-only transformer.
+
+    A family with facts that no other has puts them into a subclass in the module of its network.
+    """
 
     architecture: str
     vocab_size: int
