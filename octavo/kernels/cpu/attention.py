@@ -109,16 +109,29 @@ def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec)
 
 def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
     """Copies blocks (source, target) in every layer; all sources are read before any target is written."""
-    if caches and pairs:
-        _check(pairs, len(caches[0].key), len(caches[0].key))
-        _cpu.copy_blocks(_addresses(caches), pairs, caches[0].key.stride(0))
+    if not pairs:
+        return
+    for size, group in _by_block_size(caches).items():
+        _check(pairs, len(group[0].key), len(group[0].key))
+        _cpu.copy_blocks(_addresses(group), pairs, size)
 
 
 def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
     """Copies blocks (source, target) of one cache to another of the same kind, in every layer."""
-    if sources and pairs:
-        _check(pairs, len(sources[0].key), len(targets[0].key))
-        _cpu.swap_blocks(_addresses(sources), _addresses(targets), pairs, sources[0].key.stride(0))
+    if not pairs:
+        return
+    to = _by_block_size(targets)
+    for size, group in _by_block_size(sources).items():
+        _check(pairs, len(group[0].key), len(to[size][0].key))
+        _cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
+
+
+def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
+    """Caches whose blocks have equal bytes: groups of layers may differ in that."""
+    groups: dict[int, list[LayerCache]] = {}
+    for cache in caches:
+        groups.setdefault(cache.key.stride(0), []).append(cache)
+    return groups
 
 
 def _addresses(caches: list[LayerCache]) -> list[int]:
