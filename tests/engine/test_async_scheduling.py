@@ -172,6 +172,20 @@ def test_under_preemption(
     assert watched.ahead > (40 if which is FREE else 10)
 
 
+def test_one_penalised_request_among_64_holds_no_step_up(tiny_model: Path) -> None:
+    """Nor does it wait itself: its logits are edited when the forward is queued."""
+    llm = load(tiny_model, async_scheduling=True, max_num_seqs=64, num_gpu_blocks_override=1600)
+    watched = watch(llm)
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    penalised = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, repetition_penalty=1.3)
+    prompts: list[Any] = [{"prompt_token_ids": [10 + i]} for i in range(64)]
+    outputs = llm.generate(prompts, [plain] * 63 + [penalised], use_tqdm=False)
+    steps = llm.llm_engine.times.steps
+    assert steps == 30 and watched.ahead == steps - 1
+    alone = load(tiny_model).generate(prompts[63], penalised, use_tqdm=False)
+    assert outputs[63].outputs[0].token_ids == alone[0].outputs[0].token_ids
+
+
 @pytest.mark.parametrize("max_tokens", [16, 17, 50, 500])
 def test_with_any_size_of_chunks(tiny_model: Path, alone: list[Any], max_tokens: int) -> None:
     llm = load(tiny_model, async_scheduling=True, max_num_batched_tokens=max_tokens)
