@@ -56,6 +56,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "TokenizerError",
+    "UnrecordableError",
     "UnsupportedModelError",
     "WeightError",
     "WorkerError",

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from octavo.cli.engine_flags import value_kind
 from octavo.cli.sampling_flags import HELP
-from octavo.core.config import EngineConfig
+from octavo.core.config import PARTS
 from octavo.core.config_sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.options import ServerOptions
@@ -28,6 +28,12 @@ underscores), as environment variable (`OCTAVO_MAX_NUM_SEQS=16`), as flag (`--ma
 (`LLM(model, max_num_seqs=16)`). A name that does not exist is refused with the nearest one that does. In variables and
 flags `none` resets an option that may be unset. For `generate` and `chat` the flag of `seed` is `--engine-seed`, as
 `--seed` there is a sampling parameter.
+"""
+
+PART_HEAD = """
+### {title}
+
+{what}
 
 | option | value | default | what it does |
 | --- | --- | --- | --- |
@@ -63,7 +69,9 @@ VARIABLES_HEAD = """
 def render() -> str:
     """The whole page."""
     lines = [HEAD]
-    lines += _option_rows(EngineConfig)
+    for title, part in PARTS.items():
+        lines.append(PART_HEAD.format(title=title, what=part.__doc__))
+        lines += _option_rows(part)
     lines.append(SERVER_HEAD)
     lines += _option_rows(ServerOptions)
     lines.append(SAMPLING_HEAD)

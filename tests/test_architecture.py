@@ -96,7 +96,7 @@ def test_every_room_has_its_place() -> None:
         ("octavo.scheduler.x", "import torch.nn as nn"),
         ("octavo.scheduler.x", "from octavo.executor.executor import UniprocExecutor"),
         ("octavo.memory.x", "from ..scheduler import scheduler"),
-        ("octavo.server.x", "from octavo.scheduler.stats import SchedulerStats"),
+        ("octavo.server.x", "from octavo.scheduler.scheduler import Scheduler"),
         ("octavo.kernels.x", "from octavo.sampling.sampler import Sampler"),
         ("octavo.sampling.x", "from octavo.models.registry import load"),
         ("octavo.server.x", "import torch"),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from octavo.bench.scheduler import sampled
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def measure_use(
 ) -> UseFigures:
     """Runs a trace through the scheduler, without a model, with more requests than fit ``slots`` tokens."""
     blocks = BlockManager(slots // block_size, block_size, watermark=0.01)
-    options = SchedulerOptions(max_num_seqs=1024, max_num_batched_tokens=2048, max_model_len=max_model_len)
-    scheduler = Scheduler(blocks, options)
+    options = SchedulerOptions(max_num_seqs=1024, max_num_batched_tokens=2048)
+    scheduler = Scheduler(blocks, options, max_model_len)
     lengths = trace(requests, max_model_len, seed)
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
@@ -39,10 +39,9 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     options = SchedulerOptions(
         max_num_seqs=running,
         max_num_batched_tokens=running * context,
-        max_model_len=per_sequence * _BLOCK_SIZE,
         scheduling_policy=policy,
     )
-    scheduler = Scheduler(blocks, options)
+    scheduler = Scheduler(blocks, options, max_model_len=per_sequence * _BLOCK_SIZE)
     for i in range(running + waiting):
         # Lengths differ, so that not all sequences need a block in the same step; prompts differ from the first token.
         prompt = [i] + [_TOKEN] * (context - 1 - i % _BLOCK_SIZE)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
 
 
-class EngineConfig(BaseModel):
-    """Options of an engine. Every description states its unit; the defaults suit one machine and one user."""
-
+class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelOptions(_Options):
+    """What is served: the network, its weights and its tokenizer."""
 
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
@@ -25,11 +27,6 @@ class EngineConfig(BaseModel):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs.",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
-        "auto",
-        description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
-        "a scale for each token and head.",
-    )
     quantization: Literal["int8", "int4", "fp8", "gguf"] | None = Field(
         None,
         description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), or compute with those of a "
@@ -40,29 +37,59 @@ class EngineConfig(BaseModel):
         description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
         "the right shapes (dummy), for measurements with a config.json alone.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs; auto: on a CUDA GPU if there is one."
-    )
-    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
-        "auto", description="Kernel backend; auto takes the fastest that the device can run."
-    )
-    deterministic: bool = Field(
-        False,
-        description="On a GPU: products and attention in one fixed order, so that a request's tokens and logprobs are "
-        "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
-    )
-    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
-    graph_capture: Literal["lazy", "start"] = Field(
-        "lazy",
-        description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
-    )
-    async_scheduling: bool | None = Field(
-        None,
-        description="Prepare the next step while the device computes this one; default: on a GPU.",
-    )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
     )
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+
+
+class CacheOptions(_Options):
+    """The KV cache: its blocks on the device and on the host, and what is kept in them."""
+
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
+        "auto",
+        description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
+        "a scale for each token and head.",
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="On a GPU: the share of its memory that the engine may take in all, for weights, the largest step "
+        "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
+        "for the KV cache alone (default 0.5).",
+    )
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
+    )
+    swap_space: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host memory for the KV cache blocks of preempted requests, in GiB, divided among the workers of a "
+        "machine; default: 4, or a tenth of the free memory if that is less; none if no option needs it.",
+    )
+    num_host_blocks_override: int | None = Field(
+        None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
+    )
+    watermark: float = Field(
+        0.01,
+        ge=0,
+        lt=1,
+        description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the blocks of ended requests for prompts that begin alike, until they are needed."
+    )
+    host_prefix_cache: bool = Field(
+        False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
+    )
+
+
+class SchedulerOptions(_Options):
+    """How a step is filled, in which order requests run, and which are preempted."""
+
     max_num_seqs: int = Field(256, ge=1, description="Most sequences that run at once.")
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Token budget: most tokens computed in one step, prompts and decodes together."
@@ -71,6 +98,9 @@ class EngineConfig(BaseModel):
         "mixed",
         description="How a step is filled. mixed: decodes first, then prompt chunks, under one token budget; "
         "prefill_first: whole prompts in steps of their own, which go before decodes.",
+    )
+    enable_chunked_prefill: bool = Field(
+        True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
     )
     scheduling_policy: str = Field(
         "fcfs",
@@ -109,55 +139,13 @@ class EngineConfig(BaseModel):
         "step. 0: none is.",
     )
     max_long_partial_prefills: int = Field(1, ge=1, description="Most long prompts being computed at once.")
-    enable_prefix_caching: bool = Field(
-        True, description="Keep the blocks of ended requests for prompts that begin alike, until they are needed."
-    )
-    host_prefix_cache: bool = Field(
-        False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
-    )
-    enable_chunked_prefill: bool = Field(
-        True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
-    )
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
-    gpu_memory_utilization: float | None = Field(
+    async_scheduling: bool | None = Field(
         None,
-        gt=0,
-        le=1,
-        description="On a GPU: the share of its memory that the engine may take in all, for weights, the largest step "
-        "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
-        "for the KV cache alone (default 0.5).",
-    )
-    num_gpu_blocks_override: int | None = Field(
-        None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
-    )
-    swap_space: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Host memory for the KV cache blocks of preempted requests, in GiB a worker; default: 4, or a "
-        "tenth of the free memory if that is less; none if no option needs it.",
-    )
-    num_host_blocks_override: int | None = Field(
-        None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
-    )
-    watermark: float = Field(
-        0.01,
-        ge=0,
-        lt=1,
-        description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
-    )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
-    time_kernels: bool = Field(
-        False, description="Time every kernel call, so that a step's share of time outside kernels is known."
-    )
-    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads that compute; default: all cores.")
-    pin_threads: bool = Field(
-        False,
-        description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
+        description="Prepare the next step while the device computes this one; default: on a GPU.",
     )
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> EngineConfig:
+    def _no_contradictions(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -168,6 +156,61 @@ class EngineConfig(BaseModel):
                 f"priority_preemption needs a policy that looks at priorities, such as static; scheduling_policy "
                 f"{self.scheduling_policy!r} does not"
             )
+        return self
+
+
+class DeviceOptions(_Options):
+    """Where the model is computed, and by which kernels."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: on a CUDA GPU if there is one."
+    )
+    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+        "auto", description="Kernel backend; auto takes the fastest that the device can run."
+    )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: products and attention in one fixed order, so that a request's tokens and logprobs are "
+        "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
+    )
+    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
+    graph_capture: Literal["lazy", "start"] = Field(
+        "lazy",
+        description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
+    )
+    time_kernels: bool = Field(
+        False, description="Time every kernel call, so that a step's share of time outside kernels is known."
+    )
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads that compute, divided among the workers of a machine; default: all cores.",
+    )
+    pin_threads: bool = Field(
+        False,
+        description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
+    )
+
+
+#: The parts of ``EngineConfig``, by the names of their sections in the documentation.
+PARTS: dict[str, type[BaseModel]] = {
+    "Model": ModelOptions,
+    "KV cache": CacheOptions,
+    "Scheduler": SchedulerOptions,
+    "Device": DeviceOptions,
+}
+
+
+class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
+    """Options of an engine. Every description states its unit; the defaults suit one machine and one user.
+
+    It is each of its parts, so that an option has one name everywhere, and what needs one part's options alone can be
+    made without the others. Fields are listed from the last base to the first.
+    """
+
+    @model_validator(mode="after")
+    def _whole_prompts_fit_a_step(self) -> Self:
         if (
             not self.enable_chunked_prefill
             and self.max_model_len is not None

@@ -1,4 +1,4 @@
-"""What a step of the engine core was: its times, its size, and the queues and blocks after it."""
+"""The queues and blocks, what the scheduler has counted, and what a step of the engine core was."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ class SchedulerState(msgspec.Struct, gc=False):
     #: Prompt tokens looked up in the prefix cache, and found there.
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+
+
+class SchedulerStats(SchedulerState, gc=False):
+    """A state of the queues and blocks, and totals up to it."""
+
+    #: Totals of tokens that were computed.
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    #: Total.
+    copied_blocks: int = 0
+    #: Slots of used blocks that hold no token, now.
+    empty_slots: int = 0
 
 
 class StepStats(SchedulerState, array_like=True, gc=False):

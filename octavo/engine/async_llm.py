@@ -14,14 +14,13 @@ from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequest
 from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.stats import StepStats
+from octavo.core.stats import SchedulerStats, StepStats
 from octavo.core.updates import StepOutputs
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.scheduler.stats import SchedulerStats
 
 #: Characters of a text that is tokenized in a thread (some 10 ms): the event loop does not wait so long.
 LONG_TEXT = 8192

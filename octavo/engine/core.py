@@ -17,7 +17,6 @@ from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_groups import GroupBlocks, split_memory
 from octavo.models.config import read_model_config
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
@@ -69,7 +68,7 @@ class EngineCore:
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
-        self.scheduler = Scheduler(self.blocks, SchedulerOptions.from_config(options, self.max_model_len))
+        self.scheduler = Scheduler(self.blocks, options, self.max_model_len)
         self.executor.collective_rpc(
             "make_cache",
             [size.num_blocks for size in sizes],

@@ -9,13 +9,13 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineStateError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.step_loop import StepTimes
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.scheduler.stats import SchedulerStats
 
 
 class LLMEngine:

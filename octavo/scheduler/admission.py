@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import Admission as Verdict
 from octavo.memory.prefix_chain import PrefixChain
-from octavo.scheduler.chunks import blocks_to_come, prompt_chunks, rejoin
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.step import Step, grow, take_prefill
+from octavo.scheduler.step import Step, blocks_to_come, grow, prompt_chunks, rejoin, take_prefill
 
 
 class Admission:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
+from octavo.core.stats import SchedulerStats
 from octavo.memory.content_index import common_prefix
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import VICTIMS
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step import Step
 
 

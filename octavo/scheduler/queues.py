@@ -6,11 +6,11 @@ import bisect
 import itertools
 from typing import Any
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import FirstComeFirstServed, load_policy
 
 
@@ -22,11 +22,13 @@ class Queues:
     ``rows`` is the sum of the running groups' widths; ``prefilling`` has the running groups with that mark, in order.
     """
 
-    def __init__(self, options: SchedulerOptions, blocks: BlockManager, drafted: bool = False) -> None:
+    def __init__(
+        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, drafted: bool = False
+    ) -> None:
         self.blocks = blocks
         self.policy = load_policy(options.scheduling_policy)
         self._threshold = options.long_prefill_token_threshold
-        self._max_model_len = options.max_model_len
+        self._max_model_len = max_model_len
         self._aging_limit = options.aging_limit
         self._drafted = drafted
         self._by_arrival = type(self.policy) is FirstComeFirstServed

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.scheduler.chunks import prompt_chunks, rejoin
+from octavo.core.config import SchedulerOptions
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.step import Chunks, Step, grow, take_prefill
+from octavo.scheduler.step import Chunks, Step, grow, prompt_chunks, rejoin, take_prefill
 
 
 class Drafter(Protocol):

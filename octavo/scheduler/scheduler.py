@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.stats import SchedulerStats
 from octavo.core.updates import GroupUpdate, StepOutputs
 from octavo.memory.block_manager import Admission as Verdict
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.results import Results
 from octavo.scheduler.running import Drafter, Running
-from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step import Step, advance, make_plan
 
 
@@ -32,16 +32,17 @@ class Scheduler:
         self,
         blocks: BlockManager,
         options: SchedulerOptions,
+        max_model_len: int,
         *,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_model_len`` tokens must fit the blocks; a ``drafter`` guesses tokens that a step then verifies."""
-        if blocks.admission(blocks.blocks_for(options.max_model_len)) is Verdict.NEVER:
-            raise ValueError(f"max_model_len {options.max_model_len} does not fit {blocks.num_blocks} blocks")
+        if blocks.admission(blocks.blocks_for(max_model_len)) is Verdict.NEVER:
+            raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        self.queues = Queues(options, blocks, drafted=drafter is not None)
+        self.queues = Queues(options, blocks, max_model_len, drafted=drafter is not None)
         self._stats = SchedulerStats()
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)

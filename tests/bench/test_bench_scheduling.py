@@ -10,11 +10,11 @@ import pytest
 from octavo.bench.memory import measure_sharing, measure_use, trace
 from octavo.bench.scheduler import sampled
 from octavo.cli.main import main
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.scheduler import Scheduler
 
 
@@ -32,7 +32,7 @@ def test_the_cost_of_a_step_is_reported_for_each_number_of_sequences(tmp_path: P
 
 def test_the_stand_in_worker_samples_for_children_that_a_prompt_was_forked_into() -> None:
     blocks = BlockManager(16, 4)
-    scheduler = Scheduler(blocks, SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32))
+    scheduler = Scheduler(blocks, SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64), 32)
     params = SamplingParams(n=3, temperature=0.0, max_tokens=2, ignore_eos=True)
     scheduler.add(GroupRequest(group_id=0, prompt_token_ids=[1] * 6, params=params, seed=0))
     tokens = [0, 0, 0]

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
@@ -27,7 +28,6 @@ from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.running import Drafter
 from octavo.scheduler.scheduler import Scheduler
 
@@ -155,7 +155,8 @@ class FakeWorker(Executor):
     A broken rule is in ``broken``: the step loop takes it for a step that failed.
     """
 
-    def __init__(self, blocks: BlockManager, options: SchedulerOptions) -> None:
+    def __init__(self, blocks: BlockManager, options: SchedulerOptions, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
         self.options = options
         self.max_in_flight = 2
         self.block_size = blocks.block_size
@@ -262,7 +263,7 @@ class FakeWorker(Executor):
             assert before.known_in_full, "back before its last token is known"
             unsent = len(new.token_ids) - len(before.tokens)
             assert unsent == 0 or (unsent == 1 and not before.appends), "back without one of its tokens"
-        limit = self.options.max_model_len
+        limit = self.max_model_len
         if new.params.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + new.params.max_tokens)
         tables: list[list[int]] = [[] for _ in self.windows]
@@ -307,7 +308,7 @@ class FakeWorker(Executor):
             for token in drafts:
                 row.append(token)
             end = row.num_computed + count
-            assert end <= len(row.tokens) <= row.limit <= self.options.max_model_len
+            assert end <= len(row.tokens) <= row.limit <= self.max_model_len
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
             assert end <= row.known + len(drafts) or count == 1, "only a decode may take a token from the device"
@@ -413,14 +414,16 @@ class Engine:
         self,
         blocks: BlockManager,
         options: SchedulerOptions,
+        max_model_len: int,
         *,
         max_in_flight: int = 1,
         drafter: Drafter | None = None,
     ) -> None:
         self.now = 0.0
         self.blocks = blocks
-        self.scheduler = Scheduler(blocks, options, drafter=drafter, clock=lambda: self.now)
-        self.worker = FakeWorker(blocks, options)
+        self.max_model_len = max_model_len
+        self.scheduler = Scheduler(blocks, options, max_model_len, drafter=drafter, clock=lambda: self.now)
+        self.worker = FakeWorker(blocks, options, max_model_len)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._look_at
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
@@ -455,7 +458,7 @@ class Engine:
         group = known.groups.get(request.group_id)
         if group is None:  # refused
             assert known.groups == before
-            group = SequenceGroup(request, -1, -1, self.scheduler.options.max_model_len)
+            group = SequenceGroup(request, -1, -1, self.max_model_len)
         answer = self.answers[request.group_id] = Answer(request, group)
         return answer
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.options import SchedulerOptions
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -25,8 +25,8 @@ BLOCK = 4
 
 def make(blocks: int = 64, host: int = 0, *, depth: int = 2, caching: bool = False, **options: Any) -> Engine:
     manager = BlockManager(blocks, BLOCK, num_host_blocks=host, prefix_caching=caching)
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": blocks * BLOCK, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), max_in_flight=depth)
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
 
 
 def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> GroupRequest:
@@ -51,7 +51,7 @@ def finish(engine: Engine) -> None:
         engine.step()
         check_accounting(engine)
     check_nothing_held(engine)
-    limit = engine.scheduler.options.max_model_len
+    limit = engine.max_model_len
     for answer in engine.answers.values():
         for index, tokens in answer.tokens.items():
             alone = tokens_alone(answer.request, index, limit)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.options import SchedulerOptions
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,
@@ -47,8 +47,8 @@ class Guesses:
 
 def make(drafter: Guesses, depth: int, blocks: int = 64, **options: Any) -> Engine:
     manager = BlockManager(blocks, BLOCK, num_host_blocks=12, prefix_caching=True)
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 60, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), max_in_flight=depth, drafter=drafter)
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "aging_limit": None}
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), 60, max_in_flight=depth, drafter=drafter)
 
 
 def request(group_id: int, prompt: int, max_tokens: int, n: int = 1, **params: Any) -> GroupRequest:

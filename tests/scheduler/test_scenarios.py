@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.core.request import GroupRequest
@@ -15,7 +16,6 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import Policy, load_policy
 from tests.scheduler.fake_worker import (
     VOCABULARY,
@@ -45,8 +45,8 @@ def make(
         prefix_caching=prefix_caching,
         host_cache=host_cache,
     )
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": blocks * BLOCK, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}))
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK)
 
 
 def request(
@@ -100,7 +100,7 @@ def finish(engine: Engine) -> None:
     engine.run()
     check_nothing_held(engine)
     for answer in engine.answers.values():
-        limit = engine.scheduler.options.max_model_len
+        limit = engine.max_model_len
         if answer.request.beam is not None:
             assert answer.hypotheses == hypotheses_alone(answer.request, limit)
         elif answer.group_reason is None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_groups import GroupBlocks, window_blocks
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.policies import Policy
 from tests.scheduler.fake_worker import (
     EOS,
@@ -51,6 +51,7 @@ class Case:
     prefix_caching: bool
     host_cache: bool
     options: SchedulerOptions
+    max_model_len: int
     num_requests: int
     abort_rate: float
     failure_rate: float
@@ -73,7 +74,6 @@ def make_case(seed: int) -> Case:
     options = SchedulerOptions(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=least + rng.choice([0, 1, 3, 8, 30] if batching == "mixed" else [8, 30]),
-        max_model_len=max_model_len,
         batching=batching,
         scheduling_policy=policy,
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
@@ -95,6 +95,7 @@ def make_case(seed: int) -> Case:
         prefix_caching=rng.random() < 0.6,
         host_cache=rng.random() < 0.5,
         options=options,
+        max_model_len=max_model_len,
         num_requests=rng.randint(3, 10),
         abort_rate=rng.choice([0.0, 0.0, 0.05, 0.2]),
         failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
@@ -125,7 +126,7 @@ class Run:
             host_cache=case.host_cache and len(sizes) == 1,
             max_num_batched_tokens=in_flight,
         )
-        self.engine = Engine(blocks, case.options, max_in_flight=case.depth)
+        self.engine = Engine(blocks, case.options, case.max_model_len, max_in_flight=case.depth)
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
@@ -134,7 +135,7 @@ class Run:
         return [self.rng.randrange(1, VOCABULARY) for _ in range(count)]
 
     def request(self) -> GroupRequest:
-        rng, limit = self.rng, self.case.options.max_model_len
+        rng, limit = self.rng, self.case.max_model_len
         length = rng.randint(1, min(limit - 1, rng.choice([4, 8, 8, 40])))
         shared = rng.randint(0, length) if rng.random() < 0.7 else 0
         prompt = (rng.choice(self.prefixes)[:shared] + self._tokens(length))[:length]
@@ -230,7 +231,7 @@ class Run:
                     assert not came_in and not kept, f"{other_id} went before {group.group_id}"
 
     def check_answer(self, answer: Answer) -> None:
-        request, limit = answer.request, self.case.options.max_model_len
+        request, limit = answer.request, self.case.max_model_len
         assert answer.finished
         if answer.group_reason is not None and answer.hypotheses is None:
             assert answer.group_reason in ("abort", "ignored", "error")
@@ -264,7 +265,7 @@ def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float
         case = make_case(seed)
         if groups is not None:
             size = 1 + seed % 2  # long against the windows
-            count = -(-case.options.max_model_len // size) + seed % 7
+            count = -(-case.max_model_len // size) + seed % 7
             case = replace(case, block_size=size, num_blocks=count, groups=groups[seed // 2 % len(groups)])
         try:
             Run(case)()

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.options import SchedulerOptions
 from tests.scheduler.fake_worker import (
     EOS,
     Engine,
@@ -57,13 +57,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerOptions(
                 max_num_seqs=5,
                 max_num_batched_tokens=40 if batching == "prefill_first" else 9,
-                max_model_len=self.limit,
                 batching=batching,
                 scheduling_policy=policy,
                 preemption_mode=mode,
                 preemption_victim=victim,
                 aging_limit=20.0,
             ),
+            self.limit,
             max_in_flight=depth,
         )
         self.requests = 0

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from octavo.core.config import SchedulerOptions
 from octavo.core.request import GroupRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.content_index import common_prefix
 from octavo.memory.kv_groups import GroupBlocks
-from octavo.scheduler.options import SchedulerOptions
 from octavo.scheduler.step import Step
 from tests.scheduler.fake_worker import Engine, check_nothing_held, tokens_alone
 
 
 def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_the_window() -> None:
-    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=40, preemption_mode="recompute")
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="recompute")
     blocks = BlockManager([GroupBlocks(40, window=2)], 1, max_num_batched_tokens=8)
-    engine = Engine(blocks, options)
+    engine = Engine(blocks, options, max_model_len=40)
     request = GroupRequest(
         group_id=1, prompt_token_ids=[1, 2, 3, 4], params=SamplingParams(n=2, max_tokens=20, ignore_eos=True), seed=3
     )
