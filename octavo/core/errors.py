@@ -61,4 +61,4 @@ class EngineStateError(OctavoError, RuntimeError):
 
 
 class EngineDeadError(OctavoError, RuntimeError):
-    """The engine's process has ended, or was told to; none of its requests can finish and no new one can begin."""
+    """The engine's process or a worker has ended, or was told to; no request can finish and no new one can begin."""

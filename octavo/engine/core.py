@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.request import GroupRequest
 from octavo.core.updates import StepOutputs
 from octavo.engine.step_loop import StepLoop, StepTimes
-from octavo.executor.executor import UniprocExecutor
+from octavo.executor.executor import make_executor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_groups import GroupBlocks, split_memory
@@ -39,8 +40,10 @@ class EngineCore:
         wanted = _context_length(options, self.model_config)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=wanted)
-        self.executor = UniprocExecutor(options, fitted, folder, self.dtype)
-        blocks = self.executor.collective_rpc("num_blocks", wanted)[0]
+        self.executor = make_executor(options, fitted, folder, self.dtype)
+        #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
+        self._end_workers = weakref.finalize(self, self.executor.shutdown)
+        blocks = self.executor.num_blocks(wanted)
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
         self.max_model_len = min(wanted, blocks * options.block_size)
         if self.max_model_len < wanted:
@@ -49,8 +52,8 @@ class EngineCore:
                 self.max_model_len,
                 wanted,
             )
-        host_blocks = self.executor.collective_rpc("num_host_blocks")[0]
-        groups = self.executor.collective_rpc("kv_groups")[0]
+        host_blocks = self.executor.num_host_blocks()
+        groups = self.executor.kv_groups()
         sizes = [
             GroupBlocks(count, host_count, window)
             for count, host_count, (_, window) in zip(
@@ -76,7 +79,7 @@ class EngineCore:
             self.max_model_len,
         )
         if options.preemption_mode == "auto":  # who else would ask what moving a block costs
-            seconds = self.executor.collective_rpc("measure_swap")[0]
+            seconds = self.executor.measure_swap()
             if seconds:
                 self.scheduler.move_cost.observe_move(1, seconds)
         self._loop = StepLoop(self.scheduler, self.executor, max_in_flight=_steps_in_flight(options))
@@ -109,8 +112,7 @@ class EngineCore:
         """
         if self.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        slept = self.executor.collective_rpc("sleep")
-        logger.info("asleep: %.2f GiB of memory given back", sum(worker.bytes_freed for worker in slept) / (1 << 30))
+        logger.info("asleep: %.2f GiB of memory given back", self.executor.sleep() / (1 << 30))
         self.reset_prefix_cache()
         self._asleep = True
 
@@ -130,8 +132,16 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> StepOutputs:
-        """One step. If the worker fails, the step's requests end with an error and the engine goes on."""
+        """One step. If it fails, its requests end with an error and the engine goes on.
+
+        Raises:
+            EngineDeadError: a worker is lost, so that no step can follow.
+        """
         return self._loop.step()
+
+    def shutdown(self) -> None:
+        """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
+        self._end_workers()
 
     @property
     def times(self) -> StepTimes:

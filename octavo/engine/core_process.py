@@ -206,7 +206,10 @@ def serve(folder: Path) -> None:
         gc.freeze()  # what lives now is never looked at again
         gc.enable()
         if core is not None:
-            CoreLoop(core, inbox, outbox).run()
+            try:
+                CoreLoop(core, inbox, outbox).run()
+            finally:
+                core.shutdown()
     finally:
         context.destroy(linger=LINGER)
 

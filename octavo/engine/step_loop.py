@@ -51,7 +51,11 @@ class StepLoop:
         self.times = StepTimes()
 
     def step(self) -> StepOutputs:
-        """Takes in one step. If the worker fails, the step's requests end with an error and the others go on."""
+        """Takes in one step. If it fails, its requests end with an error and the others go on.
+
+        Raises:
+            EngineDeadError: a worker is lost, so that no step can follow.
+        """
         start = time.perf_counter()
         if not self._in_flight:
             self._submit()
@@ -109,6 +113,7 @@ class StepLoop:
             except Exception as e:
                 logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
             outputs.groups += self._scheduler.fail(later, message).groups
+        self._executor.check_health()
         return outputs
 
 

@@ -1,14 +1,18 @@
-"""The executor interface, and the simplest one: one worker in this process."""
+"""Executors: the interface, what makes one, and the simplest: one worker in this process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.core.config import EngineConfig
+from octavo.core.errors import EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from octavo.runner.model_runner import ModelRunner
 
 
 class PendingStep(Protocol):
@@ -23,11 +27,26 @@ class PendingStep(Protocol):
 
 
 class Executor(ABC):
-    """Owns the workers' life and carries plans to them."""
+    """Owns the workers' life, carries plans to them, and makes one answer of theirs.
+
+    All workers get the same plans in the same order and have the same number of blocks.
+
+    A step has failed if it failed on any worker. ``wait`` then raises, once every worker has answered or is lost: none
+    still computes the step when the next plan comes. How far each came is unknown and may differ, so nothing of the
+    step counts: the scheduler ends its requests with an error and forgets the contents of the blocks that it moved. A
+    worker that lives has applied the plan's changes to its rows as far as it could, and takes further plans, which name
+    the step's sequences only to forget them. A worker that is lost misses changes that no later plan repeats: from then
+    on ``check_health`` raises, and the engine ends.
+    """
 
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on every worker: their answers, by rank."""
+        """Calls a method on every worker: their answers, by rank.
+
+        Raises:
+            EngineDeadError: a worker is lost, or ``shutdown`` was called.
+            Exception: the method failed on a worker.
+        """
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -36,8 +55,46 @@ class Executor(ABC):
         The second may schedule sequences that sample in the first, unless their sampling needs tokens by their id.
 
         Raises:
+            EngineDeadError: as ``collective_rpc``.
             Exception: the step failed.
         """
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Returns if every worker can take further steps.
+
+        Raises:
+            EngineDeadError: as ``collective_rpc``.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers and gives back what they hold; nothing happens if it was called before."""
+
+    def num_blocks(self, max_model_len: int) -> int:
+        """KV cache blocks that every worker has memory for."""
+        return min(self.collective_rpc("num_blocks", max_model_len))
+
+    def num_host_blocks(self) -> int:
+        """Blocks for preempted requests that every worker has memory for."""
+        return min(self.collective_rpc("num_host_blocks"))
+
+    def kv_groups(self) -> list[tuple[int, int | None]]:
+        """The groups of KV layers, alike on every worker: bytes of a block in all layers of each, and its window."""
+        groups: list[tuple[int, int | None]] = self.collective_rpc("kv_groups")[0]
+        return groups
+
+    def measure_swap(self) -> float:
+        """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
+        return max(self.collective_rpc("measure_swap"))
+
+    def sleep(self) -> int:
+        """Gives the devices' memory back until ``wake_up``: bytes, of all workers together.
+
+        Raises:
+            ConfigError: the weights cannot move.
+        """
+        return sum(slept.bytes_freed for slept in self.collective_rpc("sleep"))
 
 
 class UniprocExecutor(Executor):
@@ -47,12 +104,39 @@ class UniprocExecutor(Executor):
         """Loads the model; errors are those of ``ModelRunner``."""
         from octavo.runner.model_runner import ModelRunner
 
-        self._worker = ModelRunner(options, config, folder, dtype)
+        self._worker: ModelRunner | None = ModelRunner(options, config, folder, dtype)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on the worker."""
-        return [getattr(self._worker, method)(*args)]
+        return [getattr(self._alive(), method)(*args)]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""
-        return self._worker.submit(plan)
+        return self._alive().submit(plan)
+
+    def check_health(self) -> None:
+        """The worker lives as long as this process, or until ``shutdown``."""
+        self._alive()
+
+    def shutdown(self) -> None:
+        """Drops the worker, and with it weights and KV cache."""
+        self._worker = None
+
+    def _alive(self) -> ModelRunner:
+        if self._worker is None:
+            raise EngineDeadError("the executor was shut down; a new engine must be made")
+        return self._worker
+
+
+def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> Executor:
+    """The workers that ``options`` ask for: one, in this process.
+
+    Args:
+        config: the network's, with the context length that is wanted.
+        folder: of the checkpoint.
+        dtype: of weights and activations: float32, bfloat16 or float16.
+
+    Raises:
+        OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
+    """
+    return UniprocExecutor(options, config, folder, dtype)

@@ -57,6 +57,8 @@ class Kernels(ABC):
     """A backend. All tensors are contiguous unless said otherwise; outputs are new tensors unless said otherwise."""
 
     name: str
+    #: Whether torch takes no part in a step, so that there is no gradient for it to keep track of.
+    computes_outside_torch = False
     #: The tensor-parallel group, if there are several ranks.
     group: Communicator | None = None
 

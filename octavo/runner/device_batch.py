@@ -145,30 +145,3 @@ def to_device(inputs: StepInputs, awaited: Sequence[SampledTokens], send: Send) 
         else:
             batch.token_ids = tokens.token_ids.clamp(min=0)
     return batch
-
-
-class ToDevice(Protocol):
-    """Brings the inputs of steps to the device: ``to_device``, in one of two ways."""
-
-    def __call__(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
-        """The batch on the device, valid until the step is done."""
-        ...
-
-
-class HostInputs:
-    """A device that is the host: tensors over the arrays' own memory, kept while a step repeats the one before."""
-
-    def __init__(self) -> None:
-        self._last: tuple[StepInputs, ForwardBatch] | None = None
-
-    def __call__(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
-        """See ``ToDevice``."""
-        if awaited:  # some tokens are not in the arrays
-            return to_device(inputs, awaited, send_nowhere)
-        if self._last is not None and self._last[0] is inputs:
-            batch = self._last[1]
-            batch.max_seq_len = inputs.max_seq_len
-        else:
-            batch = to_device(inputs, (), send_nowhere)
-            self._last = inputs, batch
-        return batch

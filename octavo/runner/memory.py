@@ -1,12 +1,22 @@
-"""How much memory there is, and how many KV cache blocks it gives on the device and on the host."""
+"""A worker's memory: what there is, what the weights and the largest step take, and the KV cache blocks that are left.
+
+What the largest step takes is estimated on a CPU and measured on a GPU, by running it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 from octavo.layers.context import LayerContext
 from octavo.models.sizes import outline_network, weight_bytes
 
@@ -14,6 +24,27 @@ GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
 #: Defaults of ``gpu_memory_utilization``: of what is free on a CPU, where other programs live; of all a GPU has.
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """What a worker may take of its machine: the workers there divide host memory and threads evenly."""
+
+    #: Of this worker among those of its machine, from 0.
+    local_rank: int = 0
+    #: Workers on the machine.
+    local_size: int = 1
+
+    def free_memory(self) -> int:
+        """Bytes of host memory; see ``available_memory``."""
+        return available_memory() // self.local_size
+
+    def num_threads(self, total: int | None) -> int | None:
+        """Of ``total`` threads for the machine (None: its processors) those of this worker; None: all processors."""
+        if self.local_size == 1:
+            return total
+        share, rest = divmod(total or len(os.sched_getaffinity(0)), self.local_size)
+        return max(1, share + (self.local_rank < rest))
 
 
 def available_memory() -> int:
@@ -45,17 +76,14 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     return 4 * (options.max_num_batched_tokens * row + logits)
 
 
-def check_weights_fit(config: ModelConfig, context: LayerContext, free: int | None = None) -> None:
+def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:
     """Refuses a model whose share of ``context`` does not fit into ``free`` bytes, before anything is read.
-
-    Without ``free`` it is the host's free memory.
 
     Raises:
         InsufficientMemoryError: with what is needed and what is there.
         UnsupportedModelError, ConfigError: there is no such network.
     """
     needed = weight_bytes(outline_network(config, context))
-    free = available_memory() if free is None else free
     if needed > free:
         raise InsufficientMemoryError(
             f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name}, but only "
@@ -63,13 +91,15 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int | No
         )
 
 
-def free_for_caches(config: ModelConfig, options: EngineConfig) -> int:
-    """Bytes free now beside what the largest step needs; to be asked once the weights are in memory."""
-    return max(0, available_memory() - activation_bytes(config, options))
+def free_for_caches(config: ModelConfig, options: EngineConfig, share: WorkerShare) -> int:
+    """Bytes of the worker's share that are free beside the largest step; to be asked once the weights are loaded."""
+    return max(0, share.free_memory() - activation_bytes(config, options))
 
 
-def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, free: int) -> int:
+def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, free: int, workers: int = 1) -> int:
     """Host blocks of ``block_bytes`` each for what preempted requests hold, of ``free`` bytes of host memory.
+
+    Both are those of one of the machine's ``workers``, which divide ``swap_space``.
 
     ``num_host_blocks_override`` if given. Else as many as ``swap_space`` holds, by default 4 GiB or a tenth of what is
     free if that is less, or none if the other options never move a block there; and never more than ``max_num_seqs``
@@ -80,6 +110,7 @@ def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int
     """
     if options.num_host_blocks_override is not None:
         return options.num_host_blocks_override
+    free *= workers
     space = _default_swap_space(options, free) if options.swap_space is None else int(options.swap_space * GIB)
     if space > free:
         raise InsufficientMemoryError(
@@ -87,7 +118,7 @@ def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int
             "weights and the largest step's activations; lower it (0: preempted requests are recomputed)"
         )
     full_length = -(-config.max_position // options.block_size)
-    return min(space // block_bytes, full_length * options.max_num_seqs)
+    return min(space // workers // block_bytes, full_length * options.max_num_seqs)
 
 
 def _default_swap_space(options: EngineConfig, free: int) -> int:
@@ -151,3 +182,94 @@ def _blocks_within(options: EngineConfig, block_bytes: int, budget: int, max_mod
             "gpu_memory_utilization"
         )
     return min(budget // block_bytes, per_sequence * options.max_num_seqs)
+
+
+class DeviceMemory(Protocol):
+    """Memory of one device, in bytes."""
+
+    def reset_peak(self) -> None:
+        """Gives back what is kept for later, and begins to watch for the peak."""
+
+    def peak(self) -> int:
+        """Most that this process's tensors have taken since ``reset_peak``, with what is lost between them."""
+
+    def outside(self) -> int:
+        """In use now by all that is no tensor of this process: the driver's context, compiled code, other programs."""
+
+    def total(self) -> int:
+        """All there is."""
+
+    def free(self) -> int:
+        """In use by nobody."""
+
+
+class CudaMemory:
+    """Memory of a CUDA device, as torch and the driver count it."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+
+    def reset_peak(self) -> None:
+        """Empties torch's own store of freed memory first."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Segments that torch had taken from the driver: what does not fit between two tensors is in use as well."""
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+    def outside(self) -> int:
+        """What the driver counts and torch does not."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(0, int(total - free - torch.cuda.memory_reserved(self._device)))
+
+    def total(self) -> int:
+        """As the driver counts it."""
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        """As the driver counts it, and what torch keeps for later."""
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0] + kept)
+
+
+def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -> int:
+    """Bytes of the device in use at the peak of the largest step, weights and other programs included.
+
+    The step is run twice: the first time compiles kernels and makes workspaces that stay. What it needed and nobody
+    holds is given back, so that the KV cache can have it until the next such step.
+
+    Raises:
+        InsufficientMemoryError: the step does not fit.
+    """
+    try:
+        run_largest_step()
+        memory.reset_peak()
+        run_largest_step()
+    except torch.OutOfMemoryError as e:
+        raise InsufficientMemoryError(
+            "a step of max_num_batched_tokens tokens and max_num_seqs sequences does not fit beside the weights in the "
+            f"GPU's {memory.total() / (1 << 30):.2f} GiB; lower these: {e}"
+        ) from None
+    peak = memory.peak() + memory.outside()
+    memory.reset_peak()
+    return peak
+
+
+def largest_step(size: BatchSize, device: torch.device | str) -> ForwardBatch:
+    """A step with as many tokens and as many sequences as there may be, which all sample.
+
+    The last sequences have prompts as long as they may be until the tokens are used up, the others decode. Everything
+    lies in block 0 and overwrites itself there, so a cache of one block serves; ``max_seq_len`` is that of the longest
+    context, which decides what attention sets aside for its partial results.
+    """
+    lens = [1] * size.sequences
+    left = size.tokens - len(lens)
+    for i in reversed(range(len(lens))):
+        lens[i] += min(left, size.max_seq_len - 1)
+        left -= lens[i] - 1
+    tables = torch.zeros(size.shape("GSB"), dtype=torch.int32)
+    batch = make_batch(lens, lens, tables, size.block_size, device=device)
+    return replace(batch, max_seq_len=size.max_seq_len)

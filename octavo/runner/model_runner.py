@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +18,7 @@ from octavo.core.kv_spec import group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels import load_kernels, resolve_device
+from octavo.kernels import load_kernels
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
@@ -27,11 +26,11 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
 from octavo.runner import memory
-from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
-from octavo.runner.device_batch import HostInputs, PinnedSend, SampledTokens, ToDevice, to_device
+from octavo.runner.device import make_device
+from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.runner.pending import CudaSpans, PendingPrompt, PendingStep, PendingTokens
-from octavo.runner.profile import CudaMemory, largest_step, measure_peak
+from octavo.runner.memory import WorkerShare, largest_step
+from octavo.runner.pending import PendingPrompt, PendingStep, PendingTokens
 from octavo.runner.sleep import Slept, put_to_sleep, wake
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
@@ -43,8 +42,12 @@ _PROMPT_LOGPROB_ROWS = 128
 class ModelRunner:
     """Owns the weights, the KV cache tensors and the rows of one device."""
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(
+        self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, share: WorkerShare | None = None
+    ) -> None:
         """Loads the weights; ``make_cache`` must follow before the first step.
+
+        ``share`` is what the worker may take of its machine, by default all.
 
         Raises:
             InsufficientMemoryError: the weights do not fit.
@@ -53,8 +56,9 @@ class ModelRunner:
         self.options = options
         self.config = config
         self.dtype = dtype
-        self.device = torch.device(resolve_device(options.device))
-        self._on_gpu = self.device.type == "cuda"
+        share = share or WorkerShare()
+        self._device = make_device(options, config, share)
+        self.device = self._device.torch_device
         kernels = load_kernels(
             options.kernels,
             str(self.device),
@@ -63,9 +67,8 @@ class ModelRunner:
             enforce_eager=options.enforce_eager,
             graph_capture=options.graph_capture,
         )
-        kernels.set_threads(options.num_threads, options.pin_threads)
-        # The compiled kernels compute outside of torch, where there is no gradient to be kept from.
-        self._mode = nullcontext if kernels.name == "cpu" else torch.inference_mode
+        kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
+        self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock passes every call on, so it stands in for the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
@@ -76,8 +79,7 @@ class ModelRunner:
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
         )
-        free = CudaMemory(self.device).free() if self._on_gpu else None
-        memory.check_weights_fit(config, context, free)
+        memory.check_weights_fit(config, context, self._device.free_memory())
         if options.load_format == "dummy":
             self.model = make_dummy_model(config, context, options.seed)
         else:
@@ -89,23 +91,14 @@ class ModelRunner:
         )
 
     def num_blocks(self, max_model_len: int) -> int:
-        """KV cache blocks that the memory allows now; see ``memory.num_blocks`` and ``num_gpu_blocks``."""
-        block_bytes = self._block_bytes()
-        if self._on_gpu:
-            device, peak = CudaMemory(self.device), 0
-            if self.options.num_gpu_blocks_override is None:
-                peak = measure_peak(lambda: self._run_largest_step(max_model_len), device)
-            return memory.num_gpu_blocks(self.options, block_bytes, device.total(), peak, max_model_len)
-        free = memory.free_for_caches(self.config, self.options)
-        # This device computes in the host's memory, so what is swapped out only moves within it. Host blocks take no
-        # memory before they are used; given away here, it would be missing just when the cache is full.
-        host_blocks = memory.num_host_blocks(self.config, self.options, block_bytes, free)
-        return memory.num_blocks(self.options, block_bytes, free - host_blocks * block_bytes, max_model_len)
+        """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
+        return self._device.num_blocks(
+            self._block_bytes(), max_model_len, lambda: self._run_largest_step(max_model_len)
+        )
 
     def num_host_blocks(self) -> int:
-        """Blocks for preempted requests that the memory allows now; see ``memory.num_host_blocks``."""
-        free = memory.free_for_caches(self.config, self.options)
-        return memory.num_host_blocks(self.config, self.options, self._block_bytes(), free)
+        """Blocks for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
+        return self._device.num_host_blocks(self._block_bytes())
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
@@ -161,8 +154,7 @@ class ModelRunner:
         The numbers of blocks are those of each group, in the order of ``kv_groups``.
         """
         options = self.options
-        engine = StreamedCacheEngine if self._on_gpu else CacheEngine
-        self._cache = engine(
+        self._cache = self._device.cache_engine(
             self._kernels,
             self._make_layers,
             self._make_host_layers,
@@ -175,10 +167,6 @@ class ModelRunner:
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
-        self._to_device: ToDevice = HostInputs()
-        if self._on_gpu:
-            self._to_device = partial(to_device, send=PinnedSend(self.device))
-        self._spans = CudaSpans() if self._on_gpu else None
         self._in_flight: deque[PendingStep] = deque()
         self._slept: Slept | None = None
 
@@ -257,9 +245,9 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, step: PendingStep) -> None:
         """Runs the network, scores prompts, and samples."""
-        batch = self._to_device(inputs, self._awaited(inputs))
+        batch = self._device.to_device(inputs, self._awaited(inputs))
         # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
-        span = self._spans.begin() if self._spans is not None else None
+        end_span = self._device.begin_span()
         output = self._forward(batch)
         if self._wants_prompt_logprobs:
             self._score_prompts(inputs, output.hidden, step)
@@ -267,8 +255,7 @@ class ModelRunner:
             self._sample(inputs, output.logits, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
-        if self._spans is not None and span is not None:
-            step.span = self._spans.end(span)
+        step.span = end_span()
 
     def _awaited(self, inputs: StepInputs) -> list[SampledTokens]:
         """The tokens of this step that steps in flight sample, oldest first."""

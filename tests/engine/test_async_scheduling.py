@@ -65,6 +65,12 @@ class Watch(Executor):
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return self._executor.collective_rpc(method, *args)
 
+    def check_health(self) -> None:
+        self._executor.check_health()
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
     def submit(self, plan: StepPlan) -> PendingStep:
         self.ahead += self.in_flight
         self.in_flight += 1
@@ -287,8 +293,8 @@ def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     good = llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids
-    worker = llm.llm_engine.core.executor._worker
-    submit, calls = worker.submit, 0
+    executor = llm.llm_engine.core.executor
+    submit, calls = executor.submit, 0
 
     def interrupted(plan: StepPlan) -> Any:
         nonlocal calls
@@ -297,7 +303,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         return submit(plan)
 
-    monkeypatch.setattr(worker, "submit", interrupted)
+    monkeypatch.setattr(executor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], params, use_tqdm=False)
     check_nothing_held(llm)
@@ -310,8 +316,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     good = llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids
-    worker = llm.llm_engine.core.executor._worker
-    submit, calls = worker.submit, 0
+    executor = llm.llm_engine.core.executor
+    submit, calls = executor.submit, 0
 
     def failing(plan: StepPlan) -> Any:
         nonlocal calls
@@ -320,7 +326,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
             raise RuntimeError("the device is on fire")
         return submit(plan)
 
-    monkeypatch.setattr(worker, "submit", failing)
+    monkeypatch.setattr(executor, "submit", failing)
     outputs = llm.generate(["a", "b"], params, use_tqdm=False)
     assert {o.outputs[0].finish_reason for o in outputs} == {"error"}
     assert all("on fire" in (o.outputs[0].error or "") for o in outputs)

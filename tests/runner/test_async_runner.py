@@ -344,7 +344,7 @@ def test_packed_inputs_are_the_same_inputs(worker: Worker, monkeypatch: pytest.M
     plans = random_plans(random.Random(99), 30)
     expected = worker.run(plans, 1)
     send = PinnedSend(torch.device("cpu"), SimpleNamespace(Event=Finished))
-    monkeypatch.setattr(worker.runner, "_to_device", partial(to_device, send=send))
+    monkeypatch.setattr(worker.runner._device, "to_device", partial(to_device, send=send))
     assert [facts(result) for result in worker.run(plans, 2)] == [facts(result) for result in expected]
 
 

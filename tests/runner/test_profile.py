@@ -21,7 +21,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.runner import memory
-from octavo.runner.profile import CudaMemory, largest_step, measure_peak
+from octavo.runner.memory import CudaMemory, largest_step, measure_peak
 
 GIB = 1 << 30
 

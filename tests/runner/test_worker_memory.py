@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.models.config import read_model_config
 from octavo.runner import memory, model_runner
+from octavo.runner.memory import WorkerShare
 from octavo.runner.model_runner import ModelRunner
 
 GIB = 1 << 30
@@ -89,6 +91,25 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
     device, host, spare = blocks(swap_space=2 / 1024)
     assert host == (2 << 20) // block_bytes
     assert device == spare // block_bytes - host
+
+
+def test_workers_of_one_machine_divide_its_memory_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 10 * GIB)
+    alone, shares = WorkerShare(), [WorkerShare(rank, 3) for rank in range(3)]
+    assert (alone.free_memory(), alone.num_threads(5), alone.num_threads(None)) == (10 * GIB, 5, None)
+    assert [share.free_memory() for share in shares] == [10 * GIB // 3] * 3
+    assert [share.num_threads(5) for share in shares] == [2, 2, 1]
+    assert [share.num_threads(2) for share in shares] == [1, 1, 1], "each computes"
+    processors = len(os.sched_getaffinity(0))
+    assert sum(share.num_threads(None) or 0 for share in shares) == max(3, processors)
+
+
+def test_workers_of_one_machine_divide_the_swap_space(config: ModelConfig) -> None:
+    assert memory.num_host_blocks(config, options(swap_space=0.5), 1 << 24, GIB // 2, workers=2) == 16
+    assert memory.num_host_blocks(config, options(), GIB // 8, 50 * GIB, workers=2) == 16, "four GiB in all"
+    assert memory.num_host_blocks(config, options(), GIB // 8, 5 * GIB, workers=2) == 4, "a tenth of the free memory"
+    with pytest.raises(InsufficientMemoryError, match=r"swap_space=2.5 GiB is more than the 1.500 GiB"):
+        memory.num_host_blocks(config, options(swap_space=2.5), 1 << 24, 3 * GIB // 4, workers=2)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 1), (4, 1)])

@@ -180,6 +180,10 @@ class FakeWorker(Executor):
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         raise NotImplementedError
 
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
     @contextlib.contextmanager
     def breaking(self) -> Iterator[None]:
         try:

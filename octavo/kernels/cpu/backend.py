@@ -37,6 +37,7 @@ class CpuKernels(Kernels):
     """Kernels of ``octavo._cpu``. Every result of a row is the same whatever other rows there are."""
 
     name = "cpu"
+    computes_outside_torch = True
     group: SharedMemoryCommunicator | None = None
 
     def __init__(self) -> None:

@@ -1,0 +1,149 @@
+"""What a worker's device does in its own way: it counts memory, takes a step's inputs, moves blocks and times steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from octavo.core.config import EngineConfig
+from octavo.core.model_config import ModelConfig
+from octavo.kernels import resolve_device
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.runner import memory
+from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
+from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
+from octavo.runner.input_batch import StepInputs
+from octavo.runner.memory import CudaMemory, WorkerShare
+from octavo.runner.pending import CudaSpans, Span
+
+
+class Device(ABC):
+    """The device of one worker, as far as a runner on it is unlike one on another."""
+
+    #: What moves blocks on the device, and to the host and back.
+    cache_engine: type[CacheEngine]
+
+    def __init__(self, name: str, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
+        """``name`` is torch's; ``share`` is the worker's of its machine."""
+        self.torch_device = torch.device(name)
+        self._options, self._config, self._share = options, config, share
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that weights may take."""
+
+    @abstractmethod
+    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+        """KV cache blocks of ``block_bytes`` each that fit beside the weights and the largest step.
+
+        Raises:
+            InsufficientMemoryError: too few do; see ``memory.num_blocks``.
+        """
+
+    def num_host_blocks(self, block_bytes: int) -> int:
+        """Blocks of host memory for preempted requests; see ``memory.num_host_blocks``."""
+        return self._host_blocks_within(self._free_for_caches(), block_bytes)
+
+    def _free_for_caches(self) -> int:
+        return memory.free_for_caches(self._config, self._options, self._share)
+
+    def _host_blocks_within(self, free: int, block_bytes: int) -> int:
+        return memory.num_host_blocks(self._config, self._options, block_bytes, free, self._share.local_size)
+
+    @abstractmethod
+    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+        """The inputs of a step on the device, valid until the step is done."""
+
+    @abstractmethod
+    def begin_span(self) -> Callable[[], Span | None]:
+        """The step's work is queued from here on; to be called again when all of it is.
+
+        None: work is done when it is queued, so there is nothing to time.
+        """
+
+
+class HostDevice(Device):
+    """A CPU: computes in the host's memory, so inputs stay where they are."""
+
+    cache_engine = CacheEngine
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
+        super().__init__("cpu", options, config, share)
+        #: Tensors over the arrays' own memory, kept while a step repeats the one before.
+        self._last: tuple[StepInputs, ForwardBatch] | None = None
+
+    def free_memory(self) -> int:
+        """The worker's share of what is free on the host."""
+        return self._share.free_memory()
+
+    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+        """See ``memory.num_blocks``; the largest step is estimated."""
+        free = self._free_for_caches()
+        # What is swapped out only moves within this memory. Host blocks take none before they are used; given away
+        # here, it would be missing just when the cache is full.
+        host_blocks = self._host_blocks_within(free, block_bytes)
+        return memory.num_blocks(self._options, block_bytes, free - host_blocks * block_bytes, max_model_len)
+
+    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+        """See ``Device``."""
+        if awaited:  # some tokens are not in the arrays
+            return to_device(inputs, awaited, send_nowhere)
+        if self._last is not None and self._last[0] is inputs:
+            batch = self._last[1]
+            batch.max_seq_len = inputs.max_seq_len
+        else:
+            batch = to_device(inputs, (), send_nowhere)
+            self._last = inputs, batch
+        return batch
+
+    def begin_span(self) -> Callable[[], Span | None]:
+        """See ``Device``: a step is computed while it is submitted."""
+        return _no_span
+
+
+class CudaDevice(Device):
+    """A GPU: has memory of its own, and computes what is queued while the host goes on."""
+
+    cache_engine = StreamedCacheEngine
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
+        super().__init__("cuda", options, config, share)
+        self._memory = CudaMemory(self.torch_device)
+        self._send = PinnedSend(self.torch_device)
+        self._spans = CudaSpans()
+
+    def free_memory(self) -> int:
+        """As the driver and torch count it."""
+        return self._memory.free()
+
+    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+        """See ``memory.num_gpu_blocks``; the largest step is measured."""
+        peak = 0
+        if self._options.num_gpu_blocks_override is None:
+            peak = memory.measure_peak(run_largest_step, self._memory)
+        return memory.num_gpu_blocks(self._options, block_bytes, self._memory.total(), peak, max_model_len)
+
+    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+        """In one copy from pinned memory."""
+        return to_device(inputs, awaited, self._send)
+
+    def begin_span(self) -> Callable[[], Span | None]:
+        """See ``Device``."""
+        span = self._spans.begin()
+        return lambda: self._spans.end(span)
+
+
+def make_device(options: EngineConfig, config: ModelConfig, share: WorkerShare) -> Device:
+    """The device that ``options.device`` means.
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    kind = CudaDevice if resolve_device(options.device) == "cuda" else HostDevice
+    return kind(options, config, share)
+
+
+def _no_span() -> None:
+    return None

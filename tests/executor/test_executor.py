@@ -1,0 +1,171 @@
+"""One answer of several workers, what becomes of a step that fails on one of them, and the workers' end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.core.config import make_config
+from octavo.core.errors import EngineDeadError, InsufficientMemoryError
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import GroupRequest
+from octavo.engine import core
+from octavo.engine.core import EngineCore
+from octavo.executor.executor import Executor, PendingStep
+
+
+class Worker:
+    """Answers without computing."""
+
+    def __init__(self, blocks: int, host_blocks: int, seconds: float, freed: int) -> None:
+        self.blocks, self.host_blocks, self.seconds, self.freed = blocks, host_blocks, seconds, freed
+        self.cache: tuple[Any, ...] = ()
+        self.fails = self.is_lost = False
+
+    def num_blocks(self, max_model_len: int) -> int:
+        if not self.blocks:
+            raise InsufficientMemoryError("no memory")
+        return self.blocks
+
+    def kv_groups(self) -> list[tuple[int, int | None]]:
+        return [(4096, None)]
+
+    def num_host_blocks(self) -> int:
+        return self.host_blocks
+
+    def make_cache(self, *sizes: Any) -> None:
+        self.cache = sizes
+
+    def measure_swap(self) -> float:
+        return self.seconds
+
+    def sleep(self) -> Any:
+        return SimpleNamespace(bytes_freed=self.freed)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.fails or self.is_lost:
+            raise RuntimeError("a worker failed")
+        return StepResult(plan.step, list(plan.seq_ids), [7] * len(plan.seq_ids))
+
+
+class Pending:
+    def __init__(self, wait: Callable[[], StepResult]) -> None:
+        self.wait = wait
+
+
+class TwoWorkers(Executor):
+    """Two ranks called one after the other, in this process."""
+
+    def __init__(self) -> None:
+        self.workers = [Worker(40, 9, 0.25, 5 << 30), Worker(30, 12, 0.5, 2 << 30)]
+        self.ends = 0
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        def wait() -> StepResult:
+            results = [worker.execute(plan) for worker in self.workers]
+            return results[0]
+
+        return Pending(wait)
+
+    def check_health(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            if worker.is_lost:
+                raise EngineDeadError(f"the worker of rank {rank} is lost")
+
+    def shutdown(self) -> None:
+        self.ends += 1
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> TwoWorkers:
+    made = TwoWorkers()
+    monkeypatch.setattr(core, "make_executor", lambda *args: made)
+    return made
+
+
+def make(folder: Path, **options: Any) -> EngineCore:
+    return EngineCore(make_config(model=str(folder), device="cpu", block_size=4, **options), folder)
+
+
+def request(group_id: int) -> GroupRequest:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    return GroupRequest(group_id=group_id, prompt_token_ids=[2, 3, 4], params=params, seed=0)
+
+
+def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
+    tiny_model: Path, executor: TwoWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(tiny_model)
+    assert (engine.blocks.num_blocks, engine.executor.num_host_blocks()) == (30, 9)
+    assert engine.max_model_len == 30 * 4, "the context that the smaller worker can hold"
+    caches = [worker.cache for worker in executor.workers]
+    assert caches[0] == caches[1] and caches[0][-1] == 120
+    assert engine.scheduler.move_cost.seconds_per_block == 0.5, "a block has moved when the slower worker has moved it"
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        engine.sleep()
+    assert "7.00 GiB of memory given back" in caplog.text
+
+
+def test_a_step_that_fails_on_one_worker_ends_its_requests_and_the_engine_goes_on(
+    tiny_model: Path, executor: TwoWorkers
+) -> None:
+    engine = make(tiny_model)
+    engine.add(request(0))
+    executor.workers[1].fails = True
+    ended = engine.step().groups
+    assert [(end.group_id, end.finish_reason) for end in ended] == [(0, "error")]
+    assert "a worker failed" in (ended[0].error or "")
+    executor.workers[1].fails = False
+    engine.add(request(1))
+    tokens = [sequence.token_id for _ in range(3) for sequence in engine.step().sequences]
+    assert tokens == [7, 7, 7] and not engine.has_work
+
+
+def test_a_worker_that_is_lost_ends_the_engine(tiny_model: Path, executor: TwoWorkers) -> None:
+    engine = make(tiny_model)
+    engine.add(request(0))
+    engine.step()
+    executor.workers[1].is_lost = True
+    with pytest.raises(EngineDeadError, match="the worker of rank 1 is lost"):
+        engine.step()
+    assert not engine.has_work
+
+
+def test_workers_end_with_the_engine_once(tiny_model: Path, executor: TwoWorkers) -> None:
+    engine = make(tiny_model)
+    assert executor.ends == 0
+    engine.shutdown()
+    engine.shutdown()
+    assert executor.ends == 1
+    engine = make(tiny_model)
+    del engine
+    gc.collect()
+    assert executor.ends == 2
+
+
+def test_workers_end_when_the_engine_cannot_be_made(tiny_model: Path, executor: TwoWorkers) -> None:
+    executor.workers[1].blocks = 0
+    with pytest.raises(InsufficientMemoryError):
+        make(tiny_model)
+    gc.collect()
+    assert executor.ends == 1
+
+
+def test_an_engine_that_was_shut_down_says_so(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), num_gpu_blocks_override=40, num_threads=1)
+    params = SamplingParams(max_tokens=2)
+    assert llm.generate("a", params, use_tqdm=False)[0].finished
+    llm.llm_engine.core.executor.check_health()
+    llm.llm_engine.core.shutdown()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        llm.generate("a", params, use_tqdm=False)
