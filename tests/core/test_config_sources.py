@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from octavo.core.config import EngineConfig, make_config
+from octavo.core.config import PARTS, EngineConfig, SchedulerOptions, make_config
 from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
 from octavo.core.errors import ConfigError, OctavoError
 
@@ -190,3 +191,15 @@ def test_make_config_refuses_like_the_sources_do() -> None:
 def test_a_config_cannot_be_changed_after_it_was_checked() -> None:
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig(model="m").seed = 1  # type: ignore[misc]
+
+
+def test_every_option_is_of_one_part_and_a_part_can_be_made_alone() -> None:
+    names = [name for part in PARTS.values() for name in part.model_fields]
+    assert names == list(EngineConfig.model_fields), "each once, and in the order of the parts"
+    config = make_config(model="m", max_num_seqs=3)
+    assert all(isinstance(config, part) for part in PARTS.values())
+    assert SchedulerOptions(max_num_seqs=3).max_num_batched_tokens == config.max_num_batched_tokens
+    with pytest.raises(ValidationError, match="at least max_num_seqs"):
+        SchedulerOptions(max_num_seqs=3, max_num_batched_tokens=2)
+    with pytest.raises(ValidationError, match="block_size"):
+        SchedulerOptions(block_size=4)  # type: ignore[call-arg]
