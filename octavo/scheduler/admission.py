@@ -89,7 +89,7 @@ class Admission:
     def start(self, group: SequenceGroup, step: Step) -> bool:
         """Begins a waiting group, or one preempted by recompute, with what the prefix cache holds of it."""
         blocks = self._blocks
-        if self._queues.rows + group.width > self._options.max_num_seqs or self._awaits_tokens(group):
+        if self._queues.rows + group.width > self._options.max_num_seqs or self.awaits_tokens(group):
             return False
         promised = self._promised(step)
         if not self._fits(group, 1, promised):
@@ -120,7 +120,7 @@ class Admission:
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs or len(group.seqs) > step.budget:
             return False
-        if self._awaits_tokens(group):
+        if self.awaits_tokens(group):
             return False
         promised = self._promised(step)
         moved = blocks.blocks_to_swap_in(group.seq_ids)
@@ -132,7 +132,7 @@ class Admission:
         self._go_on(group, step)
         return True
 
-    def _awaits_tokens(self, group: SequenceGroup) -> bool:
+    def awaits_tokens(self, group: SequenceGroup) -> bool:
         """Whether it was preempted while steps were in flight that are so still: the workers need its tokens."""
         return group.resumable_after > self._queues.last_result
 

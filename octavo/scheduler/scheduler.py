@@ -171,7 +171,8 @@ class Scheduler:
         swapped = self.queues.swapped.head(step.now) if self.options.batching == "prefill_first" else None
         group = self._next_prompt(step.now) if swapped is not None else None
         group = group or swapped or self._admission.first(step.now)
-        if group is not None:
+        # Tokens still in flight may end some of its sequences, or all.
+        if group is not None and not self._admission.awaits_tokens(group):
             self._end_outgrown(group, step)
 
     def _end_outgrown(self, group: SequenceGroup, step: Step) -> None:

@@ -294,7 +294,12 @@ def test_planning_ahead_changes_no_answer(part: int) -> None:
     for seed in range(part * 1000, part * 1000 + 60):
         case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)
         alone, ahead, deep = (answers(replace(case, depth=depth)) for depth in (1, 2, 4))
-        assert ahead == alone == deep, f"in {case}"
+        assert ahead == alone, f"in {case}"
+        # A group that fits only as its sequences end in time may be preempted on another way, and not fit again.
+        outgrown = {i for i, answer in deep.items() if answer == ("error", None)}
+        assert {i: a for i, a in deep.items() if i not in outgrown} == {
+            i: a for i, a in alone.items() if i not in outgrown
+        }, f"in {case}"
 
 
 def answers(case: Case) -> dict[int, object]:
