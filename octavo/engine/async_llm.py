@@ -19,15 +19,16 @@ from octavo.core.updates import StepOutputs
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.request_stream import RequestStream
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 
-#: Characters of a text that is tokenized in a thread (some 10 ms): the event loop does not wait so long.
+#: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
-#: Sequences of a step taken in before the event loop has another turn; each takes some 20 microseconds.
+#: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
 MAX_SEQUENCES_AT_ONCE = 64
-#: Seconds without a step, while requests are open, after which the core is held to hang. The longest step that is none
-#: fills the token budget: 2,048 tokens of a model of 7 billion parameters take two minutes on a few processor cores.
+#: Seconds without a step, while requests are open, after which the core is taken to hang. A step that fills the token
+#: budget (2,048 tokens) of a model of 7 billion parameters takes two minutes on a few processor cores.
 STEP_TIMEOUT = 300.0
 #: The same until a step has ended: on a GPU it compiles kernels, which takes minutes where none are cached.
 FIRST_STEP_TIMEOUT = 900.0
@@ -35,56 +36,8 @@ FIRST_STEP_TIMEOUT = 900.0
 logger = logging.getLogger("octavo")
 
 
-class RequestStream:
-    """The output of one request in increments, as an async iterator that ends with a finished one.
-
-    What comes while its reader is away adds up to one increment, so who reads slowly sees fewer of them and misses
-    nothing. ``close`` it, or the request runs on to its end.
-
-    Raises (while iterating):
-        EngineDeadError: the engine died before the request's end.
-    """
-
-    def __init__(self, llm: AsyncLLM, request: RequestState) -> None:
-        self._llm = llm
-        self._request = request
-        self._unread = self._ended = False
-        self._error: OctavoError | None = None
-        self._news = asyncio.Event()
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        self._unread = False
-        output = self._request.take()
-        self._ended = output.finished
-        return output
-
-    def close(self) -> None:
-        """Aborts the request if it has not ended; never waits."""
-        self._ended = True
-        self._unread = False
-        self._llm._abandon(self._request)
-
-    def _notify(self) -> None:
-        self._unread = True
-        self._news.set()
-
-    def _fail(self, error: OctavoError) -> None:
-        self._error = error
-        self._news.set()
-
-
 @dataclass(slots=True)
-class _Queue:
+class _QueuedTokens:
     """Prompt tokens of the requests of which nothing has been computed yet, by group."""
 
     lengths: dict[int, int] = field(default_factory=dict)
@@ -116,12 +69,11 @@ class AsyncLLM:
         self.model_config = ready.model_config
         #: Longest sequence in tokens, prompt and output together.
         self.max_model_len = ready.max_model_len
-        self.num_blocks = ready.num_blocks
-        #: Called after each step with its statistics; what it raises is logged.
+        #: Called after each step with its statistics; its exceptions are logged.
         self.on_step: Callable[[StepStats], None] | None = None
         #: Set when the core has died, not when it was shut down.
         self.died = asyncio.Event()
-        #: Whether it sleeps: requests are refused.
+        #: Whether the engine sleeps: requests are refused.
         self.asleep = False
         self.inputs = InputProcessor(
             tokenizer,
@@ -132,11 +84,11 @@ class AsyncLLM:
         )
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, RequestStream] = {}
-        self._queue = _Queue()
+        self._queued = _QueuedTokens()
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
-        #: Messages about steps that have come.
+        #: Steps reported by the core.
         self._num_steps = 0
         self._watchdog: asyncio.Task[None] | None = None
         self._client = client
@@ -197,7 +149,7 @@ class AsyncLLM:
         cache_salt: str = "",
         streaming: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Iterates over the states of one request, each all there is so far; ``submit`` gives what is new instead.
+        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
 
         The request is aborted when the iteration is left before its end or its task is cancelled.
         """
@@ -220,14 +172,14 @@ class AsyncLLM:
         cache_salt: str = "",
         streaming: bool = True,
     ) -> RequestStream:
-        """Checks and queues a request. If ``streaming``, steps give what they add; else there is one output, the whole.
+        """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
 
         A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
 
         Raises:
-            InvalidRequestError: the request cannot be served; all else is as before.
+            InvalidRequestError: the request cannot be served.
             EngineDeadError: the engine has died or is being shut down.
-            EngineStateError: it sleeps.
+            EngineStateError: the engine sleeps.
         """
         params = params if params is not None else SamplingParams()
         text, prompt = await self._tokenize(prompt)
@@ -240,15 +192,15 @@ class AsyncLLM:
         check_sendable(request.params)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))
-        stream = RequestStream(self, self._outputs.open(request, streaming=streaming))
+        stream = RequestStream(self._outputs.open(request, streaming=streaming), self._abandon)
         self._streams[request_id] = stream
-        self._queue.add(request.group.group_id, len(request.prompt_token_ids))
+        self._queued.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
         self._client.send(message)
         return stream
 
     async def _tokenize(self, prompt: Prompt) -> tuple[str | None, Prompt]:
-        """A long text as itself and its token ids, made in a thread; any other prompt as it is."""
+        """(text, token ids) of a long text, tokenized in a thread; (None, prompt) for any other prompt."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
         if not isinstance(text, str) or len(text) < LONG_TEXT:
             return None, prompt
@@ -264,27 +216,27 @@ class AsyncLLM:
             self._notify(request)
 
     def _abandon(self, request: RequestState) -> None:
-        """Ends a request whose stream is read no more."""
+        """Aborts a request whose stream was closed."""
         stream = self._streams.get(request.request_id)
-        if stream is not None and stream._request is request:  # else it has ended, and its id may be another's
+        if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
             self._client.send(Abort(request.group_id))
             self._outputs.discard(request)
             self._forget(request)
 
     def _forget(self, request: RequestState) -> RequestStream:
-        self._queue.remove(request.group_id)
+        self._queued.remove(request.group_id)
         stream = self._streams.pop(request.request_id)
         if not self._streams:
             self._nothing_open.set()
         return stream
 
-    # --- what comes from the core -----------------------------------------------------------------------------------
+    # --- messages from the core -------------------------------------------------------------------------------------
 
     async def _take_in(self, step: StepDone) -> None:
-        """One step: news for the streams, and word to the core of the sequences that a stop text has ended."""
+        """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
         self._num_steps += 1
         for admission in step.outputs.admissions:
-            self._queue.remove(admission.group_id)
+            self._queued.remove(admission.group_id)
         for part in _parts(step.outputs):
             ready, stopped = self._outputs.process(part)
             for group_id, index in stopped:
@@ -300,12 +252,12 @@ class AsyncLLM:
 
     def _notify(self, request: RequestState) -> None:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
-        stream._notify()
+        stream.notify()
 
     async def _watch(self, step_timeout: float) -> None:
-        """Ends a core that does nothing while it should.
+        """Ends a core that does no step for too long while requests are open.
 
-        It counts its own turns of a tenth of the time, so that a pause of this process is not held against the core.
+        Checks ten times in that period and counts its own checks, so that a pause of this process does not count.
         """
         seen, quiet = -1, 0.0
         while True:
@@ -324,19 +276,14 @@ class AsyncLLM:
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         logger.critical("%s", self._error)
         for stream in list(self._streams.values()):
-            self._outputs.discard(stream._request)
-            self._forget(stream._request)._fail(self._error)
+            self._outputs.discard(stream.request)
+            self._forget(stream.request).fail(self._error)
         self.died.set()
 
     # --- the engine -------------------------------------------------------------------------------------------------
 
-    @property
-    def dead(self) -> bool:
-        """Whether the core has died; an orderly shutdown is no death."""
-        return self.died.is_set()
-
     def check_alive(self) -> None:
-        """Whether requests can be taken.
+        """Raises if requests cannot be accepted.
 
         Raises:
             EngineDeadError: the core has died or is being shut down.
@@ -352,12 +299,12 @@ class AsyncLLM:
     @property
     def num_queued(self) -> int:
         """Open requests of which nothing has been computed yet."""
-        return len(self._queue.lengths)
+        return len(self._queued.lengths)
 
     @property
     def queued_tokens(self) -> int:
-        """Their prompt tokens."""
-        return self._queue.tokens
+        """Prompt tokens of these requests."""
+        return self._queued.tokens
 
     async def stats(self) -> SchedulerStats:
         """The state of queues and blocks between two steps, and totals."""
@@ -377,7 +324,7 @@ class AsyncLLM:
         self.check_alive()
         if self._streams:
             raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
-        self.asleep = True  # from now on none is taken
+        self.asleep = True  # from now on requests are refused
         try:
             await self._client.call("sleep", type(None))
         except OctavoError:
@@ -385,12 +332,12 @@ class AsyncLLM:
             raise
 
     async def wake_up(self) -> None:
-        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        """Takes the memory again; nothing happens if the engine does not sleep."""
         await self._client.call("wake_up", type(None))
         self.asleep = False
 
     async def shutdown(self, timeout: float = 0.0) -> None:
-        """Takes no more requests, lets the open ones finish for ``timeout`` seconds, aborts the rest, ends the core."""
+        """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""
         self._error = self._error or EngineDeadError("the engine has been shut down")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -403,7 +350,7 @@ class AsyncLLM:
 
 
 def _parts(outputs: StepOutputs) -> Iterator[StepOutputs]:
-    """The same in the same order, in parts that the event loop can do in one go."""
+    """The outputs in the same order, in parts small enough not to block the event loop."""
     sequences = outputs.sequences
     if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
         yield outputs

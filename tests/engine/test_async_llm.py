@@ -474,7 +474,7 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
         tasks = [asyncio.create_task(last(llm, str(i), "Hello", LONG)) for i in range(100)]
         slow = await llm.submit("slow", "Hello", LONG)
         await anext(slow)
-        assert not llm.dead
+        assert not llm.died.is_set()
         os.kill(process.pid, signal.SIGKILL)
         killed = time.monotonic()
         call = asyncio.create_task(llm.stats())
@@ -487,7 +487,7 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
         assert all("SIGKILL" in str(e) for e in died)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             [o async for o in slow]
-        assert llm.dead
+        assert llm.died.is_set()
         assert llm.num_open == llm.queued_tokens == 0
         with pytest.raises(EngineDeadError):
             llm.check_alive()
@@ -510,13 +510,13 @@ def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
         await last(llm, "a", "Hello", LONG)
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(4.0)  # nothing is asked of it
-        assert not llm.dead
+        assert not llm.died.is_set()
         call = asyncio.create_task(llm.stats())
         with pytest.raises(EngineDeadError, match="no step for 2 s"):
             await last(llm, "b", "Hello", LONG)
         with pytest.raises(EngineDeadError, match="no step for 2 s"):
             await call
-        assert llm.dead
+        assert llm.died.is_set()
         await llm.shutdown(timeout=10)
         assert not psutil.pid_exists(process.pid)
         assert not process.folder.exists()
@@ -531,7 +531,7 @@ def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.Mo
         os.kill(process.pid, signal.SIGSTOP)
         stream = await llm.submit("a", "Hello", LONG)
         await asyncio.sleep(1.0)
-        assert not llm.dead
+        assert not llm.died.is_set()
         monkeypatch.setattr(async_llm, "FIRST_STEP_TIMEOUT", 2.0)
         with pytest.raises(EngineDeadError, match="no step for 2 s"):
             await anext(stream)
@@ -549,7 +549,7 @@ def test_an_exception_in_the_loop_of_the_core_is_told(tiny_model: Path) -> None:
             llm._client._out.send(b"\xc1 garbage")
             with pytest.raises(EngineDeadError, match="DecodeError"):
                 await last(llm, "b", "Hello", LONG)
-            assert llm.dead
+            assert llm.died.is_set()
 
     run(test)
 
@@ -599,7 +599,7 @@ def test_shutdown_lets_requests_finish_or_ends_them(tiny_model: Path, tries: Cal
             for stream in streams:
                 assert [o async for o in stream][-1].outputs[0].finish_reason == "length"
             await ending
-            assert not llm.dead
+            assert not llm.died.is_set()
             assert not llm.died.is_set()
 
     run(test)
