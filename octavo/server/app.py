@@ -1,4 +1,4 @@
-"""The application: routes, middleware, and a page that describes them."""
+"""The FastAPI application: routes, middleware, OpenAPI description."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from octavo import __version__
 from octavo.server import chat, completions, operation, tokenization
-from octavo.server.answers import (
+from octavo.server.errors import handle_errors
+from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
+from octavo.server.protocol import (
     ChatCompletion,
     Completion,
     Detokenized,
@@ -21,25 +23,22 @@ from octavo.server.answers import (
     Tokenized,
     Version,
 )
-from octavo.server.auth import KeyCheck
-from octavo.server.errors import handle_errors
-from octavo.server.middleware import BodyLimit, Envelope
 from octavo.server.service import Service
 
-#: Status -> when it is sent, for the description.
-_ALWAYS = {401: "No API key, or one that is not known.", 500: "The server failed; its log says more."}
+#: Status -> its description in OpenAPI.
+_ALWAYS = {401: "No API key, or an unknown one.", 500: "The server failed; its log says more."}
 _WITH_BODY = {
     400: "A field is missing, out of range, unknown to this model or not supported.",
     404: "The model does not exist here.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    503: "The engine has died, the server shuts down, or the answer took too long.",
+    503: "The engine has died, the server shuts down, or the response took too long.",
 }
-_BUSY = {429: "Too much waits; Retry-After says for how long to stay away."}
+_BUSY = {429: "The queue is full; Retry-After gives the seconds to wait."}
 
 
 def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The application for one engine; it is open to everybody if there are no keys."""
+    """The application for one engine; without keys no request needs authorization."""
     app = FastAPI(
         title="Octavo",
         version=__version__,
@@ -51,13 +50,13 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     )
     app.state.service = service
     _add_openai_routes(app)
-    _add_own_routes(app)
+    _add_other_routes(app)
     handle_errors(app)
     options = service.options
-    # The last that is added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout=options.body_timeout)
+    # The middleware added last is the outermost.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout=options.body_timeout)
     if api_keys:
-        app.add_middleware(KeyCheck, keys=api_keys)
+        app.add_middleware(ApiKeyMiddleware, keys=api_keys)
     _describe(app, with_keys=bool(api_keys))
     if options.origins:
         app.add_middleware(
@@ -67,7 +66,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Envelope, metrics=service.metrics, log_requests=options.log_requests)
+    app.add_middleware(RequestMiddleware, metrics=service.metrics, log_requests=options.log_requests)
     return app
 
 
@@ -75,13 +74,13 @@ def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
     _add(app, "POST", "/v1/chat/completions", chat.create_chat_completion, ChatCompletion, "OpenAI", stream=True)
     _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
-    # A hub id has a slash.
+    # Hub ids contain a slash.
     _add(
         app, "GET", "/v1/models/{model:path}", operation.retrieve_model, Model, "OpenAI", errors={404: _WITH_BODY[404]}
     )
 
 
-def _add_own_routes(app: FastAPI) -> None:
+def _add_other_routes(app: FastAPI) -> None:
     _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
     _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
@@ -107,13 +106,13 @@ def _add(
     method: str,
     path: str,
     endpoint: Callable[..., Any],
-    answer: type,
+    response_model: type,
     tag: str,
     *,
     stream: bool = False,
     errors: dict[int, str] | None = None,
 ) -> None:
-    """Adds a route and all that may come of it."""
+    """Adds a route with the description of its responses."""
     known = {**_ALWAYS, **(errors or {}), **(_WITH_BODY if method == "POST" else {}), **(_BUSY if stream else {})}
     responses: dict[int | str, dict[str, Any]] = _errors(known)
     if stream:
@@ -122,7 +121,7 @@ def _add(
         path,
         endpoint,
         methods=[method],
-        response_model=answer,
+        response_model=response_model,
         response_model_exclude_unset=True,
         tags=[tag],
         responses=responses,
@@ -134,7 +133,7 @@ def _errors(known: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 
 
 def _describe(app: FastAPI, *, with_keys: bool) -> None:
-    """Lets the description say what FastAPI cannot know: that bodies are refused with 400, and who needs a key."""
+    """Corrects the OpenAPI page: invalid bodies are refused with 400, not 422, and keys may be required."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

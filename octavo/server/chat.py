@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``"""
+"""The route ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
-from octavo.server import choices
-from octavo.server.answers import (
+from octavo.server.cancellation import with_cancellation
+from octavo.server.errors import ApiError
+from octavo.server.generation import FINGERPRINT, Generation, check_fields, make_generation, note_usage
+from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
+from octavo.server.prompts import TokenizedPrompt, encode, render_chat
+from octavo.server.protocol import (
     ChatChoice,
-    ChatChunk,
     ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
     Message,
     Usage,
 )
-from octavo.server.completions import FINGERPRINT, check_fields, generation_for, note_usage
-from octavo.server.errors import ApiError
-from octavo.server.generation import Generation, unless_gone
-from octavo.server.prompts import ReadPrompt, encode, render_chat
-from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, EventStream, event
 
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Answers a conversation, as one answer or as a stream of events."""
+    """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = service.model_name(body.model)
     check_fields(service, body)
     top = _top_logprobs(body)
     text = await render_chat(service, body.messages, body.add_generation_prompt is not False)
-    # The template writes the model's own tokens itself.
+    # The chat template adds the special tokens itself.
     [token_ids] = await encode(service, [text], add_special_tokens=False)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    generation = generation_for(
+    generation = make_generation(
         request,
         service,
         body,
-        [ReadPrompt(text, token_ids)],
+        [TokenizedPrompt(text, token_ids)],
         prefix="chatcmpl",
         max_tokens=max_tokens,
         logprobs=top,
         prompt_logprobs=body.prompt_logprobs,
     )
-    asked = _Asked(request, body, generation, model, top)
+    pending = _PendingResponse(request, body, generation, model, top)
     if body.stream:
-        return EventStream(asked.stream(), deadline)
-    [output] = await unless_gone(request.receive, generation.finish(), deadline)
-    return Response(asked.answer(output).encode(), media_type="application/json")
+        return EventStream(pending.stream(), deadline)
+    [output] = await with_cancellation(request.receive, generation.finish(), deadline)
+    return Response(pending.complete(output).encode(), media_type="application/json")
 
 
 def _top_logprobs(body: ChatCompletionRequest) -> int | None:
-    """How many likeliest tokens are wanted beside the logprob of each; None for no logprobs at all."""
+    """Most likely tokens requested at each position beside the generated one; None: no logprobs."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs is not None:
@@ -71,8 +71,8 @@ def _top_logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request and what it takes to answer it."""
+class _PendingResponse:
+    """A request in the engine and its response."""
 
     request: Request
     body: ChatCompletionRequest
@@ -81,8 +81,8 @@ class _Asked:
     top: int | None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def answer(self, output: RequestOutput) -> ChatCompletion:
-        """The whole answer."""
+    def complete(self, output: RequestOutput) -> ChatCompletion:
+        """The complete response."""
         found = []
         for completion in self.generation.choices(output):
             found.append(
@@ -94,8 +94,8 @@ class _Asked:
                     stop_reason=completion.stop_reason,
                 )
             )
-        answer = ChatCompletion(
-            id=self.generation.answer_id,
+        response = ChatCompletion(
+            id=self.generation.response_id,
             choices=found,
             created=self.created,
             model=self.model,
@@ -104,12 +104,12 @@ class _Asked:
             usage=self._usage(),
         )
         if output.prompt_logprobs is not None:
-            answer.prompt_logprobs = choices.prompt_logprobs(output.prompt_logprobs)
-        return answer
+            response.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
+        return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of the answer."""
-        trackers: dict[int, choices.Tracker | None] = {}
+        """The events of a streamed response."""
+        trackers: dict[int, LogprobsTracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for _, output in outputs:
                 chunks = []
@@ -118,7 +118,7 @@ class _Asked:
                         trackers[completion.index] = self._tracker(output)
                         first = self._chunk(completion, Delta(role="assistant", content=""))
                         if output.prompt_logprobs is not None and len(trackers) == 1:
-                            first.prompt_logprobs = choices.prompt_logprobs(output.prompt_logprobs)
+                            first.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
                         chunks.append(first)
                     chunks += self._chunks(completion, trackers[completion.index])
                 if chunks:
@@ -128,8 +128,8 @@ class _Asked:
             yield event(self._make([], usage=usage))
         yield DONE
 
-    def _chunks(self, completion: CompletionOutput, tracker: choices.Tracker | None) -> list[ChatChunk]:
-        """What is new of one choice: text, and the end as a chunk of its own."""
+    def _chunks(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> list[ChatCompletionChunk]:
+        """Chunks of one choice: new text, and the finish reason in a chunk of its own."""
         logprobs = self._logprobs(completion, tracker)
         found = []
         if completion.text or (logprobs is not None and logprobs.content):
@@ -143,21 +143,21 @@ class _Asked:
             found.append(last)
         return found
 
-    def _tracker(self, output: RequestOutput) -> choices.Tracker | None:
-        """For the logprobs of one choice, if they are wanted."""
+    def _tracker(self, output: RequestOutput) -> LogprobsTracker | None:
+        """Tracks the logprobs of one choice; None if they are not requested."""
         if self.top is None:
             return None
         skip = self.body.skip_special_tokens is not False
         tokenizer = self.generation.service.llm.tokenizer
-        return choices.Tracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
+        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
 
-    def _logprobs(self, completion: CompletionOutput, tracker: choices.Tracker | None) -> ChoiceLogprobs | None:
+    def _logprobs(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> ChoiceLogprobs | None:
         if tracker is None or self.top is None:
             return None
-        return choices.chat_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion), self.top)
+        return make_chat_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion), self.top)
 
     def _usage(self) -> Usage:
-        """Tokens used, which the log is told too."""
+        """Tokens used; also adds them to the log line."""
         usage = self.generation.usage()
         note_usage(self.request, usage)
         return usage
@@ -166,14 +166,14 @@ class _Asked:
     def _wants_usage(self) -> bool:
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
-    def _chunk(self, completion: CompletionOutput, delta: Delta) -> ChatChunk:
+    def _chunk(self, completion: CompletionOutput, delta: Delta) -> ChatCompletionChunk:
         choice = ChunkChoice(delta=delta, finish_reason=None, index=completion.index, logprobs=None)
-        # Spelled out in every chunk if it was asked for, as the OpenAI API does.
+        # An explicit null in every chunk if usage was requested, as the OpenAI API sends it.
         return self._make([choice], **({"usage": None} if self._wants_usage else {}))
 
-    def _make(self, found: list[ChunkChoice], **more: Any) -> ChatChunk:
-        return ChatChunk(
-            id=self.generation.answer_id,
+    def _make(self, found: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.generation.response_id,
             choices=found,
             created=self.created,
             model=self.model,

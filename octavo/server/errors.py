@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, the right status, and nothing of the inside."""
+"""Errors as clients see them: OpenAI's format, an HTTP status, no internal details."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("octavo.server")
 
 
 class ApiError(OctavoError):
-    """An answer that is an error. ``kind`` is what OpenAI calls its type."""
+    """An error response. ``kind`` is the ``type`` of the OpenAI API."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class ApiError(OctavoError):
     def body(self) -> bytes:
         """``{"error": {"message", "type", "param", "code"}}``"""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        # In ASCII: a client's text that is quoted here may hold what UTF-8 cannot.
+        # In ASCII: a client's text quoted in the message may hold characters that UTF-8 cannot encode.
         return json.dumps({"error": error}).encode()
 
     def response(self) -> Response:
-        """The HTTP answer."""
+        """The HTTP response."""
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """For what this server does not do (yet)."""
+    """The error for a parameter that this server does not support."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of any error. What is not of its making stays here, in the log."""
+    """The response to any exception. Details of internal errors go to the log only."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (InvalidRequestError, TokenizerError)):
@@ -81,13 +81,13 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Makes the application answer each of its errors in this shape."""
+    """Registers handlers that turn every error into a response of this format."""
 
-    async def answer(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
     for kind in (OctavoError, TimeoutError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, respond)
 
 
 def _param(message: str) -> str | None:

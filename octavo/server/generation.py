@@ -1,34 +1,43 @@
-"""One HTTP request's way through the engine: its place in the queue, its prompts side by side, its end."""
+"""The generation of one HTTP request: admission to the queue, one engine request for each prompt, usage, failures."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+import uuid
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
-from typing import Any
 
+from starlette.requests import Request
+
+from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.server.answers import PromptDetails, Usage
-from octavo.server.errors import ApiError
+from octavo.server.cancellation import cancel_tasks
+from octavo.server.errors import ApiError, unsupported
+from octavo.server.logging import log_prompt
 from octavo.server.metrics import RequestObserver
-from octavo.server.prompts import ReadPrompt
+from octavo.server.prompts import TokenizedPrompt
+from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
+from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import Service
 
 logger = logging.getLogger("octavo.server")
 
+#: ``system_fingerprint`` of every response.
+FINGERPRINT = f"octavo-{__version__}"
+
 
 @dataclass(slots=True)
 class Generation:
-    """The prompts of one request on their way through the engine, and what they used of it so far."""
+    """The prompts of one HTTP request in the engine, and the tokens used so far."""
 
     service: Service
-    #: Of the answer, such as ``cmpl-...``; the engine's requests are numbered after it.
-    answer_id: str
-    prompts: list[ReadPrompt]
+    #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
+    response_id: str
+    prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
     streaming: bool
     #: Choices of each prompt.
@@ -37,17 +46,17 @@ class Generation:
     cache_salt: str = ""
     #: Headers of the HTTP request, by lower-case name.
     headers: dict[str, str] = field(default_factory=dict)
-    #: Tokens of the choices that are handed out.
+    #: Tokens of the choices that are returned.
     completion_tokens: int = 0
-    #: Tokens of prompts found in the prefix cache, of prompts that have ended.
+    #: Prompt tokens found in the prefix cache, over the prompts that have finished.
     cached_tokens: int = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs as they come, each with the number of its prompt: increments if ``streaming``, else wholes.
+        """(prompt index, output) pairs: increments as they come if ``streaming``, else one complete output a prompt.
 
         Raises:
-            ApiError: the queue is full, or a completion failed; all prompts are then ended.
-            InvalidRequestError: a prompt cannot be served; likewise.
+            ApiError: the queue is full, or a completion failed; all prompts are aborted.
+            InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
         self.service.queue.check([len(prompt.token_ids) for prompt in self.prompts])
         runs = [self._run(i) for i in range(len(self.prompts))]
@@ -56,7 +65,7 @@ class Generation:
                 async for output in runs[0]:
                     yield 0, output
             else:
-                async with aclosing(_side_by_side(runs)) as merged:
+                async with aclosing(_merge_outputs(runs)) as merged:
                     async for item in merged:
                         yield item
         finally:
@@ -64,21 +73,21 @@ class Generation:
                 await run.aclose()
 
     async def finish(self) -> list[RequestOutput]:
-        """The whole output of each prompt, of a request that is not streaming.
+        """The complete output of each prompt of a request that is not streaming.
 
         Raises:
             ApiError, InvalidRequestError: as ``outputs``.
         """
         async with aclosing(self.outputs()) as outputs:
-            wholes = {number: output async for number, output in outputs}
-        return [wholes[i] for i in range(len(self.prompts))]
+            complete = {index: output async for index, output in outputs}
+        return [complete[i] for i in range(len(self.prompts))]
 
     def choices(self, output: RequestOutput) -> list[CompletionOutput]:
-        """What of an output is asked for: beam search returns its whole width."""
+        """The first ``n`` completions of an output; beam search returns its whole width."""
         return output.outputs[: self.n]
 
     def usage(self, *, uncounted: bool = False) -> Usage:
-        """Tokens used so far; ``uncounted`` where what was generated is not handed out."""
+        """Tokens used so far; ``uncounted``: generated tokens are not returned and not counted."""
         prompt = sum(len(p.token_ids) for p in self.prompts)
         completion = 0 if uncounted else self.completion_tokens
         return Usage(
@@ -88,12 +97,12 @@ class Generation:
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
 
-    async def _run(self, number: int) -> AsyncGenerator[RequestOutput, None]:
-        """One prompt's outputs."""
+    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one prompt."""
         service = self.service
         stream = await service.llm.submit(
-            f"{self.answer_id}-{number}",
-            {"prompt_token_ids": self.prompts[number].token_ids},
+            f"{self.response_id}-{index}",
+            {"prompt_token_ids": self.prompts[index].token_ids},
             self.params,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -110,37 +119,118 @@ class Generation:
                         service.queue.observe(output)
                         if service.tracer is not None:
                             service.tracer.record(output, observer, self.headers)
-                    _refuse_failed(output)
+                    _raise_if_failed(output)
                     yield output
         finally:
             observer.close()
 
 
-async def _side_by_side(
+def check_fields(service: Service, body: GenerationRequest) -> None:
+    """Refuses unsupported fields and logs unknown ones.
+
+    Raises:
+        ApiError: 400, with the name of the field.
+    """
+    for name, message in body.unsupported().items():
+        raise unsupported(name, message)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
+    service.note_unknown(body.model_extra or ())
+
+
+def _new_response_id(prefix: str) -> str:
+    """An id of our own: a client may use its request id twice."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def make_generation(
+    request: Request,
+    service: Service,
+    body: GenerationRequest,
+    prompts: list[TokenizedPrompt],
+    *,
+    prefix: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Generation:
+    """Checks the size and the parameters of a request and prepares its generation.
+
+    Raises:
+        InvalidRequestError, ApiError: a parameter is out of range or not supported.
+    """
+    _check_size(service, body, len(prompts), logprobs, prompt_logprobs)
+    if service.options.log_prompts:
+        for prompt in prompts:
+            log_prompt(prompt.text if prompt.text is not None else prompt.token_ids)
+    params: SamplingParams | BeamSearchParams
+    if body.use_beam_search:
+        if logprobs is not None:
+            raise unsupported("logprobs", "logprobs is not supported with use_beam_search")
+        longest = service.llm.max_model_len - min(len(p.token_ids) for p in prompts)
+        params = make_beam_search_params(body, max(1, longest) if max_tokens is None else max_tokens)
+    else:
+        params = make_sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return Generation(
+        service,
+        _new_response_id(prefix),
+        prompts,
+        params,
+        streaming=bool(body.stream),
+        n=body.n or 1,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        headers=dict(request.headers) if service.tracer is not None else {},
+    )
+
+
+def _check_size(
+    service: Service, body: GenerationRequest, prompts: int, logprobs: int | None, prompt_logprobs: int | None
+) -> None:
+    """Bounds the memory that one request can take in this process."""
+    sequences = prompts * max(body.n or 1, body.best_of or 1)
+    limit = service.options.max_sequences_per_request
+    if sequences > limit:
+        param = "n" if body.best_of is None else "best_of"
+        raise ApiError(400, f"the request asks for {sequences} sequences; at most {limit} are served", param=param)
+    limit = service.options.max_logprobs
+    if max(logprobs or 0, prompt_logprobs or 0) > limit:
+        raise ApiError(400, f"logprobs of at most {limit} likeliest tokens are served", param="logprobs")
+
+
+def note_usage(request: Request, usage: Usage) -> None:
+    """Adds the numbers of tokens to the request's log line."""
+    request.state.log_fields = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+
+
+async def _merge_outputs(
     runs: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several runs as they come; of each run one at most waits to be taken."""
-    waiting = {asyncio.ensure_future(_next(run)): i for i, run in enumerate(runs)}
+    """Outputs of several runs as they come; at most one of each run is buffered."""
+    pending = {asyncio.ensure_future(_next(run)): i for i, run in enumerate(runs)}
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                number = waiting.pop(task)
+                index = pending.pop(task)
                 output = task.result()
                 if output is None:
                     continue
-                waiting[asyncio.ensure_future(_next(runs[number]))] = number
-                yield number, output
+                pending[asyncio.ensure_future(_next(runs[index]))] = index
+                yield index, output
     finally:
-        await end_tasks(*waiting)
+        await cancel_tasks(*pending)
 
 
 async def _next(run: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
     return await anext(run, None)
 
 
-def _refuse_failed(output: RequestOutput) -> None:
-    """Raises if a completion ended in another way than by its own."""
+def _raise_if_failed(output: RequestOutput) -> None:
+    """Raises if a completion was ignored, aborted or failed."""
     for completion in output.outputs:
         if completion.finish_reason == "ignored":
             raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
@@ -151,39 +241,3 @@ def _refuse_failed(output: RequestOutput) -> None:
         if completion.finish_reason == "error":
             logger.error("request %s failed: %s", output.request_id, completion.error)
             raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")
-
-
-async def unless_gone(receive: Any, work: Coroutine[Any, Any, Any], deadline: float) -> Any:
-    """The result of the work, which is cancelled when the client goes away or the time is over.
-
-    Args:
-        receive: of the request, whose body has been read.
-        work: what takes long.
-        deadline: on the loop's clock.
-
-    Raises:
-        TimeoutError: the deadline has passed.
-        ApiError: of status 499, which no one will see.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
-    try:
-        async with asyncio.timeout_at(deadline):
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(499, "the client has closed the connection")
-    finally:
-        await end_tasks(task, gone)
-
-
-async def disconnected(receive: Any) -> None:
-    """Returns when the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels what still runs, and waits until nothing does."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

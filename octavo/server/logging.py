@@ -1,7 +1,7 @@
-"""The server's log: plain or JSON lines that carry request ids, written so that no log can hold up serving.
+"""The server's log: plain or JSON lines with request ids, written without ever blocking the server.
 
-Lines go through a bounded queue to a thread of their own. When the disk is full, the pipe's reader is stuck or gone, or
-lines come faster than they can be written, lines are dropped and counted; nobody waits and nothing fails.
+Lines go through a bounded queue to a writer thread. When the disk is full, the reader of a pipe is stuck or gone, or
+lines come faster than they can be written, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import msgspec
 from octavo.core.errors import ConfigError
 
 FORMATS = ("plain", "json")
-#: Lines that may wait for the writer.
+#: Most lines queued for the writer.
 QUEUE_LINES = 10_000
-#: Text of a prompt that is logged at most, where prompts are logged at all.
+#: Most characters (or token ids) of a prompt that are logged.
 PROMPT_CHARACTERS = 2_000
 
-#: The id of the HTTP request that this task answers; every line logged meanwhile carries it.
+#: Id of the HTTP request that the current task handles; every line that it logs carries the id.
 request_id: ContextVar[str | None] = ContextVar("octavo_request_id", default=None)
 
 logger = logging.getLogger("octavo.server")
 
 
 def new_request_id() -> str:
-    """An id that no other request has."""
+    """A unique request id."""
     return f"req-{uuid.uuid4().hex}"
 
 
 def start_logging(log_format: str = "plain", level: str = "info", path: Path | None = None) -> LineWriter:
     """Sends the lines of Octavo, uvicorn and asyncio to standard error, or appends them to the file.
 
-    uvicorn must be run with ``log_config=None``; its own access lines are switched off in favour of ``log_access``.
+    uvicorn must be run with ``log_config=None``; ``log_access`` replaces its access log.
 
     Raises:
         ConfigError: there is no such format, or the file cannot be opened.
@@ -61,7 +61,7 @@ def start_logging(log_format: str = "plain", level: str = "info", path: Path | N
 
 
 def log_access(method: str, path: str, status: int, seconds: float, client: str | None = None, **fields: Any) -> None:
-    """One line for an answered HTTP request. ``fields`` may tell of tokens; they must not hold text of the user."""
+    """Logs an HTTP request that has ended. ``fields`` may hold token counts, never text of the user."""
     logger.info(
         "%s %s",
         method,
@@ -71,13 +71,13 @@ def log_access(method: str, path: str, status: int, seconds: float, client: str 
 
 
 def log_prompt(prompt: str | list[int]) -> None:
-    """One line with a prompt; to be called only by a server that was asked to log prompts."""
+    """Logs a prompt; to be called only with ``log_prompts``."""
     shown = prompt[:PROMPT_CHARACTERS]
     logger.info("prompt", extra={"fields": {"prompt": shown, "length": len(prompt)}})
 
 
 class LineWriter(logging.Handler):
-    """Writes lines to a file descriptor from a thread of its own.
+    """Writes lines to a file descriptor in a thread.
 
     Invariant: ``emit`` neither blocks nor raises. Every line is either written or counted in ``dropped``.
     """
@@ -88,13 +88,13 @@ class LineWriter(logging.Handler):
         self.dropped = 0
         self._descriptor = descriptor
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUE_LINES)
-        # A line that was cut short by an error must not run into the next one.
+        # Whether an error cut the last line short: the next one then begins with a line end.
         self._torn = False
         self._thread = threading.Thread(target=self._write_all, name="octavo-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Formats here, where the request's id is known; the thread does the writing."""
+        """Formats in the calling task, where the request id is known; the thread writes."""
         try:
             line = self.format(record) + "\n"
             self._lines.put_nowait(line.encode("utf-8", "backslashreplace"))
@@ -102,7 +102,7 @@ class LineWriter(logging.Handler):
             self.dropped += 1
 
     def stop(self, timeout: float = 1.0) -> None:
-        """Writes what is queued, as far as that is possible within the timeout (seconds). Later lines are lost."""
+        """Writes queued lines for up to ``timeout`` seconds. Later lines are lost."""
         try:
             self._lines.put(None, timeout=timeout)
         except queue.Full:
@@ -126,7 +126,7 @@ class LineWriter(logging.Handler):
 
 
 class PlainFormatter(logging.Formatter):
-    """``TIME LEVEL MESSAGE key=value ...``: one line but for tracebacks."""
+    """``TIME LEVEL MESSAGE key=value ...``: one line, plus tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
@@ -166,7 +166,7 @@ def _time(record: logging.LogRecord) -> datetime:
 
 
 def _message(record: logging.LogRecord) -> str:
-    # A path or a header that someone else sent must not begin a line that looks like ours.
+    # A path or header sent by a client must not be able to forge a log line.
     return record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
 
 
@@ -182,7 +182,7 @@ def _plain(value: Any) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Without lone surrogates, which have no place in JSON."""
+    """Replaces lone surrogates, which JSON cannot hold."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):

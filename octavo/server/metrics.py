@@ -1,4 +1,4 @@
-"""What Prometheus reads at ``/metrics``: families named ``octavo_...``, in seconds and tokens, labelled by model."""
+"""Prometheus metrics of ``/metrics``: families named ``octavo_...``, in seconds and tokens, labelled by model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
 
-#: Ends that users asked for: only these requests enter the histogram of whole durations.
+#: Finish reasons of complete requests; only these enter the histogram of request durations.
 COMPLETE = ("stop", "length")
-#: Shown as zero before the first; another reason is counted all the same.
+#: Finish reasons exported as zero from the start; others appear once they occur.
 REASONS = (*COMPLETE, "abort", "error", "ignored")
 
 
 class Metrics:
-    """Owns every family and its registry; nothing is registered globally, so several can live in one process.
+    """Owns all families and their registry; nothing is registered globally, so a process can have several.
 
-    All methods are for one thread, the event loop's, and take microseconds; ``render`` takes milliseconds.
+    All methods are for the event loop's thread and take microseconds; ``render`` takes milliseconds.
     """
 
     def __init__(self, model_name: str, dropped_logs: Callable[[], int] = lambda: 0) -> None:
-        """``dropped_logs`` tells how many log lines were lost so far; it is asked at every ``render``."""
+        """``dropped_logs`` returns the log lines lost so far; called by every ``render``."""
         self.registry = CollectorRegistry()
         self._model = model_name
         self._dropped_logs = dropped_logs
@@ -48,13 +48,11 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """The page that Prometheus scrapes, and its content type."""
-        self._log_lines_dropped.up_to(self._dropped_logs())
+        self._log_lines_dropped.set_total(self._dropped_logs())
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    # Requests -------------------------------------------------------------------------------------------------------
-
     def on_step(self, stats: StepStats) -> None:
-        """Takes in what the engine core reported after a step; ``StepStats(blocks_free=n)`` tells of one at rest."""
+        """Adds the statistics of a step."""
         if stats.seconds:
             self.step_seconds.observe(stats.seconds)
             self._worker_seconds.inc(stats.worker_seconds)
@@ -74,21 +72,19 @@ class Metrics:
             (self._host_blocks, stats.host_blocks_used),
         ):
             gauge.set(value)
-        self._recomputes.up_to(stats.preemptions_by_recompute)
-        self._swaps.up_to(stats.preemptions_by_swap)
-        self._queried.up_to(stats.prefix_queried_tokens)
-        self._hits.up_to(stats.prefix_hit_tokens)
-
-    # HTTP -----------------------------------------------------------------------------------------------------------
+        self._recomputes.set_total(stats.preemptions_by_recompute)
+        self._swaps.set_total(stats.preemptions_by_swap)
+        self._queried.set_total(stats.prefix_queried_tokens)
+        self._hits.set_total(stats.prefix_hit_tokens)
 
     def http_started(self) -> None:
-        """An HTTP request came in."""
+        """Counts an HTTP request that has begun."""
         self._http_open.inc()
 
     def http_finished(self, route: str, status: int) -> None:
-        """It is answered to the last byte, or its client is gone.
+        """Counts an HTTP request that has ended.
 
-        ``route`` is the pattern of the route, never the path that was asked for: every value is a series for ever.
+        ``route`` is the pattern of the route, never the requested path, as each value is a series of its own.
         """
         self._http_open.dec()
         self._http_responses(route, str(status)).inc()
@@ -138,7 +134,7 @@ class Metrics:
         self._between_seconds = self._counter(
             "step_between_seconds", "Time between steps while there was work: taking messages in, sending outputs."
         )()
-        # Without time_kernels the series is absent: a zero would say that all time goes elsewhere.
+        # Created with its first value: without time_kernels the series is absent rather than zero.
         self._kernel_seconds = self._counter(
             "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
         )
@@ -146,8 +142,8 @@ class Metrics:
         self._prefill_tokens, self._decode_tokens = computed("prefill"), computed("decode")
 
     def _make_http(self) -> None:
-        self._http_open = self._gauge("http_open_requests", "HTTP requests that are being answered.")()
-        self._http_responses = self._counter("http_responses", "HTTP answers, by route and status.", ["route", "code"])
+        self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()
+        self._http_responses = self._counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
         self._http_rejected = self._counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
         self._log_lines_dropped = _Total(
             self._counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
@@ -163,29 +159,29 @@ class Metrics:
         return self._family(Histogram, name, text, None, unit="seconds", buckets=buckets)()
 
     def _family(self, kind: Any, name: str, text: str, labels: list[str] | None, **options: Any) -> Any:
-        """A family, as a function from the values of its own labels to the metric."""
+        """Makes a family; returns a function from its label values to the metric."""
         family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
 
 
 class RequestObserver:
-    """Counts one request by its outputs: increments, or the whole of it at once."""
+    """Counts the tokens and latencies of one request from its outputs."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         #: Tokens of all its completions so far.
         self.num_tokens = 0
-        #: Why its completions have ended, by index.
+        #: Finish reasons of its completions, by index.
         self.finish_reasons: dict[int, str] = {}
-        self._begun = self._ended = False
+        self._started = self._ended = False
         #: Time of the last token, by index of the completion.
         self._last: dict[int, float] = {}
 
     def update(self, output: RequestOutput) -> None:
-        """Takes in the next output; the tokens in it are taken as evenly spaced since the one before."""
+        """Counts the next output; its tokens are taken as evenly spaced since the output before."""
         metrics, times, now = self._metrics, output.metrics, time.monotonic()
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             if times.time_in_queue is not None:
                 metrics.queue.observe(times.time_in_queue)
@@ -204,7 +200,7 @@ class RequestObserver:
                 metrics.duration.observe(now - times.arrival_time)
 
     def close(self) -> None:
-        """It is read no more: one that has not ended was aborted."""
+        """Counts the request as aborted if it has not ended."""
         if not self._ended:
             self._ended = True
             self._metrics.finished("abort").inc()
@@ -213,7 +209,7 @@ class RequestObserver:
         self.num_tokens += count
         self._metrics.generation_tokens.inc(count)
         last = self._last.get(index)
-        if last is None:  # every completion of a request begins with the step that ended its prompt
+        if last is None:  # the prefill gives the first token of every completion
             last, count = first_token_time, count - 1
         self._last[index] = now if count else first_token_time
         for _ in range(count):
@@ -221,12 +217,12 @@ class RequestObserver:
 
 
 class _Total:
-    """A counter that follows a total counted elsewhere."""
+    """A counter that follows a running total."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._last = 0
 
-    def up_to(self, total: int) -> None:
+    def set_total(self, total: int) -> None:
         self._counter.inc(max(total - self._last, 0))
         self._last = total

@@ -1,10 +1,13 @@
-"""What happens around every request: its id, its line in the log, its place in the metrics, its last safety net."""
+"""Middleware around every request: its id, log line and metrics, errors, API keys, limits on bodies."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,15 +17,17 @@ from octavo.server import logging as server_logging
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.metrics import Metrics
 
-#: Ids that clients may choose: such as cannot disturb a log or a header.
+#: Paths that need no key, as load balancers probe them; they reveal nothing about users.
+OPEN_PATHS = frozenset({"/health", "/version"})
+#: Request ids that clients may choose: safe in a log line and in a header.
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Envelope:
-    """The outermost middleware.
+class RequestMiddleware:
+    """The outermost middleware: request id, access log, HTTP metrics.
 
-    An id from ``X-Request-Id`` (or a new one) goes into every log line of the request and into the answer's headers.
-    Whatever was not caught further in becomes an answer of status 500 that says nothing of the inside.
+    An id from ``X-Request-Id`` (or a new one) goes into every log line of the request and into the response's headers.
+    An exception that was not handled becomes a response of status 500 without internal details.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool) -> None:
@@ -31,7 +36,7 @@ class Envelope:
         self._log_requests = log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, whatever comes of it."""
+        """Passes the request on; never raises."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -40,7 +45,7 @@ class Envelope:
         token = server_logging.request_id.set(request_id)
         scope.setdefault("state", {})["request_id"] = request_id
         start = time.monotonic()
-        status = 0  # of a client that went away before it was answered
+        status = 0  # remains 0 if the client disconnects before the response starts
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -68,8 +73,8 @@ class Envelope:
             server_logging.request_id.reset(token)
 
 
-class BodyLimit:
-    """Middleware that reads bodies, bounded in size and in the time that sending them may take."""
+class BodyLimitMiddleware:
+    """Middleware that reads bodies, bounded in size and in time."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
         """``timeout`` in seconds, for the whole body."""
@@ -90,7 +95,7 @@ class BodyLimit:
         except ApiError as e:
             await e.response()(scope, receive, send)
             return
-        if body is None:  # the client is gone
+        if body is None:  # the client has disconnected
             return
         message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
@@ -124,10 +129,46 @@ class BodyLimit:
         return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
-#: For answers to requests that were not read to their end.
+#: Headers of responses to requests that were not read completely.
 _CLOSE = {"Connection": "close"}
 
 
 def _route(scope: Scope) -> str:
-    """The pattern that matched: paths that clients make up must not become labels."""
+    """The pattern that matched, as arbitrary paths must not become metric labels."""
     return getattr(scope.get("route"), "path", "unmatched")
+
+
+class ApiKeyMiddleware:
+    """Middleware that refuses requests without ``Authorization: Bearer KEY`` of one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        # Digests have one length, so that comparing them does not reveal the length of a key.
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 401, or passes the request on."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization")
+            if given is None or not self._is_known(given):
+                await _refusal(given).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        digest = _digest(key.strip().encode("latin-1", "replace"))
+        # All keys are compared, so that the time does not depend on which one matches.
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _refusal(given: str | None) -> ApiError:
+    message = (
+        "no API key was sent; send it as 'Authorization: Bearer KEY'" if given is None else "the API key is not known"
+    )
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -6,9 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server.answers import Model, ModelList
-from octavo.server.answers import Version as VersionAnswer
 from octavo.server.errors import ApiError
+from octavo.server.protocol import Model, ModelList, Version
 from octavo.server.service import Service, service_of
 
 
@@ -19,13 +18,13 @@ async def list_models(request: Request) -> ModelList:
 
 
 async def retrieve_model(request: Request, model: str) -> Model:
-    """One of these names."""
+    """One name that the model is served under."""
     service = service_of(request)
     return _model(service, service.model_name(model))
 
 
 async def health(request: Request) -> Response:
-    """Status 200 while requests are taken; 503 once the engine has died or the server shuts down."""
+    """Status 200 while requests are accepted; 503 after the engine has died or during shutdown."""
     service = service_of(request)
     if service.closing:
         raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
@@ -33,9 +32,9 @@ async def health(request: Request) -> Response:
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
-async def version(request: Request) -> VersionAnswer:
-    """Version of this server."""
-    return VersionAnswer(version=__version__)
+async def version(request: Request) -> Version:
+    """The server's version."""
+    return Version(version=__version__)
 
 
 async def metrics(request: Request) -> Response:
@@ -45,7 +44,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets the contents of all cached blocks that requests to come could share."""
+    """Empties the prefix cache."""
     service = service_of(request)
     service.llm.check_alive()
     await service.llm.reset_prefix_cache()

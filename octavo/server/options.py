@@ -1,4 +1,4 @@
-"""All server options in one validated model; the flags of ``octavo serve`` and its documentation follow from it."""
+"""Server options as one validated model; flags of ``octavo serve`` and documentation are made from it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from octavo.core.errors import ConfigError
 
-#: Where keys may stand instead of in a file; separated by commas.
+#: Environment variable of API keys, separated by commas.
 API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 
-#: Characters of text that a token of the context may stand for before a prompt is refused unread.
+#: Prompts of more characters for each token of the context than this are refused without being tokenized.
 CHARS_PER_TOKEN = 32
 
 logger = logging.getLogger("octavo")
@@ -95,10 +95,10 @@ class ServerOptions(BaseModel):
         return _names(self.allowed_origins)
 
     def model_names(self, model: str) -> list[str]:
-        """The names that clients may use; the first is the one in answers."""
+        """Names of the model in requests; the first is the default in responses."""
         if names := _names(self.served_model_name):
             return names
-        # A path says where files of this machine lie, which is no one's business.
+        # The full path of a folder must not be revealed to clients.
         return [Path(model).name or model] if Path(model).exists() else [model]
 
 
@@ -115,10 +115,10 @@ def make_options(**values: Any) -> ServerOptions:
 
 
 def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
-    """The keys that open the server, from its file and the environment; none: it is open.
+    """API keys from the file and the environment; if there are none, requests need no key.
 
     Raises:
-        ConfigError: the file is unreadable or holds no key, or a key is none that a header can carry.
+        ConfigError: the file is unreadable or holds no key, or a key has characters that a header cannot carry.
     """
     keys = _names(environ.get(API_KEYS_VARIABLE))
     path = options.api_key_file
@@ -129,7 +129,7 @@ def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[st
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
         if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-            # Not an error: secrets that are mounted into containers are made so.
+            # Not an error: secrets mounted into containers have such permissions.
             logger.warning("api_key_file %s can be read by every user of this machine", path)
         from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not from_file:

@@ -1,4 +1,4 @@
-"""Prompts of requests in any of their forms, as token ids. Long ones are tokenized off the event loop."""
+"""Tokenizes the prompts of requests; long ones in a thread."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from octavo.server.errors import ApiError
 from octavo.server.protocol import ChatMessage, CompletionRequest
 from octavo.server.service import Service
 
-#: Characters that are tokenized in well under a millisecond, so that a thread would cost more than it saves.
+#: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPrompt:
-    """A prompt that was read; ``text`` is None if it came as token ids."""
+class TokenizedPrompt:
+    """A prompt as token ids; ``text`` is None if the request gave token ids."""
 
     text: str | None
     token_ids: list[int]
 
 
-async def read_prompts(service: Service, body: CompletionRequest) -> list[ReadPrompt]:
+async def read_prompts(service: Service, body: CompletionRequest) -> list[TokenizedPrompt]:
     """The prompts of a completion request.
 
     Raises:
-        ApiError: there is none, or too many, or one is too long.
+        ApiError: there is no prompt, there are too many, or one is too long.
     """
     given: Any = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
@@ -41,16 +41,16 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[ReadPr
     special = body.add_special_tokens is not False
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if not texts:
-        return [ReadPrompt(None, prompt) for prompt in given]
+        return [TokenizedPrompt(None, prompt) for prompt in given]
     ids = await encode(service, texts, special)
-    return [ReadPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+    return [TokenizedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
 
 
 async def encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
     """Token ids of texts.
 
     Raises:
-        ApiError: one is longer than any that could be served.
+        ApiError: a text is too long to be served.
     """
     for text in texts:
         if len(text) > service.max_prompt_chars:
@@ -67,12 +67,12 @@ async def encode(service: Service, texts: list[str], add_special_tokens: bool) -
 
 
 async def render_chat(service: Service, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
-    """The text of a conversation, as the model's template writes it.
+    """The text of a conversation, rendered by the model's chat template.
 
     Raises:
-        InvalidRequestError: the template refuses it, or there is none.
+        InvalidRequestError: the template refuses the messages, or the model has none.
     """
-    plain = [_plain(message) for message in messages]
+    plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
     length = sum(len(str(message.get("content"))) for message in plain)
@@ -89,10 +89,10 @@ async def render_chat(service: Service, messages: Sequence[ChatMessage], add_gen
     return await asyncio.to_thread(apply, plain, add_generation_prompt=add_generation_prompt)
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    # Not model_dump, which gives up on what is nested deeply.
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+    # model_dump fails on deeply nested values.
     given = {**message.__dict__, **(message.model_extra or {})}
     plain = {name: value for name, value in given.items() if value is not None}
-    if message.role == "developer":  # OpenAI's newer name for what templates know as system
+    if message.role == "developer":  # OpenAI's newer name for the role that templates call system
         plain["role"] = "system"
     return plain

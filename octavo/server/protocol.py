@@ -1,8 +1,8 @@
-"""What clients may send: the fields of the OpenAI API and the extras of this field, with what each of them means.
+"""Bodies of requests and responses: the fields of the OpenAI API, and those that other engines add to it.
 
-Unknown fields are ignored, and named once in the log: clients are written for servers that know more than this one, and
-send what does not exist here yet (``store``, ``safety_identifier``, ...). What would change the answer and is not
-supported is a field here, and refused in words. ``null`` means the default, as clients spell out what they leave open.
+Unknown fields are ignored and logged once, as clients send fields that do not affect the response here (``store``,
+``safety_identifier``, ...). Fields that would change the response and are not supported are defined here and refused
+with an explanation. ``null`` means the default.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: What fits the messages to the engine; whether a number makes sense is judged there, in its own words.
+#: Integers that the engine's messages can hold; the engine checks ranges.
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Field(max_length=512)]
-#: A text that every token is compared with.
+#: A text that is searched for in the output at every token.
 Phrase = Annotated[str, Field(max_length=256)]
 
 
 class RequestModel(BaseModel):
-    """A request body; strict, so that "5" is no number and true is not 1."""
+    """A request body; strict: "5" is not a number and true is not 1."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class StreamOptions(RequestModel):
-    """How a stream is to be sent."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = Field(None, description="Send a last chunk with the number of tokens used.")
 
 
 class GenerationRequest(RequestModel):
-    """What completions and chat have in common."""
+    """Fields common to completions and chat completions."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     max_tokens: Int | None = Field(None, description="Most tokens to generate.")
@@ -67,11 +67,11 @@ class GenerationRequest(RequestModel):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )
-    # Refused, until they work:
+    # Not supported yet:
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"} is supported.')
 
     def unsupported(self) -> dict[str, str]:
-        """Fields that were given, would change the answer and cannot: their names, and why they are refused."""
+        """Given fields that are not supported: name -> message."""
         kind = (self.response_format or {"type": "text"}).get("type")
         if kind != "text":
             return {"response_format": "response_format is not supported yet, except {'type': 'text'}"}
@@ -112,7 +112,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = Field(None, description="Send logprobs.")
     top_logprobs: Int | None = Field(None, description="With so many likeliest tokens at each position.")
     add_generation_prompt: bool | None = Field(None, description="Begin the assistant's answer (default true).")
-    # Refused, until they work:
+    # Not supported yet:
     tools: list[dict[str, Any]] | None = Field(None, description="Not supported yet.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='Not supported yet, except "none" and "auto".')
     functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
@@ -135,7 +135,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(RequestModel):
-    """Body of ``/tokenize``: either a prompt or messages."""
+    """Body of ``/tokenize``: a prompt or messages."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     prompt: str | None = Field(None, description="A text.")
@@ -149,3 +149,208 @@ class DetokenizeRequest(RequestModel):
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     tokens: list[Int] = Field(description="Token ids.")
+
+
+# Responses ----------------------------------------------------------------------------------------------------------
+
+#: For each prompt token: None, or token id -> {"logprob", "rank", "decoded_token"}.
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+StopReason = str | int | None
+
+
+class ResponseModel(BaseModel):
+    """A response or a part of one. Fields that were not set are not sent."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return self.model_dump_json(exclude_unset=True).encode()
+
+
+class PromptDetails(ResponseModel):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int = Field(description="Found in the prefix cache.")
+
+
+class Usage(ResponseModel):
+    """Tokens used by a request: each prompt counts once, and every token of every choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(ResponseModel):
+    """Parallel lists with an entry for each token. The first token of an echoed prompt has null."""
+
+    text_offset: list[int] = Field(description="Where in the choice's text the token's text begins, in characters.")
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(ResponseModel):
+    """One completion, or an increment of it."""
+
+    finish_reason: Literal["stop", "length"] | None
+    index: int
+    logprobs: CompletionLogprobs | None
+    text: str
+    stop_reason: StopReason = Field(None, description="The stop text or stop token id that ended it.")
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(ResponseModel):
+    """A response of ``/v1/completions``, or a chunk of its stream."""
+
+    id: str
+    choices: list[CompletionChoice]
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    system_fingerprint: str
+    usage: Usage | None = None
+
+
+class TopLogprob(ResponseModel):
+    """A token and its logprob."""
+
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    """The generated token, and the most likely ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(ResponseModel):
+    """Logprobs of the tokens of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Message(ResponseModel):
+    """The assistant's message."""
+
+    content: str
+    refusal: None
+    role: Literal["assistant"]
+
+
+class ChatChoice(ResponseModel):
+    """One choice of a chat completion."""
+
+    finish_reason: Literal["stop", "length"]
+    index: int
+    logprobs: ChoiceLogprobs | None
+    message: Message
+    stop_reason: StopReason = Field(None, description="The stop text or stop token id that ended it.")
+
+
+class ChatCompletion(ResponseModel):
+    """A response of ``/v1/chat/completions``."""
+
+    id: str
+    choices: list[ChatChoice]
+    created: int
+    model: str
+    object: Literal["chat.completion"]
+    system_fingerprint: str
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Delta(ResponseModel):
+    """An increment of a message."""
+
+    content: str | None = None
+    role: Literal["assistant"] | None = None
+
+
+class ChunkChoice(ResponseModel):
+    """An increment of a choice."""
+
+    delta: Delta
+    finish_reason: Literal["stop", "length"] | None
+    index: int
+    logprobs: ChoiceLogprobs | None
+    stop_reason: StopReason = None
+
+
+class ChatCompletionChunk(ResponseModel):
+    """A chunk of a stream of ``/v1/chat/completions``."""
+
+    id: str
+    choices: list[ChunkChoice]
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    system_fingerprint: str
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Model(ResponseModel):
+    """A served model."""
+
+    id: str
+    created: int
+    object: Literal["model"]
+    owned_by: str
+    max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
+
+
+class ModelList(ResponseModel):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(ResponseModel):
+    """A response of ``/tokenize``."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    prompt: str | None = Field(None, description="The text that was tokenized, if it came of messages.")
+
+
+class Detokenized(ResponseModel):
+    """A response of ``/detokenize``."""
+
+    prompt: str
+
+
+class Version(ResponseModel):
+    """A response of ``/version``."""
+
+    version: str
+
+
+class Health(ResponseModel):
+    """A response of ``/health``."""
+
+    status: Literal["ok"]
+
+
+class ErrorDetail(ResponseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(ResponseModel):
+    """A response with an error status."""
+
+    error: ErrorDetail

@@ -1,4 +1,4 @@
-"""The life of a server: its engine, its socket, its signals, its end."""
+"""Runs a server: starts the engine, binds the socket, handles signals, shuts down."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 #: Exit codes: after the engine has died (EX_SOFTWARE of sysexits.h; a supervisor should start the server again), and
-#: after Ctrl-C while it was ending.
+#: after Ctrl-C during shutdown.
 EXIT_ENGINE_DIED = 70
 EXIT_INTERRUPTED = 130
 
-#: Seconds for which a server without engine still says so.
+#: Seconds for which a server whose engine has died still answers, with errors.
 DEATH_GRACE = 2.0
-#: Seconds that the last bytes have to leave when all requests have ended.
+#: Seconds for sending the last bytes after all requests have ended.
 FLUSH = 5.0
-#: Connections that wait to be accepted.
+#: Connections waiting to be accepted.
 BACKLOG = 2048
 
 
@@ -54,13 +54,13 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     from octavo.server.tracing import Tracer
 
     keys = read_api_keys(options, os.environ)
-    # The engine's process has no use for them.
+    # The engine's process does not need them.
     os.environ.pop(API_KEYS_VARIABLE, None)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
     with listening_socket(options) as sock:
-        # The process starts to load its libraries while this one does.
+        # Both processes import their libraries at the same time.
         process = CoreProcess()
         try:
             from octavo.server.logging import start_logging
@@ -71,14 +71,14 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
             raise
         try:
             return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
-        except KeyboardInterrupt:  # before signals were handled
+        except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
 
 
 def _allow_many_connections() -> None:
-    """Raises the limit on open files, which is often 1024: each connection is one."""
+    """Raises the limit on open files, often 1024: each connection counts as one."""
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -86,21 +86,21 @@ def _allow_many_connections() -> None:
 
 @contextlib.contextmanager
 def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket bound to the address, not yet listening: what is wrong with it should be known before a model is loaded.
+    """A socket bound to the address, not yet listening, so that a wrong address fails before a model is loaded.
 
     Raises:
-        ConfigError: the address cannot be bound, or the TLS files are of no use.
+        ConfigError: the address cannot be bound, or the TLS files are invalid.
     """
     if options.tls_cert is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
-        except OSError as e:  # as is an SSLError
+        except OSError as e:  # includes SSLError
             raise ConfigError(f"cannot use tls_cert {options.tls_cert} with tls_key {options.tls_key}: {e}") from None
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Passed on to accepted connections: ends those whose client takes no byte for so long (RFC 5482).
+            # Inherited by accepted connections: closes those whose client acknowledges nothing for so long (RFC 5482).
             milliseconds = int(options.stall_timeout * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         try:
@@ -148,8 +148,8 @@ async def _serve_engine(
     tracer: Tracer | None,
 ) -> int:
     from octavo.server.app import make_app
-    from octavo.server.limits import QueueLimit
     from octavo.server.metrics import Metrics
+    from octavo.server.queue_limit import QueueLimit
     from octavo.server.service import Service
     from octavo.server.status import StatusLine
 
@@ -163,14 +163,14 @@ async def _serve_engine(
         status.on_step(stats)
 
     llm.on_step = on_step
-    # What lives as long as the server need not be looked at by every collection.
+    # Objects that live as long as the server need not be scanned by every garbage collection.
     gc.freeze()
     server = _make_server(make_app(service, keys), options, names)
-    return await _Life(service, server).run(sock)
+    return await _ServerLifecycle(service, server).run(sock)
 
 
 def _import_libraries() -> None:
-    """What takes some 0.5 s, while the engine loads."""
+    """Imports the HTTP libraries, some 0.5 s, while the engine loads."""
     for name in ("octavo.server.app", "uvicorn.lifespan.off", "uvicorn.protocols.http.auto"):
         importlib.import_module(name)
 
@@ -179,7 +179,7 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
     import uvicorn
 
     class Server(uvicorn.Server):
-        """uvicorn's server, with the signals left to us: its own way is to end by the signal, not with a code."""
+        """uvicorn's server without its signal handling, which ends by the signal and not with an exit code."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -213,8 +213,8 @@ def _url(sock: socket.socket, options: ServerOptions) -> str:
     return f"{'https' if options.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class _Life:
-    """From listening to the exit code. A signal ends it in order, Ctrl-C during that at once, or the engine's death."""
+class _ServerLifecycle:
+    """Serves until a signal (graceful shutdown, at once on a second Ctrl-C) or the death of the engine."""
 
     def __init__(self, service: Service, server: uvicorn.Server) -> None:
         self._service = service
@@ -223,15 +223,18 @@ class _Life:
         self._code = 0
 
     async def run(self, sock: socket.socket) -> int:
-        """Serves on the socket until the end; returns the exit code."""
+        """Serves on the socket; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        watchers = [asyncio.ensure_future(self._end_in_order()), asyncio.ensure_future(self._end_after_death())]
+        watchers = [
+            asyncio.ensure_future(self._shut_down_on_signal()),
+            asyncio.ensure_future(self._stop_after_engine_death()),
+        ]
         where = _url(sock, self._service.options)
         try:
             await self._server.serve(sockets=[sock])
-        except OSError as e:  # who bound the address at the same moment listens first
+        except OSError as e:  # another process bound the same address and listens already
             raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from None
         finally:
             for watcher in watchers:
@@ -240,14 +243,14 @@ class _Life:
         return self._code
 
     def _on_signal(self, number: int) -> None:
-        # Supervisors may send SIGTERM to a group and to its members; only a person is impatient.
+        # Supervisors may send SIGTERM both to a process group and to its members; only a second SIGINT is deliberate.
         if self._stop.is_set() and number == signal.SIGINT:
             self._code = EXIT_INTERRUPTED
             self._server.force_exit = True
         self._stop.set()
 
-    async def _end_in_order(self) -> None:
-        """Stops accepting, lets what is open finish or run out of time, and ends the engine."""
+    async def _shut_down_on_signal(self) -> None:
+        """Refuses new requests, gives open ones the shutdown timeout, and ends the engine."""
         await self._stop.wait()
         service = self._service
         service.closing = True
@@ -255,8 +258,8 @@ class _Life:
         self._server.should_exit = True
         await service.llm.shutdown(service.options.shutdown_timeout)
 
-    async def _end_after_death(self) -> None:
-        """Open requests have failed by now; says for a moment what is wrong to those who ask."""
+    async def _stop_after_engine_death(self) -> None:
+        """Stops serving when the engine has died; open requests have failed by then."""
         await self._service.llm.died.wait()
         self._code = EXIT_ENGINE_DIED
         await asyncio.sleep(DEATH_GRACE)

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the options, and what counts for all requests."""
+"""State shared by all routes: the engine, the options, metrics, limits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.requests import Request
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.errors import ApiError
-from octavo.server.limits import QueueLimit
 from octavo.server.metrics import Metrics
 from octavo.server.options import CHARS_PER_TOKEN, ServerOptions
+from octavo.server.queue_limit import QueueLimit
 from octavo.server.tracing import Tracer
 
-#: Unknown fields that are named at most, as clients can make up any number.
-MAX_UNKNOWN = 100
+#: Most unknown fields that are logged, as clients can send any number.
+MAX_UNKNOWN_FIELDS = 100
 
 logger = logging.getLogger("octavo.server")
 
@@ -29,27 +29,27 @@ class Service:
     llm: AsyncLLM
     options: ServerOptions
     metrics: Metrics
-    #: What clients may call the model; the first is the name in answers.
+    #: Names that requests may give the model; responses carry the name that was requested, or the first.
     model_names: list[str]
     queue: QueueLimit
     tracer: Tracer | None = None
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
-    #: Unknown fields of requests that were named in the log.
+    #: Unknown fields of requests that were logged.
     unknown_fields: set[str] = field(default_factory=set)
-    #: Set when the server shuts down: what is open may finish, nothing new begins.
+    #: Set during shutdown: open requests may finish, new ones are refused.
     closing: bool = False
 
     @property
     def max_prompt_chars(self) -> int:
-        """Longest text of a prompt; one that is longer has too many tokens, and need not be tokenized to know."""
+        """Longest prompt in characters; a longer one is refused without being tokenized."""
         return self.options.max_prompt_chars or CHARS_PER_TOKEN * self.llm.max_model_len
 
     def model_name(self, wanted: str | None) -> str:
-        """The name for the answer to a request.
+        """The model name for the response to a request.
 
         Raises:
-            ApiError: 404, the name is not served; 503, no request is taken any more.
+            ApiError: 404, the name is not served; 503, the server shuts down.
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
@@ -62,14 +62,14 @@ class Service:
         )
 
     def note_unknown(self, fields: Iterable[str]) -> None:
-        """Names fields that requests bring and no one reads in the log, each once."""
+        """Logs fields that are ignored, each name once."""
         for name in fields:
-            if name not in self.unknown_fields and len(self.unknown_fields) < MAX_UNKNOWN:
+            if name not in self.unknown_fields and len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
                 self.unknown_fields.add(name)
                 logger.info("requests bring a field that is unknown here and ignored: %.100r", name)
 
 
 def service_of(request: Request) -> Service:
-    """The service that the application of this request was made for."""
+    """The ``Service`` of the application that received the request."""
     service: Service = request.app.state.service
     return service

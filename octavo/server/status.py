@@ -1,4 +1,4 @@
-"""A line every few seconds while the engine is busy, for whoever watches the terminal; nothing while it is idle."""
+"""A status line in the log every few seconds while the engine is busy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger("octavo.server")
 
 
 class StatusLine:
-    """Adds up steps and logs what they amount to, at the first step after each interval.
+    """Sums over steps and logs a line at the first step after each interval.
 
-    Rates are those of the time since the last line, or since work began after a pause.
+    Rates are over the time since the last line, or since the engine became busy.
     """
 
     def __init__(self, interval: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,11 +26,11 @@ class StatusLine:
         self._idle = True
         self._since = 0.0
         self._prefill = self._decode = 0
-        #: Totals at the start of the window: prompt tokens looked up in the prefix cache, and found.
+        #: Totals at the last line: prompt tokens looked up in the prefix cache, and found.
         self._queried = self._hits = 0
 
     def on_step(self, stats: StepStats) -> None:
-        """Takes in a step; microseconds unless a line is due."""
+        """Adds a step; microseconds unless a line is due."""
         if not self._interval:
             return
         now = self._clock()

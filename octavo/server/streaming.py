@@ -1,4 +1,4 @@
-"""Server-sent events: an answer that is written while it grows, as fast as its reader reads."""
+"""Server-sent events: a response that is sent while it is generated, as fast as the client reads."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.answers import Answer
+from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
 from octavo.server.errors import as_api_error
-from octavo.server.generation import disconnected, end_tasks
+from octavo.server.protocol import ResponseModel
 
 DONE = b"data: [DONE]\n\n"
 #: Seconds that sending an error at the end of a stream may take.
-_LAST_WORDS = 5.0
+_ERROR_SEND_TIMEOUT = 5.0
 
 
-def event(answer: Answer) -> bytes:
+def event(content: ResponseModel) -> bytes:
     """One event."""
-    return b"data: " + answer.encode() + b"\n\n"
+    return b"data: " + content.encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """An answer in events.
+    """A response of server-sent events.
 
-    What fails before the first event is an ordinary error, with its status; later it is an event of its own, after
-    which no ``[DONE]`` comes. A client that goes away, or the deadline, ends the generator and with it the request.
+    A failure before the first event is an ordinary error response with its status; a later one is an event of its own,
+    without ``[DONE]`` after it. A disconnect or the deadline closes the generator and so aborts the request.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], deadline: float) -> None:
-        """Takes over ``events``; ``deadline`` on the loop's clock."""
-        # Proxies that buffer would hold back what is there to be read.
+        """Owns ``events`` and closes it; ``deadline`` on the loop's clock."""
+        # Proxies must not buffer the stream.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes the events until they end or the client is gone."""
+        """Sends the events until they end or the client disconnects."""
         writer = asyncio.ensure_future(self._write(scope, receive, send))
-        gone = asyncio.ensure_future(disconnected(receive))
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
         finally:
-            await end_tasks(writer, gone)
+            await cancel_tasks(writer, disconnect)
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -59,7 +59,7 @@ class EventStream(Response):
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
-                    # Waits while the client does not read.
+                    # Blocks while the client does not read.
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except Exception as e:
@@ -67,6 +67,6 @@ class EventStream(Response):
             if not started:
                 await error.response()(scope, receive, send)
                 return
-            # Who does not read will not read this either; without it the server closes the connection.
-            async with asyncio.timeout(_LAST_WORDS):
+            # A client that does not read cannot block this for long; then the server closes the connection.
+            async with asyncio.timeout(_ERROR_SEND_TIMEOUT):
                 await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``"""
+"""The routes ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.answers import Detokenized, Tokenized
 from octavo.server.errors import ApiError
 from octavo.server.prompts import encode, render_chat
-from octavo.server.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.server.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.service import service_of
 
-#: Tokens that become text in well under a millisecond.
+#: Up to this many tokens are decoded in well under a millisecond, and not in a thread.
 _SHORT = 1000
 
 
@@ -27,15 +26,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if body.messages is not None:
         text = await render_chat(service, body.messages, body.add_generation_prompt is not False)
         [ids] = await encode(service, [text], body.add_special_tokens is True)
-        answer = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
+        response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
     else:
         [ids] = await encode(service, [body.prompt or ""], body.add_special_tokens is not False)
-        answer = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
-    return Response(answer.encode(), media_type="application/json")
+        response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
+    return Response(response.encode(), media_type="application/json")
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-    """The text of token ids, special tokens written out."""
+    """The text of token ids, special tokens included."""
     service = service_of(request)
     service.model_name(body.model)
     vocab_size = service.llm.model_config.vocab_size

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans of requests, for those who installed the extra: nothing of it is imported otherwise.
+"""OpenTelemetry spans of requests; OpenTelemetry is imported only if tracing is configured.
 
-A request's spans are made when it has ended, from the times it carries, so tracing costs nothing while tokens flow:
+Spans are made when a request has ended, from its recorded times, so tracing costs nothing during generation:
 ``octavo.request`` with children ``octavo.queue``, ``octavo.prefill`` and ``octavo.decode``.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tracer:
-    """Owns a provider of its own; exports in the background, and drops spans rather than wait for a collector."""
+    """Owns a tracer provider; exports in the background and drops spans rather than wait for a collector."""
 
     def __init__(self, model_name: str, endpoint: str | None = None, exporter: Any = None) -> None:
         """Sends spans by OTLP over HTTP to ``endpoint`` (as ``http://127.0.0.1:4318/v1/traces``), or to ``exporter``.
@@ -49,11 +49,11 @@ class Tracer:
     def record(
         self, output: RequestOutput, observer: RequestObserver, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Makes the spans of a request that has ended.
+        """Records the spans of a request that has ended.
 
         Args:
             output: its last output.
-            observer: has seen all of them.
+            observer: has counted all outputs of the request.
             headers: of the HTTP request, by lower-case name; ``traceparent`` names the caller's span.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
@@ -81,7 +81,7 @@ class Tracer:
         span.end(end_time=epoch(end))
 
     def shutdown(self) -> None:
-        """Exports what is left, and stops."""
+        """Exports the remaining spans and stops."""
         self._provider.shutdown()
 
     def _attributes(self, output: RequestOutput, observer: RequestObserver) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Tracer:
 
 
 def _phases(times: RequestMetrics, end: float) -> list[tuple[str, float, float]]:
-    """The parts that a request got to: name, start, end."""
+    """(name, start, end) of the phases that a request has reached."""
     phases = [("queue", times.arrival_time, times.first_scheduled_time or end)]
     if times.first_scheduled_time is not None:
         phases.append(("prefill", times.first_scheduled_time, times.first_token_time or end))

@@ -1,4 +1,4 @@
-"""Keys, limits, origins and TLS: who may ask, and how much."""
+"""API keys, limits, origins and TLS."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_only_those_with_a_key_are_served(serve: Serve, tmp_path: Path) -> None:
             assert answer.json()["error"]["code"] == "invalid_api_key"
         for given in ("", "Bearer", "Bearer first", "Bearer first-key2", "Basic first-key", "first-key"):
             assert http.post("/v1/completions", json=BODY, headers={"Authorization": given}).status_code == 401
-        # Who has no key may not even send a body.
+        # Without a key not even the body is read.
         assert http.post("/v1/completions", content=b"x" * 100_000).status_code == 401
         preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         answer = http.options("/v1/completions", headers=preflight)

@@ -90,7 +90,7 @@ def test_a_completion_is_what_the_client_expects_streamed_or_not(
 
 
 def counted(usage: dict[str, Any]) -> dict[str, Any]:
-    """Without what depends on who asked before."""
+    """Without the fields that depend on earlier requests."""
     return {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
 
 
@@ -276,7 +276,7 @@ def test_the_prefix_cache_can_be_reset(tiny_server: Running) -> None:
         assert cached() == 64
         http.post("/reset_prefix_cache")
         assert cached() == 0
-        # Those who bring different salts share nothing.
+        # Requests with different salts share nothing.
         other = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "x"})
         assert other.usage is not None and other.usage.prompt_tokens_details is not None
         assert other.usage.prompt_tokens_details.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Clients that misbehave, an engine that dies, an operator who stops: what each of them gets, and what is left held."""
+"""Misbehaving clients, a dying engine, shutdown: what clients get, and that no resources are left held."""
 
 from __future__ import annotations
 

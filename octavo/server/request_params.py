@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's parameters."""
+"""``SamplingParams`` and ``BeamSearchParams`` from the fields of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.server.errors import unsupported
 from octavo.server.protocol import GenerationRequest
 
-#: Fields that mean the same there, under the same name.
+#: Fields of the same name and meaning in ``SamplingParams``.
 _SHARED = (
     "n",
     "best_of",
@@ -31,20 +31,19 @@ _SHARED = (
     "logit_bias",
     "allowed_token_ids",
 )
-#: Of these, what beam search has no use for though clients send it: it draws no random numbers, and its choice of
-#: the likeliest is not that of one temperature.
-_WITHOUT_EFFECT_ON_BEAMS = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})
+#: Shared fields that clients send with beam search and that do not affect it: it draws no random numbers.
+_IGNORED_BY_BEAM_SEARCH = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})
 _BEAM_FIELDS = ("length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens")
 
 
-def sampling_params(
+def make_sampling_params(
     body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """The parameters of a request without beam search.
 
     Raises:
         InvalidRequestError: a value is out of range.
-        ApiError: an option of beam search was given.
+        ApiError: a field of beam search was given.
     """
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
@@ -54,19 +53,19 @@ def sampling_params(
     )
 
 
-def beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSearchParams:
-    """The parameters of a request with beam search: as wide as ``best_of``, or ``n``.
+def make_beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSearchParams:
+    """The parameters of a request with beam search; the width is ``best_of``, or ``n``.
 
     Raises:
         InvalidRequestError: a value is out of range.
-        ApiError: a field was given that beam search does not know and that would change the answer.
+        ApiError: a field that beam search does not support was given.
     """
     neutral = SamplingParams()
     for name, value in _given(body, (*_SHARED, "prompt_logprobs")).items():
-        if name in _WITHOUT_EFFECT_ON_BEAMS or name in _BEAM_FIELDS or value == getattr(neutral, name):
+        if name in _IGNORED_BY_BEAM_SEARCH or name in _BEAM_FIELDS or value == getattr(neutral, name):
             continue
         raise unsupported(name, f"{name} is not supported with use_beam_search")
-    # As SamplingParams checks them: n at most best_of.
+    # SamplingParams checks n and best_of.
     width = SamplingParams(n=body.n or 1, best_of=body.best_of).num_sequences
     return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **_given(body, _BEAM_FIELDS))
 

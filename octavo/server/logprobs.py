@@ -1,4 +1,4 @@
-"""What of a growing completion can be handed out, and what each of its tokens says."""
+"""Logprobs of prompts and completions in the formats of the OpenAI API, in step with the text that is returned."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from typing import Any
 from octavo.core.outputs import CompletionOutput, TokenLogprobs
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
-from octavo.server.answers import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
+from octavo.server.protocol import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
 
-#: JSON has no infinity.
-_LEAST = -9999.0
+#: Lowest logprob that is sent, as JSON has no infinity.
+_MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, where its text begins in the text it is part of, and its logprobs."""
+    """A token, the offset of its text in the text of the choice in characters, and its logprobs."""
 
     token_id: int
     offset: int
     logprobs: TokenLogprobs | None
 
 
-class Tracker:
-    """The tokens of a growing completion, in the order in which they may be handed out.
+class LogprobsTracker:
+    """Holds back the logprobs of a completion's tokens until their text is returned.
 
-    Invariant: a token's logprobs leave with its text, so that they do not tell what the text still holds back.
+    Invariant: a token's logprobs are returned with its text, so they do not reveal text that is still held back.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, before: Sequence[int], *, skip_special_tokens: bool, start: int = 0
     ) -> None:
-        """A completion of no tokens yet, after the tokens ``before``; its text begins at offset ``start``."""
+        """For a completion after the tokens ``before``; its text begins at offset ``start``."""
         self._start = start
         self._stream = TextStream(tokenizer, before, skip_special_tokens=skip_special_tokens)
-        #: Characters of the text of all tokens, and of the text that was handed out.
-        self._end = self._shown = 0
-        #: Tokens whose text was not handed out, and where it ends.
+        #: Characters of the text of all tokens, and of the text that was returned.
+        self._end = self._returned = 0
+        #: (end of its text, token) of the tokens whose text was not returned yet.
         self._held: deque[tuple[int, Token]] = deque()
 
     def advance(self, added: CompletionOutput) -> list[Token]:
-        """The tokens whose text is handed out with this increment: at its end, all that are left."""
-        self._shown += len(added.text)
+        """The tokens whose text is complete with this increment; with a finished one, all that remain."""
+        self._returned += len(added.text)
         for token_id, logprobs in zip(added.token_ids, added.logprobs or (), strict=True):
-            # A token whose character only a later one completes has no text: it starts where that one does.
+            # A token that ends within a character has no text of its own: its offset is that of the character.
             token = Token(token_id, self._end, logprobs)
             self._end += len(self._stream.push(token_id))
             self._held.append((self._end, token))
         ready = []
-        while self._held and (added.finished or self._held[0][0] <= self._shown):
+        while self._held and (added.finished or self._held[0][0] <= self._returned):
             token = self._held.popleft()[1]
-            ready.append(replace(token, offset=self._start + min(token.offset, self._shown)))
+            ready.append(replace(token, offset=self._start + min(token.offset, self._returned)))
         return ready
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> ChoiceLogprobs:
-    """Logprobs as chat answers have them, with ``top`` likeliest tokens at each position."""
+def make_chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> ChoiceLogprobs:
+    """Logprobs in the format of chat completions, with the ``top`` most likely tokens at each position."""
     content = []
     for token in tokens:
         known = token.logprobs or {}
         own = _chat_token(tokenizer, token.token_id, known[token.token_id].logprob)
-        likeliest = [_chat_token(tokenizer, i, logprob) for i, logprob in _likeliest(token, top)]
-        content.append(TokenLogprob(token=own.token, bytes=own.bytes, logprob=own.logprob, top_logprobs=likeliest))
+        most_likely = [_chat_token(tokenizer, i, logprob) for i, logprob in _most_likely(token, top)]
+        content.append(TokenLogprob(token=own.token, bytes=own.bytes, logprob=own.logprob, top_logprobs=most_likely))
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
-    """Logprobs as completions have them."""
+def make_completion_logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
+    """Logprobs in the format of completions."""
     names = [_name(tokenizer, token.token_id) for token in tokens]
     return CompletionLogprobs(
         text_offset=[token.offset for token in tokens],
@@ -90,8 +90,8 @@ def prompt_tokens(
     return tokens
 
 
-def prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:
-    """Logprobs of a prompt: for each token None, or by token id."""
+def make_prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:
+    """Logprobs of a prompt: for each token None, or a dict by token id."""
 
     def plain(known: TokenLogprobs) -> dict[str, dict[str, Any]]:
         return {
@@ -102,11 +102,11 @@ def prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:
     return [None if known is None else plain(known) for known in logprobs]
 
 
-def _likeliest(token: Token, top: int) -> list[tuple[int, float]]:
-    """Of a position's tokens the ``top`` likeliest, in order."""
+def _most_likely(token: Token, top: int) -> list[tuple[int, float]]:
+    """(id, logprob) of the ``top`` most likely tokens of a position, the most likely first."""
     known = dict(token.logprobs or {})
     if len(known) > top:
-        del known[token.token_id]  # it is there as it was chosen, not as one of the likeliest
+        del known[token.token_id]  # it is included as the generated token, not as one of the most likely
     return [(i, p.logprob) for i, p in sorted(known.items(), key=lambda item: (-item[1].logprob, item[1].rank))]
 
 
@@ -121,13 +121,13 @@ def _by_name(tokenizer: Tokenizer, known: TokenLogprobs | None) -> dict[str, flo
         return None
     named: dict[str, float] = {}
     for token_id, p in known.items():
-        # Different tokens may have one text; the one that was chosen stands first.
+        # Different tokens may have the same text; the generated one comes first.
         named.setdefault(_name(tokenizer, token_id), _finite(p.logprob))
     return named
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; of one that is part of a character its bytes, as OpenAI writes them."""
+    """A token's text; for a part of a character its bytes, in OpenAI's notation."""
     data = tokenizer.token_bytes(token_id)
     if data is None:
         return tokenizer.token_text(token_id)
@@ -138,4 +138,4 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return max(logprob, _MIN_LOGPROB)

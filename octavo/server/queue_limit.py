@@ -1,4 +1,4 @@
-"""How much may wait: a bounded queue, and how long to stay away when it is full."""
+"""Limits on the queue of requests, and the Retry-After of a full one."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from octavo.core.outputs import RequestOutput
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.errors import ApiError
 
-#: Seconds that ``Retry-After`` says at most.
-LONGEST_WAIT = 60
-#: Weight of the newest request in the mean time in the queue.
-_NEWEST = 0.1
+#: Largest ``Retry-After``, in seconds.
+MAX_RETRY_AFTER = 60
+#: Weight of the newest request in the moving average of the time in the queue.
+_NEWEST_WEIGHT = 0.1
 
 
 class QueueLimit:
-    """Refuses what comes while too much waits for its first token."""
+    """Refuses requests while too many prompts, or prompt tokens, wait for their first token."""
 
     def __init__(self, llm: AsyncLLM, max_requests: int, max_tokens: int) -> None:
-        """Bounds on the prompts that wait, and on their tokens in all."""
+        """Bounds on the number of waiting prompts and on their tokens."""
         self._llm = llm
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self._mean_wait = 0.0
 
     def check(self, prompt_lengths: list[int]) -> None:
-        """Whether a request with these prompts may enter: all of them or none.
+        """Raises unless all prompts of a request may be queued.
 
-        One that finds the queue empty is never refused, whatever its size: it could not come at a better time.
+        A request that finds the queue empty is accepted whatever its size: later it would not fit better.
 
         Raises:
             ApiError: 429, with ``Retry-After``.
@@ -51,11 +51,11 @@ class QueueLimit:
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which what waits now has probably begun."""
-        return min(max(math.ceil(self._mean_wait), 1), LONGEST_WAIT)
+        """Mean time in the queue, in whole seconds."""
+        return min(max(math.ceil(self._mean_wait), 1), MAX_RETRY_AFTER)
 
     def observe(self, output: RequestOutput) -> None:
-        """Takes in how long a request that has ended waited."""
+        """Adds the time in the queue of a request that has ended."""
         waited = output.metrics.time_in_queue
         if waited is not None:
-            self._mean_wait += _NEWEST * (waited - self._mean_wait)
+            self._mean_wait += _NEWEST_WEIGHT * (waited - self._mean_wait)
