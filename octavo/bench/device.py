@@ -1,17 +1,19 @@
-"""Timing on a device: events on a GPU, a clock on a CPU; and what the device can do at best."""
+"""Peak rates of a CPU or GPU, and timing of calls: events on a GPU, a clock on a CPU."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-#: One call, timed: no result is looked at.
+#: A call to be timed; its result is ignored.
 Work = Callable[[], object]
 
 
@@ -19,16 +21,44 @@ class DeviceLimits(msgspec.Struct, frozen=True):
     """Measured limits of one device."""
 
     device: str
-    #: A copy within the device's memory, in 10^9 bytes a second, read and written; and a sum, which only reads.
+    #: Bandwidth of a copy within the device's memory (read and written), and of a sum (read), in 10^9 bytes a second.
     copy_gb_s: float
     read_gb_s: float
-    #: A large product of bfloat16 matrices of random numbers, in 10^12 operations a second, two a multiply-add.
+    #: Rate of a large product of random bfloat16 matrices, in 10^12 operations a second; a multiply-add is two.
     bf16_tflops: float
 
     @property
     def bandwidth_gb_s(self) -> float:
-        """The better of the two: what shares of the bandwidth are taken of."""
+        """The larger of the two; shares of bandwidth are relative to this."""
         return max(self.copy_gb_s, self.read_gb_s)
+
+
+class CpuLimits(msgspec.Struct, frozen=True):
+    """Measured limits of a number of threads together."""
+
+    threads: int
+    instruction_set: str
+    #: Read bandwidth of memory, in 10^9 bytes a second.
+    read_gb_s: float
+    #: float32 multiply-adds in registers, in 10^9 operations a second, two for each.
+    fma_gflops: float
+
+
+def measure_cpu(threads: int | None = None) -> CpuLimits:
+    """Measures for about a second; ``threads`` defaults to those of the kernels.
+
+    Raises:
+        ImportError: ``octavo._cpu`` is not built.
+        ValueError: ``threads`` is not positive.
+    """
+    cpu: Any = importlib.import_module("octavo._cpu")
+    count = cpu.num_threads() if threads is None else threads
+    return CpuLimits(
+        threads=count,
+        instruction_set=cpu.isa(),
+        read_gb_s=cpu.measure_read_bandwidth(count) / 1e9,
+        fma_gflops=cpu.measure_fma_peak(count) / 1e9,
+    )
 
 
 #: Size of the tensor that is copied and summed: many times a GPU's caches.
@@ -48,7 +78,7 @@ def measure_device(device: torch.device | str, copied_bytes: int = COPIED_BYTES,
         copied_bytes = min(copied_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     elements = copied_bytes // 4
     copy, read = _copy_and_read(torch.randn(elements, device=device))
-    # Random numbers: on zeros the chip draws less power and runs faster.
+    # Random numbers, as on zeros a GPU draws less power and runs faster.
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
 
@@ -56,7 +86,7 @@ def measure_device(device: torch.device | str, copied_bytes: int = COPIED_BYTES,
         return torch.mm(a, b, out=out)
 
     return DeviceLimits(
-        device=device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         copy_gb_s=2 * 4 * elements / copy / 1e9,
         read_gb_s=4 * elements / read / 1e9,
         bf16_tflops=2 * size**3 / seconds_per_call(product, device) / 1e12,
@@ -70,17 +100,10 @@ def _copy_and_read(source: Tensor) -> tuple[float, float]:
     return copy, seconds_per_call(source.sum, source.device)
 
 
-def device_name(device: torch.device | str) -> str:
-    """The GPU's name, or "cpu"."""
-    device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3) -> float:
-    """Median time of a call on the device, of as many as fit in ``budget`` seconds (at least 3), after three more.
+    """Median seconds of a call, over as many as fit in ``budget`` seconds (3 to 1000), after three warm-up calls.
 
-    A GPU's calls are queued one after the other; one that takes less than its launch should be made of several, or be a
-    replayed graph.
+    On a GPU the calls are queued without waiting; work that is shorter than its launch should be a graph (``graphed``).
     """
     for _ in range(3):
         work()
@@ -92,13 +115,13 @@ def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3
 
 
 def graphed(work: Work, device: torch.device | str) -> Work:
-    """On a GPU, a replay of ``work`` as a captured graph, so that launches take no time; elsewhere ``work`` itself."""
+    """On a GPU the replay of ``work`` as a captured graph, without launch overhead; elsewhere ``work`` itself."""
     if torch.device(device).type != "cuda":
         return work
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # what is compiled or allocated at first must not be captured
+        for _ in range(2):  # first calls compile and allocate, which must not be captured
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: a long prompt, decoding, batches of requests, and which kernels the time goes to."""
+"""The engine on a GPU: prefill of a long prompt, decoding, batches of requests, profiles of the kernels."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.gpu_scale import Limits, Row, Scale, each, same_work
-from octavo.bench.offline import measure, step_bytes
-from octavo.bench.steady import BatchRun, run_batch
-from octavo.core.sampling_params import SamplingParams
+from octavo.bench.gpu_scale import Roofline, Row, Scale, batch_name, each
+from octavo.bench.offline import BatchRun, greedy, measure, random_prompts, run_batch, share_of_bandwidth
 from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
 
-#: Tokens that each request of a warm-up generates: kernels are compiled and graphs captured meanwhile.
+#: Tokens that each request of a warm-up generates, to compile kernels and capture graphs.
 _WARM_UP_TOKENS = 6
 _PREFILL_ROUNDS = 3
-#: Steps that are traced, and kernels that are named.
+#: Steps that are profiled, and kernels that are listed.
 _TRACED_STEPS = 4
 _NAMED_KERNELS = 12
-#: Microseconds.
+#: Gaps between kernels above this many microseconds are reported apart.
 _LONG_GAP = 5.0
 
 
-def engine_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
-    """The whole engine: a long prompt, decoding, and both as a batch of requests."""
-    yield from _engine(shape, scale, limits, {})
+def engine_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
+    """The engine: prefill of a long prompt, decoding, and batches of requests."""
+    yield from _engine(shape, scale, peak, {})
 
 
-def deterministic_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
-    """The engine with everything computed in one order."""
-    yield from _engine(shape, scale, limits, {"deterministic": True})
+def deterministic_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
+    """The engine with the option ``deterministic``."""
+    yield from _engine(shape, scale, peak, {"deterministic": True})
 
 
-def profile_part(shape: str, scale: Scale, limits: Limits) -> Iterator[Row]:
-    """Which kernels a step's time goes to."""
+def profile_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
+    """Time of each kernel in a step."""
     llm = _load(shape, scale, {})
     yield from each(
         [
@@ -68,7 +66,7 @@ def _load(shape: str, scale: Scale, options: dict[str, Any]) -> LLM:
     )
 
 
-def _engine(shape: str, scale: Scale, limits: Limits, options: dict[str, Any]) -> Iterator[Row]:
+def _engine(shape: str, scale: Scale, peak: Roofline, options: dict[str, Any]) -> Iterator[Row]:
     start = time.perf_counter()
     llm = _load(shape, scale, options)
     core = llm.llm_engine.core
@@ -78,42 +76,37 @@ def _engine(shape: str, scale: Scale, limits: Limits, options: dict[str, Any]) -
     yield "KV cache", tokens * per_token / 1e9, "GB", f"{tokens} tokens x {per_token} B"
     yield from each(
         [
-            ("prefill", partial(_prefill, llm, scale, limits)),
-            *((f"decode of {n}", partial(_decode, llm, scale, limits, n)) for n in scale.decode_batches),
+            ("prefill", partial(_prefill, llm, scale, peak)),
+            *((f"decode of {n}", partial(_decode, llm, scale, peak, n)) for n in scale.decode_batches),
             ("throughput", partial(_throughput, llm, scale)),
         ]
     )
 
 
-def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
-    rng, vocab = random.Random(seed), llm.llm_engine.core.model_config.vocab_size
-    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
-
-
 def _run(llm: LLM, count: int, length: int, tokens: int, seed: int) -> BatchRun:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return run_batch(llm.llm_engine, _prompts(llm, count, length, seed), params)
+    engine = llm.llm_engine
+    return run_batch(engine, random_prompts(engine, count, length, random.Random(seed)), greedy(tokens))
 
 
-def _prefill(llm: LLM, scale: Scale, limits: Limits) -> Iterator[Row]:
+def _prefill(llm: LLM, scale: Scale, peak: Roofline) -> Iterator[Row]:
     c, n = llm.llm_engine.core.model_config, scale.prefill
     runs = [_run(llm, 1, n, 1, seed) for seed in range(1 + _PREFILL_ROUNDS)][1:]
     seconds = statistics.median(run.prefill_seconds for run in runs)
     network = outline(c, llm.llm_engine.core.dtype)
     operations = prefill_operations(network, n)
     yield f"prefill {n}", n / seconds, "tok/s", f"{n} tokens / {seconds * 1e3:.2f} ms, median of {len(runs)}"
-    if limits.tflops:
+    if peak.tflops:
         yield (
             f"prefill {n}, share of matrix peak",
-            operations / (seconds * limits.tflops * 1e12),
+            operations / (seconds * peak.tflops * 1e12),
             "of peak",
             f"(2 x {layer_weights(network)} weights x {n} + 4 x {c.num_layers} layers x {c.num_heads} heads x "
             f"{c.head_dim} x {n} x {n + 1} / 2 + 2 x {c.vocab_size} x {c.hidden_size}) = "
-            f"{operations / 1e12:.4g} TFLOP / ({seconds * 1e3:.2f} ms x {limits.tflops:.4g} TFLOP/s)",
+            f"{operations / 1e12:.4g} TFLOP / ({seconds * 1e3:.2f} ms x {peak.tflops:.4g} TFLOP/s)",
         )
 
 
-def _decode(llm: LLM, scale: Scale, limits: Limits, batch: int) -> Iterator[Row]:
+def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]:
     core = llm.llm_engine.core
     length = scale.context - scale.decode_tokens // 2
     _run(llm, batch, length, _WARM_UP_TOKENS, seed=100 + batch)
@@ -130,13 +123,13 @@ def _decode(llm: LLM, scale: Scale, limits: Limits, batch: int) -> Iterator[Row]
     yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
     network = outline(core.model_config, core.dtype)
     weights, cached = weight_bytes_read(network), kv_bytes_per_token(network)
-    if limits.gb_s:
+    if peak.gb_s:
         yield (
             f"{name}, share of bandwidth",
-            step_bytes(core, run) / (run.step_seconds * limits.gb_s * 1e9),
+            share_of_bandwidth(core, run, peak.gb_s),
             "of limit",
             f"({weights / 1e9:.4g} GB of weights + {batch} x {run.context:.1f} tokens x {cached} B) / "
-            f"({step_ms:.3f} ms x {limits.gb_s:.4g} GB/s)",
+            f"({step_ms:.3f} ms x {peak.gb_s:.4g} GB/s)",
         )
     if run.idle_share is None:
         yield f"{name}, GPU idle", None, "", "not known on a CPU"
@@ -154,7 +147,7 @@ def _decode(llm: LLM, scale: Scale, limits: Limits, batch: int) -> Iterator[Row]
 def _throughput(llm: LLM, scale: Scale) -> Iterator[Row]:
     for f in measure(llm, list(scale.batches), scale.input_len, scale.output_len):
         yield (
-            same_work(scale, f.batch),
+            batch_name(scale, f.batch),
             f.output_tokens_per_s,
             "tok/s",
             f"{f.batch} x {f.output_len} tokens / {f.seconds:.3f} s, prefill of {f.batch} x {f.input_len} included",
@@ -162,12 +155,11 @@ def _throughput(llm: LLM, scale: Scale) -> Iterator[Row]:
 
 
 def _trace_decode(llm: LLM, scale: Scale, batch: int) -> Iterator[Row]:
-    """Traces steps in which all decode, after the graphs have been captured."""
+    """Profiles steps in which all sequences decode, after the graphs have been captured."""
     engine, length = llm.llm_engine, scale.context - scale.decode_tokens // 2
     _run(llm, batch, length, _WARM_UP_TOKENS, seed=300 + batch)
-    params = SamplingParams(temperature=0, max_tokens=scale.decode_tokens, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(_prompts(llm, batch, length, seed=400 + batch)):
-        engine.add_request(str(i), prompt, params, streaming=False)
+    for i, prompt in enumerate(random_prompts(engine, batch, length, random.Random(400 + batch))):
+        engine.add_request(str(i), prompt, greedy(scale.decode_tokens), streaming=False)
     try:
         _step_until_all_decode(engine, batch)
         yield from _trace(f"decode {batch} x {scale.context}", partial(_steps, engine), _TRACED_STEPS, scale.device)
@@ -199,10 +191,7 @@ def _trace_prefill(llm: LLM, scale: Scale) -> Iterator[Row]:
 
 
 def _trace(name: str, work: Callable[[], object], steps: int, device: str) -> Iterator[Row]:
-    """Time of each kernel in a step, the longest first; on a CPU, where it is tried out, of each of torch's operations.
-
-    Octavo's own kernels are named as their functions, those of torch as its libraries name them.
-    """
+    """Time of each kernel in a step, the longest first; on a CPU (smoke test) of each torch operation."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -231,9 +220,9 @@ def _trace(name: str, work: Callable[[], object], steps: int, device: str) -> It
 
 
 def gaps(spans: list[tuple[float, float]], limit: float) -> tuple[float, float, float]:
-    """Time from the first beginning to the last end, and what of it is in gaps of up to ``limit`` and in longer ones.
+    """(time from the first start to the last end, sum of gaps up to ``limit``, sum of longer gaps).
 
-    Within a graph a kernel follows the other after a microsecond or so; in a longer gap nothing was queued.
+    Kernels of a graph are about a microsecond apart; in a longer gap nothing was queued.
     """
     ordered = sorted(spans)
     end, short, long = ordered[0][1], 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Each kernel at the shapes of a model: time, bytes and operations a second, and the share of the machine's limits."""
+"""Each kernel at the shapes of a model: time, bandwidth, operations a second, share of the machine's peak rates."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured."""
+    """The sizes that are measured."""
 
-    #: Rows of the products.
+    #: Rows of the matrix products.
     rows: list[int]
     #: (sequences, context) of decode attention.
     decodes: list[tuple[int, int]]
@@ -37,7 +37,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Types:
-    """In what the numbers are held."""
+    """Types of activations, weights and KV cache."""
 
     #: Of activations, and of weights that are not quantised.
     dtype: torch.dtype
@@ -47,48 +47,48 @@ class Types:
     kv_cache_dtype: str = "auto"
 
     def network(self, config: ModelConfig) -> Network:
-        """The network in these types, without memory."""
+        """The network in these types, without memory for its weights."""
         dtype = str(self.dtype).removeprefix("torch.")
         return outline(config, dtype, self.quantization, self.kv_cache_dtype)
 
 
 def cpu_shapes(rows: list[int]) -> Shapes:
-    """What a few cores compute within milliseconds."""
+    """Sizes that a few cores compute within milliseconds."""
     decodes = [(1, 128), (1, 1024), (1, 4096), (16, 128), (16, 1024), (16, 4096), (64, 1024)]
     return Shapes(rows, decodes, [128, 512, 2048])
 
 
 def gpu_shapes(rows: list[int]) -> Shapes:
-    """What fills a GPU."""
+    """Sizes that fill a GPU."""
     decodes = [(1, 1024), (1, 8192), (8, 8192), (32, 1024), (32, 8192), (64, 1024), (256, 1024)]
     return Shapes(rows, decodes, [512, 2048, 8192])
 
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """One kernel at one shape."""
+    """Measured rates of one kernel at one shape."""
 
     kernel: str
     shape: str
     rows: int
     microseconds: float
-    #: Bytes that have to be read (weights, or KV entries), and multiply-adds counted as two operations.
+    #: Bytes that must be read (weights or KV cache), and operations; a multiply-add is two.
     gb_per_s: float
     gflop_per_s: float
-    #: The larger of the two shares: of the read bandwidth and of the multiply-add peak.
+    #: The larger of the shares of the read bandwidth and of the multiply-add peak.
     share_of_limit: float
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be measured: the work of one kernel at one shape."""
+    """The work of one kernel at one shape."""
 
     kernel: str
     shape: str
     rows: int
     bytes: float
     flops: float
-    #: One call a layer, as in a step, so that no weight is found in a cache that a step would not find it in.
+    #: Calls in one run: one a layer, as in a step, so that weights are in the processor's caches only as in a step.
     calls: int
     forward: Forward
     batch: ForwardBatch
@@ -104,10 +104,10 @@ def measure(
     gflops: float,
     device: torch.device | str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers, then decode attention, then prefill attention, on a device of these limits.
+    """Measures linear layers, then decode attention, then prefill attention, against these peak rates.
 
     Raises:
-        ConfigError: the backend has no products of such weights.
+        ConfigError: the backend does not support such weights.
     """
     device = torch.device(device)
     for cases in (linear_cases, attention_cases):
@@ -116,7 +116,7 @@ def measure(
 
 
 def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: float, gflops: float) -> KernelFigures:
-    """One kernel at one shape."""
+    """Measures one kernel at one shape."""
     seconds = _seconds(kernels, case, device) / case.calls
     bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
     return KernelFigures(
@@ -131,7 +131,7 @@ def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: 
 
 
 def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
-    """Median time of one run of all calls; the best would favour short cases, which find quiet moments."""
+    """Median seconds of a run of all calls; a minimum would favour short cases on a busy machine."""
     if device.type == "cuda":
         return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
     replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, _BLOCK))
@@ -148,7 +148,7 @@ def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
 def linear_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
-    """The products of a layer and the head, one case at a time: their tensors are large."""
+    """The matrix products of a layer and of the head, made one at a time as their tensors are large."""
     layers: dict[str, list[Weight]] = {}
     for weight in matrices(types.network(c)):
         layers.setdefault(weight.name.split(".")[-2], []).append(weight)
@@ -157,7 +157,7 @@ def linear_cases(
             yield from _linear_cases(kernels, name, weights, use, types.dtype, shapes.rows, device)
 
 
-#: What a step does with a product besides taking it as it is: with the layers' own names.
+#: Fused variants that a step uses, by the layer's name; "" is the plain product.
 _USES = {"o_proj": ["", "added"], "gate_up_proj": ["", "gated"], "down_proj": ["", "added"]}
 
 
@@ -170,7 +170,7 @@ def _linear_cases(
     rows: list[int],
     device: torch.device,
 ) -> Iterator[Case]:
-    """One layer's product, for each number of rows."""
+    """The product of one layer, for each number of rows."""
     weight = weights[0]
     outputs, inputs = weight.shape
     kind = weight.dtype if weight.dtype in ("int8", "int4", "fp8") else None
@@ -216,7 +216,7 @@ def _repeated(packed: list[PackedWeight], x: Tensor, options: dict[str, Any]) ->
 def attention_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
 ) -> Iterator[Case]:
-    """Attention of decodes, then of prompts, one case at a time."""
+    """Attention of decodes, then of prefills, one case at a time."""
     network = types.network(c)
     token_bytes = network.kv_specs[0].bytes_per_token
     pair_flops = 4.0 * c.num_heads * c.head_dim
@@ -245,10 +245,10 @@ def _attention_case(
 ) -> Case:
     blocks = int(batch.block_tables.max()) + 1
     device, rows = batch.positions.device, len(batch.positions)
-    # A GPU's caches are small beside one layer; what all of them would take may be more than it has.
+    # One layer exceeds a GPU's caches; the KV cache of all layers might not fit its memory.
     c, layers = network.config, len(network.kv_specs) if device.type == "cpu" else 1
     caches = kernels.make_group_cache(network.kv_specs[0], layers, blocks, _BLOCK)
-    for cache in caches:  # pages that were never written all are the same one
+    for cache in caches:  # unwritten pages would all map to one zero page
         for part in (cache.key, cache.value):
             part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
     q = _random(rows, c.num_heads, c.head_dim, dtype=types.dtype, device=device)
@@ -262,7 +262,7 @@ def _attention_case(
 
 
 def _decodes(sequences: int, context: int, device: torch.device) -> ForwardBatch:
-    """Sequences with ``context`` tokens each, the last of which is computed; their blocks interleaved."""
+    """Sequences of ``context`` tokens each that decode the last one; their blocks are interleaved."""
     blocks = -(-context // _BLOCK)
     tables = torch.arange(blocks * sequences, dtype=torch.int32).view(blocks, sequences).t().contiguous()
     return make_batch([1] * sequences, [context] * sequences, tables, _BLOCK, device=device)

@@ -1,4 +1,4 @@
-"""How much of the KV cache holds tokens, and what sharing saves."""
+"""Utilisation of the KV cache, and the blocks and tokens that sharing saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TOKEN = 7
 
-#: Instructions of ordinary length for the sharing of parallel sampling and beam search.
+#: Prompts for parallel sampling and beam search.
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle on the morning after a storm.",
     "Explain to a ten-year-old why the sky is blue during the day and red in the evening, in three short paragraphs.",
@@ -55,17 +55,17 @@ class UseFigures:
     requests: int
     steps: int
     running: float
-    #: Share of the slots of blocks in use that hold a token: what is lost is the last block's end.
+    #: Share of the slots of blocks in use that hold a token; the rest is the end of each last block.
     share_of_used_blocks: float
-    #: Share of all slots of the KV cache that hold a token: what is kept free for running sequences counts as lost too.
+    #: Share of all slots of the KV cache that hold a token; slots of free blocks count as lost too.
     share_of_cache: float
-    #: The same, had each request been given one contiguous piece as long as the context allows.
+    #: The same if each request were given one contiguous piece of ``max_model_len`` slots.
     share_if_contiguous: float
     running_if_contiguous: float
 
 
 def trace(requests: int, max_model_len: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, output) lengths as chat logs have them: lognormal, medians 80 and 180 tokens, long tails, cut off."""
+    """(prompt, output) lengths as in chat logs: lognormal, medians 80 and 180 tokens, truncated."""
     rng = random.Random(seed)
     lengths = []
     for _ in range(requests):
@@ -78,7 +78,7 @@ def trace(requests: int, max_model_len: int, seed: int) -> list[tuple[int, int]]
 def measure_use(
     block_size: int, slots: int = 65536, max_model_len: int = 2048, requests: int = 1500, seed: int = 0
 ) -> UseFigures:
-    """Runs a trace through the scheduler, without a model, with more requests than fit ``slots`` tokens."""
+    """Runs a trace of more requests than fit into ``slots`` tokens through the scheduler, without a model."""
     blocks = BlockManager(slots // block_size, block_size, watermark=0.01)
     options = SchedulerOptions(max_num_seqs=1024, max_num_batched_tokens=2048)
     scheduler = Scheduler(blocks, options, max_model_len)
@@ -86,15 +86,15 @@ def measure_use(
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         scheduler.add(GroupRequest(group_id=i, prompt_token_ids=[_TOKEN] * prompt, params=params, seed=i))
-    used, cache, running, pressed = 0.0, 0.0, 0, False
+    used, cache, running, saturated = 0.0, 0.0, 0, False
     steps = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
         scheduler.update(plan, sampled(plan, scheduler))
         stats = scheduler.stats()
-        # From the first time that the memory is full to the last request that waits for it.
-        pressed = pressed or blocks.num_available <= 2 * blocks.watermark_blocks
-        if pressed and stats.num_waiting:
+        # Counts from the first step with full memory to the last step with waiting requests.
+        saturated = saturated or blocks.num_available <= 2 * blocks.watermark_blocks
+        if saturated and stats.num_waiting:
             held = stats.blocks_used * block_size - stats.empty_slots
             used += held / (stats.blocks_used * block_size)
             cache += held / slots
@@ -105,7 +105,7 @@ def measure_use(
 
 
 def _contiguous(lengths: list[tuple[int, int]], slots: int, max_model_len: int) -> tuple[float, float]:
-    """The same trace with a piece of ``max_model_len`` slots a request: average share with tokens, and running."""
+    """(average share of slots with tokens, running requests) with contiguous pieces of ``max_model_len`` slots."""
     places = slots // max_model_len
     waiting = list(reversed(lengths))
     running: list[list[int]] = []
@@ -125,7 +125,7 @@ def _contiguous(lengths: list[tuple[int, int]], slots: int, max_model_len: int) 
 
 @dataclass(frozen=True)
 class SharingFigures:
-    """What sharing saves in a kind of decoding."""
+    """Blocks or tokens saved by sharing in one kind of decoding."""
 
     kind: str
     width: int
@@ -135,7 +135,7 @@ class SharingFigures:
 
     @property
     def saved(self) -> float:
-        """Share that was saved."""
+        """Saved share."""
         return 1 - self.with_sharing / self.without
 
 
@@ -152,7 +152,7 @@ def measure_sharing(llm: LLM, output_len: int = 64) -> Iterator[SharingFigures]:
 
 
 def _blocks(llm: LLM, params: SamplingParams | BeamSearchParams) -> tuple[int, int]:
-    """Table entries and distinct blocks, summed over the steps of all prompts as one batch."""
+    """(block table entries, distinct blocks), summed over the steps of all prompts as one batch."""
     engine = llm.llm_engine
     engine.reset_prefix_cache()
     scheduler = engine.core.scheduler
@@ -169,7 +169,7 @@ def _blocks(llm: LLM, params: SamplingParams | BeamSearchParams) -> tuple[int, i
 
 
 def _prefix_tokens(llm: LLM, shots: int) -> tuple[int, int]:
-    """Prompt tokens of translations with the same examples before them, and those of them that were computed."""
+    """(prompt tokens, computed prompt tokens) of translations with the same examples before them."""
     engine = llm.llm_engine
     engine.reset_prefix_cache()
     examples = "".join(f"English: {en}\nFrench: {fr}\n\n" for en, fr in _EXAMPLES[:shots])

@@ -1,27 +1,35 @@
-"""Offline throughput: the same random prompts for each batch size, greedy, to a fixed length."""
+"""Offline throughput: batches of random prompts, greedy decoding to a fixed length.
+
+Figures of decoding come from the steady steps: those in which the whole batch decodes.
+"""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.bench.steady import BatchRun, run_batch
+from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
 
 if TYPE_CHECKING:
+    from octavo.core.outputs import RequestOutput
     from octavo.engine.core import EngineCore
     from octavo.engine.llm import LLM
+    from octavo.engine.llm_engine import LLMEngine
 
 #: Tokens that each request of a warm-up generates on a GPU: kernels are compiled and graphs captured meanwhile.
 _WARM_UP_TOKENS = 4
+#: Steady steps left out at either end, as with async scheduling a step in flight may belong to another phase.
+_MARGIN = 2
 
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """What one batch took."""
+    """Times and rates of one batch."""
 
     batch: int
     input_len: int
@@ -31,15 +39,15 @@ class BatchFigures:
     #: Seconds until every prompt had its first token, and prompt tokens a second in that time.
     prefill_seconds: float
     prefill_tokens_per_s: float
-    #: Output tokens after the first, a second, in the time after that.
+    #: Output tokens a second after the first token.
     decode_tokens_per_s: float
-    #: All output tokens by all seconds, prefill included.
+    #: Output tokens a second over the whole run, prefill included.
     output_tokens_per_s: float
-    #: Share of step time that no kernel used: scheduling, batch building, sampling, bookkeeping. None where kernels are
-    #: not timed: on a GPU nobody waits for them.
+    #: Share of step time outside kernels: scheduling, batch building, sampling, bookkeeping. None if kernels are not
+    #: timed, as on a GPU.
     share_outside_kernels: float | None
-    #: Of the steps in which the whole batch decodes: their mean time in ms; on a GPU the share of it in which the
-    #: device had nothing to do; and the share of the given bandwidth that reading weights and KV cache once a step is.
+    #: Of the steady steps: mean time in ms; on a GPU the share of it in which the device was idle; the share of the
+    #: given bandwidth that reading the weights and the KV cache once takes.
     decode_step_ms: float
     device_idle_share: float | None
     share_of_bandwidth: float | None
@@ -48,17 +56,15 @@ class BatchFigures:
 def measure(
     llm: LLM, batches: list[int], input_len: int, output_len: int, seed: int = 0, bandwidth_gb_s: float | None = None
 ) -> Iterator[BatchFigures]:
-    """Runs each batch once after a warm-up, no prompt twice; on a CPU the engine should have ``time_kernels`` on.
+    """Runs each batch once after a warm-up, with new prompts; on a CPU the engine should have ``time_kernels`` on.
 
-    ``bandwidth_gb_s`` is what the device reads at best, if that is known.
+    ``bandwidth_gb_s`` is the measured bandwidth of the device, if it is known.
     """
     engine, rng = llm.llm_engine, random.Random(seed)
     core, times = engine.core, engine.times
 
     def run(count: int, tokens: int) -> BatchRun:
-        prompts = [[rng.randrange(core.model_config.vocab_size) for _ in range(input_len)] for _ in range(count)]
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return run_batch(engine, prompts, params)
+        return run_batch(engine, random_prompts(engine, count, input_len, rng), greedy(tokens))
 
     run(1, output_len)
     for batch in batches:
@@ -85,14 +91,110 @@ def measure(
 
 
 def share_of_bandwidth(core: EngineCore, run: BatchRun, bandwidth_gb_s: float) -> float | None:
-    """Bytes that a steady step has to read, over those that could be read meanwhile; None without such a step."""
-    if not run.steady or core.options.quantization == "gguf":  # whose bits a weight only the file knows
+    """Bytes that a steady step must read, relative to the bandwidth; None if there was no such step."""
+    if not run.steady or core.options.quantization == "gguf":  # the bits of a weight depend on the file
         return None
     return step_bytes(core, run) / (run.step_seconds * bandwidth_gb_s * 1e9)
 
 
 def step_bytes(core: EngineCore, run: BatchRun) -> float:
-    """Bytes that a steady step has to read: every matrix once, and each sequence's KV entries once."""
+    """Bytes that a steady step must read: every matrix once, and each sequence's KV cache once."""
     options = core.options
     network = outline(core.model_config, core.dtype, options.quantization, options.kv_cache_dtype)
     return weight_bytes_read(network) + run.batch * run.context * kv_bytes_per_token(network)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call of the engine's ``step``."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    #: Tokens computed so far, over all sequences.
+    computed: int
+    #: Seconds in which the device computed and was idle (0 on a CPU).
+    device: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """A batch that has run to its end."""
+
+    #: Seconds from the first request to the last token, and until every request had its first token.
+    seconds: float
+    prefill_seconds: float
+    batch: int
+    #: Steps in which every sequence decoded and none was prefilled.
+    steady: list[_Step] = field(repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a steady step; 0 if there was none."""
+        return sum(c.seconds for c in self.steady) / len(self.steady) if self.steady else 0.0
+
+    @property
+    def context(self) -> float:
+        """Mean context length of a sequence in a steady step, in tokens."""
+        return sum(c.computed for c in self.steady) / len(self.steady) / self.batch if self.steady else 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Mean seconds of computation on the device in a steady step; 0 on a CPU."""
+        return sum(c.device for c in self.steady) / len(self.steady) if self.steady else 0.0
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of steady steps in which the device was idle; None on a CPU."""
+        idle, device = sum(c.idle for c in self.steady), sum(c.device for c in self.steady)
+        return idle / (idle + device) if device else None
+
+
+def random_prompts(engine: LLMEngine, count: int, length: int, rng: random.Random) -> list[list[int]]:
+    """Prompts of random token ids."""
+    vocab_size = engine.core.model_config.vocab_size
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Greedy decoding of exactly ``max_tokens`` tokens, without text."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def run_batch(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> BatchRun:
+    """Runs the prompts to their end; the engine must have no other requests.
+
+    Raises:
+        WorkerError: a request ended with an error.
+    """
+    counts, times = engine.core.scheduler.counts, engine.times
+    base = counts().prefill_tokens + counts().decode_tokens
+    outputs: dict[str, RequestOutput] = {}
+    calls: list[_Step] = []
+    clock, start = time.monotonic(), time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, streaming=False)
+    while engine.has_unfinished_requests():
+        prefill, decode = counts().prefill_tokens, counts().decode_tokens
+        device, idle, began = times.device, times.idle, time.perf_counter()
+        for output in engine.step():
+            outputs[output.request_id] = output
+        ended, now = time.perf_counter(), counts()
+        calls.append(
+            _Step(
+                seconds=ended - began,
+                prefill_tokens=now.prefill_tokens - prefill,
+                decode_tokens=now.decode_tokens - decode,
+                computed=now.prefill_tokens + now.decode_tokens - base,
+                device=times.device - device,
+                idle=times.idle - idle,
+            )
+        )
+    ordered = [outputs[str(i)] for i in range(len(prompts))]
+    failed = next((o.outputs[0].error for o in ordered if o.outputs[0].finish_reason == "error"), None)
+    if failed is not None:
+        raise WorkerError(f"a measured request failed: {failed}")
+    first = max((o.metrics.first_token_time or clock) for o in ordered) - clock
+    steady = [c for c in calls if c.decode_tokens == len(prompts) and not c.prefill_tokens]
+    return BatchRun(time.perf_counter() - start, first, len(prompts), steady[_MARGIN:-_MARGIN])

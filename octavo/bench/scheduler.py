@@ -1,4 +1,4 @@
-"""What the control plane costs: a step of the scheduler, planned and taken in, without a model."""
+"""Cost of the control plane: ``schedule`` and ``update`` of a step, without a model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
-#: A token id that is no stop token.
+#: Token id of every sampled token; not a stop token.
 _TOKEN = 7
 
 
 @dataclass(frozen=True)
 class SchedulerFigures:
-    """Cost of a step in which every running sequence decodes one token. Processor time: neighbours do not count."""
+    """Processor time of a step in which every running sequence decodes one token."""
 
     running: int
     waiting: int
     context: int
-    #: Microseconds a step, median over the steps: ``schedule`` and ``update``.
+    #: Median microseconds of ``schedule`` and of ``update`` in a step.
     schedule_us: float
     update_us: float
-    #: The slowest step (blocks are taken in some steps and not in others).
+    #: The slowest step (only some steps allocate blocks).
     slowest_us: float
     us_per_sequence: float
 
 
 def measure(running: int, waiting: int, context: int, steps: int = 200, policy: str = "fcfs") -> SchedulerFigures:
-    """Fills a scheduler with decoding sequences of ``context`` tokens, lets others wait, and times its steps."""
+    """Times steps of a scheduler with ``running`` decoding sequences of ``context`` tokens and ``waiting`` requests."""
     per_sequence = -(-(context + steps + 2) // _BLOCK_SIZE) + 1
     blocks = BlockManager(running * per_sequence, _BLOCK_SIZE, prefix_caching=True)
     options = SchedulerOptions(
@@ -43,7 +43,7 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     )
     scheduler = Scheduler(blocks, options, max_model_len=per_sequence * _BLOCK_SIZE)
     for i in range(running + waiting):
-        # Lengths differ, so that not all sequences need a block in the same step; prompts differ from the first token.
+        # Lengths differ, so that not all sequences need a block in the same step; prompts share no prefix.
         prompt = [i] + [_TOKEN] * (context - 1 - i % _BLOCK_SIZE)
         scheduler.add(GroupRequest(group_id=i, prompt_token_ids=prompt, params=_params(steps), seed=i))
     while scheduler.stats().num_running < running or scheduler.queues.prefilling:
@@ -53,11 +53,11 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     for _ in range(steps):
         start = time.thread_time()
         plan = scheduler.schedule()
-        planned = time.thread_time()
+        scheduled = time.thread_time()
         result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * len(plan.seq_ids))
-        resumed = time.thread_time()
+        before_update = time.thread_time()
         scheduler.update(plan, result)
-        times.append((planned - start, time.thread_time() - resumed))
+        times.append((scheduled - start, time.thread_time() - before_update))
     assert len(plan.seq_ids) == running, "every running sequence decodes in every step"
     schedule_us, update_us = (_median(t) * 1e6 for t in zip(*times, strict=True))
     return SchedulerFigures(
@@ -76,7 +76,7 @@ def _params(steps: int) -> SamplingParams:
 
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
-    """What a worker without a model answers: a token for each sequence whose last known one is computed."""
+    """The result of a step without a model: a token for each sequence that awaits one."""
     scheduled = set(plan.seq_ids)
     forked = [fork.child for fork in plan.forks if fork.child not in scheduled]
     awaiting = [seq_id for seq_id in [*plan.seq_ids, *forked] if scheduler.queues.sequences[seq_id].awaits_token]

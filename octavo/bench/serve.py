@@ -1,4 +1,4 @@
-"""Load on a server, from outside: open-loop arrivals or a fixed number of clients, and what they saw."""
+"""Load on a server: open-loop arrivals or a fixed number of clients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from octavo.bench.serve_client import Client, Outcome
 from octavo.bench.serve_workload import Request
 
-#: Called whenever a request has ended.
+#: Called when a request has ended.
 Ended = Callable[[], object]
 
 
 async def open_loop(client: Client, requests: list[Request], ended: Ended) -> list[Outcome]:
-    """Sends each request at its time, whatever became of those before: a slow server does not slow the arrivals."""
+    """Sends each request at its time, so that a slow server does not delay later arrivals."""
     start = time.perf_counter()
     tasks = []
     for request in requests:
@@ -28,7 +28,7 @@ async def open_loop(client: Client, requests: list[Request], ended: Ended) -> li
 
 
 async def closed_loop(client: Client, requests: list[Request], clients: int, ended: Ended) -> list[Outcome]:
-    """As many clients, each sending its next request when the one before has ended."""
+    """``clients`` clients, each sending its next request when the one before has ended."""
     left = iter(enumerate(requests))
     outcomes: dict[int, Outcome] = {}
 
@@ -54,7 +54,7 @@ async def measure(
     """Runs the warm-up, then the requests: closed-loop with ``clients``, or open-loop at their times if it is None.
 
     Returns:
-        What became of each request in the order given, and the seconds of processor time that this process took.
+        The outcomes in the order of the requests, and the processor time of this process in seconds.
     """
     try:
         if warmup:

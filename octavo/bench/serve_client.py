@@ -1,7 +1,7 @@
 """The client of ``octavo bench serve``: a streamed request to an OpenAI-compatible server, timed chunk by chunk.
 
 Times are taken as bytes arrive, before they are parsed, and all requests share one event loop and one decoder, so that
-the client stays out of what it measures.
+the client adds little to the latencies that it measures.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from octavo.bench.serve_http import CutOffError, Poster, ProtocolError
 from octavo.bench.serve_workload import Request
 from octavo.core.errors import ConfigError
 
-#: Bytes kept of an answer that is no stream, to say what the error was.
+#: Most bytes kept of an error response.
 ERROR_BYTES = 4_096
-#: An event longer than this is not from a server of completions.
+#: Longest event in bytes.
 EVENT_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times in seconds, on the clock of ``time.perf_counter()``."""
+    """The outcome of one request. Times in seconds, on the clock of ``time.perf_counter()``."""
 
     #: When it was due and when it was sent.
     due: float
     sent: float
-    #: When its last byte came, or the error.
+    #: When the last byte arrived, or the error.
     ended: float = 0.0
-    #: When the chunks came that carried text; if none did, the one that ended it.
+    #: Arrival of each chunk with text; if there was none, of the last chunk.
     chunks: array[float] = field(default_factory=lambda: array("d"))
-    #: As the server counted them; output tokens are the chunks where it did not.
+    #: Token counts of the server's usage; without usage, output tokens are the number of chunks.
     prompt_tokens: int = 0
     output_tokens: int = 0
     has_usage: bool = False
-    #: "http 429", "connect", "timeout", "cut off", "error in stream" and so on; None if all went well.
+    #: "http 429", "connect", "timeout", "cut off", "error in stream" and so on; None: no error.
     error: str | None = None
-    #: What the server said of it.
+    #: The server's message.
     error_text: str = ""
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text."""
+        """Seconds from sending to the first text."""
         return self.chunks[0] - self.sent
 
     @property
     def e2e(self) -> float:
-        """Seconds to the end."""
+        """Seconds from sending to the last byte."""
         return self.ended - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each output token after the first; None if there is none."""
+        """Seconds for each output token after the first; None with fewer than two."""
         if self.output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
@@ -66,10 +66,9 @@ class Client:
     """Sends requests to one endpoint of a server."""
 
     def __init__(self, base_url: str, endpoint: str, body: dict[str, Any], api_key: str | None, timeout: float) -> None:
-        """Every request has ``body`` but for the prompt and the length; ``timeout`` in seconds is for a whole request.
+        """``body`` holds fields of every request; ``timeout`` in seconds is for a whole request.
 
-        ``base_url`` may end in ``/v1`` or not. A field of ``body`` that is None is left out, also one that would be set
-        here.
+        ``base_url`` may end in ``/v1`` or not. A field that is None in ``body`` is left out of the request.
 
         Raises:
             ConfigError: the URL has no host, or the key cannot be sent.
@@ -87,18 +86,18 @@ class Client:
             raise ConfigError(f"cannot send requests to {base_url!r}: {e}") from None
 
     async def send(self, request: Request, due: float | None = None) -> Outcome:
-        """Sends it and reads the answer to its end; never raises for what the server does."""
+        """Sends a request and reads the response; failures of the server go into the outcome."""
         content = msgspec.json.encode(self._fields(request))
         sent = time.perf_counter()
         outcome = Outcome(due=sent if due is None else due, sent=sent)
-        answer = _Answer(outcome)
+        reader = _ResponseReader(outcome)
         try:
             async with asyncio.timeout(self._timeout):
-                status = await self._poster.post(content, answer.take)
-            answer.end(status)
+                status = await self._poster.post(content, reader.feed)
+            reader.end(status)
         except TimeoutError:
             outcome.error = "timeout"
-        except _AnswerError as e:
+        except _ResponseError as e:
             outcome.error, outcome.error_text = e.kind, e.text
         except (CutOffError, ProtocolError) as e:
             outcome.error, outcome.error_text = "cut off" if isinstance(e, CutOffError) else "not HTTP", str(e)
@@ -127,27 +126,27 @@ class Client:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class _AnswerError(Exception):
-    """An answer that is no completion."""
+class _ResponseError(Exception):
+    """A response that is not a completion."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
         self.kind, self.text = kind, text
 
 
-class _Answer:
-    """Reads the events of an answer into its outcome, as they arrive."""
+class _ResponseReader:
+    """Reads the events of a response into its outcome as they arrive."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._rest = b""
-        self._whole = False
+        self._finished = False
 
-    def take(self, status: int, piece: bytes, now: float) -> None:
-        """A piece of the body.
+    def feed(self, status: int, piece: bytes, now: float) -> None:
+        """Reads a piece of the body.
 
         Raises:
-            _AnswerError: it says that the request failed, or it is no stream of completions.
+            _ResponseError: the request failed, or the body is not a stream of completions.
         """
         *lines, self._rest = (self._rest + piece if self._rest else piece).split(b"\n")
         if status != 200:
@@ -155,45 +154,45 @@ class _Answer:
             return
         for line in lines:
             if line.startswith(b"data:"):
-                self._take_event(line[5:].strip(), now)
+                self._read_event(line[5:].strip(), now)
         if len(self._rest) > EVENT_BYTES:
-            raise _AnswerError("bad event", f"longer than {EVENT_BYTES} bytes")
+            raise _ResponseError("bad event", f"longer than {EVENT_BYTES} bytes")
 
     def end(self, status: int) -> None:
-        """The answer has come to its end.
+        """The response has ended.
 
         Raises:
-            _AnswerError: its status is an error, or there is no end of a completion in it.
+            _ResponseError: the status is an error, or the completion is not finished.
         """
         outcome = self._outcome
         if status != 200:
-            raise _AnswerError(f"http {status}", self._rest.decode("utf-8", "replace"))
-        if not self._whole:
-            raise _AnswerError("cut off", "the stream ended without [DONE] or a finish reason")
+            raise _ResponseError(f"http {status}", self._rest.decode("utf-8", "replace"))
+        if not self._finished:
+            raise _ResponseError("cut off", "the stream ended without [DONE] or a finish reason")
         if not outcome.has_usage:
             outcome.output_tokens = len(outcome.chunks)
 
-    def _take_event(self, data: bytes, now: float) -> None:
+    def _read_event(self, data: bytes, now: float) -> None:
         outcome = self._outcome
         if data == b"[DONE]":
-            self._whole = True
+            self._finished = True
             return
         try:
             event = _decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise _AnswerError("bad event", str(e)) from None
+            raise _ResponseError("bad event", str(e)) from None
         if event.error is not None:
-            raise _AnswerError("error in stream", msgspec.json.encode(event.error).decode()[:ERROR_BYTES])
+            raise _ResponseError("error in stream", msgspec.json.encode(event.error).decode()[:ERROR_BYTES])
         if event.usage is not None:
             outcome.has_usage = True
             outcome.prompt_tokens = event.usage.prompt_tokens
             outcome.output_tokens = event.usage.completion_tokens
         for choice in event.choices:
             delta = choice.delta
-            self._whole = self._whole or choice.finish_reason is not None
+            self._finished = self._finished or choice.finish_reason is not None
             text = choice.text or (delta and (delta.content or delta.reasoning_content))
-            # Nothing to show before the end, as of special tokens alone: then the end is what was waited for.
-            if text or (self._whole and not outcome.chunks):
+            # An output without text, as of special tokens alone, counts as one chunk at its end.
+            if text or (self._finished and not outcome.chunks):
                 outcome.chunks.append(now)
 
 

@@ -1,8 +1,7 @@
-"""As much of an HTTP/1.1 client as a load generator needs: POST, keep-alive, and the answer's body as it arrives.
+"""A minimal HTTP/1.1 client for load generation: POST, keep-alive, bodies as they arrive.
 
-Why not a library: the client shares its cores with the server that it measures. With 64 streams at once httpx takes
-0.23 ms of processor time for each event and holds up new requests for seconds in its connection pool; with this, an
-event takes 25 microseconds, its JSON included.
+The client shares its cores with the server that it measures. With 64 streams httpx takes 0.23 ms of processor time an
+event and delays new requests for seconds in its connection pool; here an event takes 25 microseconds, JSON included.
 """
 
 from __future__ import annotations
@@ -12,30 +11,30 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-#: Longest head of an answer, and longest line that announces a chunk.
+#: Longest head of a response, and longest line before a chunk, in bytes.
 HEAD_BYTES = 64 << 10
 CHUNK_LINE_BYTES = 1 << 10
 
-#: Takes the status, a piece of the body, and when it came (``time.perf_counter()``). What it raises ends the request.
-Take = Callable[[int, bytes, float], None]
+#: Called with the status, a piece of the body and its arrival (``time.perf_counter()``); an exception ends the request.
+OnBody = Callable[[int, bytes, float], None]
 
 
 class CutOffError(Exception):
-    """The connection ended before the answer did."""
+    """The connection was closed before the end of the response."""
 
 
 class ProtocolError(Exception):
-    """What came is not HTTP/1.1."""
+    """The response is not HTTP/1.1."""
 
 
 class Poster:
-    """Posts to one URL. Owns the connections, and uses those again that the server left open."""
+    """Posts to one URL. Owns the connections and reuses those that the server keeps open."""
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         """``url`` begins with http:// or https://.
 
         Raises:
-            ValueError: there is no host in the URL, or its port is none.
+            ValueError: the URL has no host, or its port is invalid.
         """
         parts = urlsplit(url)
         if not parts.hostname:
@@ -47,37 +46,37 @@ class Poster:
         self._head = "\r\n".join(lines).encode("latin-1")
         self._idle: list[_Connection] = []
 
-    async def post(self, content: bytes, take: Take) -> int:
-        """Sends ``content`` and hands the answer to ``take`` as it arrives; returns the status.
+    async def post(self, content: bytes, on_body: OnBody) -> int:
+        """Sends ``content`` and passes the response's body to ``on_body`` as it arrives; returns the status.
 
         Raises:
             OSError: no connection could be made.
-            CutOffError: it ended before the answer.
-            ProtocolError: the answer is not HTTP/1.1.
+            CutOffError: the connection was closed before the end of the response.
+            ProtocolError: the response is not HTTP/1.1.
         """
         request = b"%b\r\nContent-Length: %d\r\n\r\n%b" % (self._head, len(content), content)
         while self._idle:
-            # The server may close an idle connection at the moment it is used again; then another is tried.
+            # The server may close an idle connection just as it is reused; then the next one is tried.
             connection = self._idle.pop()
             if not connection.closed:
                 try:
-                    return await self._exchange(connection, request, take)
+                    return await self._exchange(connection, request, on_body)
                 except CutOffError:
-                    if connection.answered:
+                    if connection.responded:
                         raise
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls or None)
-        return await self._exchange(connection, request, take)
+        return await self._exchange(connection, request, on_body)
 
     def close(self) -> None:
-        """Closes the connections that nobody uses."""
+        """Closes idle connections."""
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
 
-    async def _exchange(self, connection: _Connection, request: bytes, take: Take) -> int:
+    async def _exchange(self, connection: _Connection, request: bytes, on_body: OnBody) -> int:
         try:
-            response = await connection.send(request, take)
+            response = await connection.send(request, on_body)
         except BaseException:
             connection.abort()
             raise
@@ -89,7 +88,7 @@ class Poster:
 
 
 class Response:
-    """Reads one answer from bytes as they come. ``complete`` tells that the last of them has come."""
+    """Parses a response as bytes arrive; ``complete`` is set with the last of them."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -101,10 +100,10 @@ class Response:
         self._left: int | None = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Takes in bytes; returns what they hold of the body.
+        """Parses bytes; returns the part of the body in them.
 
         Raises:
-            ProtocolError: they are not of an HTTP/1.1 answer.
+            ProtocolError: they are not part of an HTTP/1.1 response.
         """
         data = self._buffer + data if self._buffer else data
         self._buffer = b""
@@ -126,7 +125,7 @@ class Response:
         return data
 
     def end(self) -> bool:
-        """The connection has ended; returns whether the answer is whole."""
+        """The connection was closed; returns whether the response is complete."""
         self.complete = self.complete or (self.status > 0 and not self._chunked and self._left is None)
         return self.complete
 
@@ -141,11 +140,11 @@ class Response:
             number = int(status)
             length = int(headers[b"content-length"]) if b"content-length" in headers else None
         except ValueError:
-            raise ProtocolError(f"not the head of an answer: {first[:80]!r}") from None
+            raise ProtocolError(f"not the head of a response: {first[:80]!r}") from None
         if not version.startswith(b"HTTP/1."):
-            raise ProtocolError(f"not the head of an answer: {first[:80]!r}")
+            raise ProtocolError(f"not the head of a response: {first[:80]!r}")
         if 100 <= number < 200:
-            return  # an announcement; the answer follows
+            return  # an interim response; the final one follows
         self.status = number
         self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
         self._left = 0 if self._chunked or number in (204, 304) else length
@@ -154,7 +153,7 @@ class Response:
         self.keep_alive = asked and self._left is not None
 
     def _dechunk(self, data: bytes) -> bytes:
-        """The contents of the chunks; ``_left`` counts a chunk's own line end too."""
+        """The contents of the chunks; ``_left`` includes the line end of a chunk."""
         body = []
         at = 0
         assert self._left is not None
@@ -162,7 +161,7 @@ class Response:
             if self._left:
                 part = data[at : at + self._left]
                 at += len(part)
-                # Without what belongs to the line end.
+                # Without the line end.
                 body.append(part[: max(self._left - 2, 0)])
                 self._left -= len(part)
                 continue
@@ -176,7 +175,7 @@ class Response:
                 raise ProtocolError(f"not the size of a chunk: {data[at:end][:80]!r}") from None
             at = end + 2
             if size == 0:
-                # Trailers may follow, and an empty line; a connection with trailers is not used again.
+                # Trailers may follow; a connection with trailers is not reused.
                 self.complete = True
                 self.keep_alive = self.keep_alive and data[at:] == b"\r\n"
                 break
@@ -196,18 +195,18 @@ class _Connection(asyncio.Protocol):
         self.closed = False
         self._transport: asyncio.Transport
         self._response = Response()
-        self._take: Take
+        self._on_body: OnBody
         self._done: asyncio.Future[Response] | None = None
 
     @property
-    def answered(self) -> bool:
-        """Whether anything came in answer to the last request."""
+    def responded(self) -> bool:
+        """Whether a response to the last request has begun."""
         return self._response.status > 0
 
-    def send(self, request: bytes, take: Take) -> asyncio.Future[Response]:
-        """Sends; the future is done when the answer is complete."""
+    def send(self, request: bytes, on_body: OnBody) -> asyncio.Future[Response]:
+        """Sends a request; the future is done when the response is complete."""
         self._response = Response()
-        self._take = take
+        self._on_body = on_body
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._done
@@ -224,13 +223,13 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._done is None or self._done.done():
-            self.abort()  # nothing was asked for
+            self.abort()  # no request is open
             return
         response = self._response
         try:
             body = response.feed(data)
             if body:
-                self._take(response.status, body, now)
+                self._on_body(response.status, body, now)
         except Exception as e:
             self._done.set_exception(e)
             return

@@ -1,4 +1,4 @@
-"""A picture of a run of ``octavo bench serve``."""
+"""The plot of ``octavo bench serve``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def plot(report: Report, outcomes: list[Outcome], path: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = load_matplotlib()(figsize=(12, 8), layout="constrained")
-    (first, inter), (whole, course) = figure.subplots(2, 2)
+    (first, inter), (total, timeline) = figure.subplots(2, 2)
     good = [outcome for outcome in outcomes if outcome.error is None]
     _cumulative(first, "time to first token, ms", [o.ttft for o in good])
     _cumulative(inter, "gap between chunks, ms", gaps(good))
-    _cumulative(whole, "end to end, ms", [o.e2e for o in good])
-    _course(course, outcomes)
+    _cumulative(total, "end to end, ms", [o.e2e for o in good])
+    _timeline(timeline, outcomes)
     figure.suptitle(
         f"{report.model}, {report.arrivals}: {report.requests_per_s:.2f} requests/s, "
         f"{report.output_tokens_per_s:.0f} output tokens/s, {report.rejected} rejected, "
@@ -62,7 +62,7 @@ def _cumulative(axes: Any, title: str, seconds: list[float]) -> None:
             axes.text(value, share / 100, f" p{share} {value:.1f}", fontsize=8)
 
 
-def _course(axes: Any, outcomes: list[Outcome]) -> None:
+def _timeline(axes: Any, outcomes: list[Outcome]) -> None:
     start = min(o.sent for o in outcomes)
     end = max(o.ended for o in outcomes)
     edges = np.linspace(start, max(end, start + 1e-6), 101)
@@ -72,13 +72,14 @@ def _course(axes: Any, outcomes: list[Outcome]) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("chunks/s", color="tab:blue")
     axes.grid(alpha=0.3)
-    opened = _up_to(edges[:-1], [o.sent for o in outcomes]) - _up_to(edges[:-1], [o.ended for o in outcomes])
+    sent = _count_until(edges[:-1], [o.sent for o in outcomes])
+    ended = _count_until(edges[:-1], [o.ended for o in outcomes])
     right = axes.twinx()
-    right.step(edges[:-1] - start, opened, where="post", color="tab:orange")
+    right.step(edges[:-1] - start, sent - ended, where="post", color="tab:orange")
     right.set_ylabel("open requests", color="tab:orange")
     right.set_ylim(bottom=0)
 
 
-def _up_to(edges: Any, times: list[float]) -> Any:
-    """How many of the times are at or before each edge."""
+def _count_until(edges: Any, times: list[float]) -> Any:
+    """Number of times at or before each edge."""
     return np.searchsorted(np.sort(times), edges, side="right")

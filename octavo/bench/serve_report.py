@@ -1,4 +1,4 @@
-"""Figures of ``octavo bench serve``: percentiles, rates and goodput of what the client saw."""
+"""The report of ``octavo bench serve``: percentiles, rates and goodput as seen by the client."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from octavo.bench.serve_client import Outcome
 from octavo.core.errors import ConfigError
 
-#: The error that back-pressure is answered with: counted apart, as it is a promise kept.
+#: The error of a full queue, counted apart from failures.
 REJECTED = "http 429"
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How values are distributed, in milliseconds; percentiles are interpolated linearly."""
+    """Distribution of values in milliseconds; percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -36,7 +36,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run was, and its figures. ``output_tokens`` and so on count completed requests only."""
+    """The settings of a run and its figures; token counts and rates are of completed requests only."""
 
     base_url: str
     model: str
@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     #: Other failures, by kind, and one text of each kind.
     errors: dict[str, int]
     error_texts: dict[str, str]
-    #: Completed, but the server did not say how many tokens: their chunks were counted.
+    #: Completed requests without usage; their chunks were counted as tokens.
     without_usage: int
     #: From the first request sent to the last byte.
     seconds: float
@@ -62,25 +62,25 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     #: From sending to the first text.
     ttft_ms: Spread | None
-    #: A request's time after the first text, by its output tokens after the first.
+    #: Time after the first text divided by the output tokens after the first.
     tpot_ms: Spread | None
     #: Every gap between two chunks of text of a request.
     itl_ms: Spread | None
     #: From sending to the last byte.
     e2e_ms: Spread | None
-    #: Limits in milliseconds; requests that kept them all, a second, and as a share of all sent.
+    #: Limits in milliseconds; requests within all of them, a second and as a share of all requests.
     goodput_limits_ms: dict[str, float]
     goodput_requests_per_s: float | None
     goodput_share: float | None
-    #: How late requests were sent, at worst, and the share of one core that the client used. Where either is
-    #: large, the client was measured rather than the server.
+    #: Largest delay in sending a request, and share of one core that the client used. If either is large, the client
+    #: limits the measurement.
     send_delay_max_ms: float
     client_cpu_share: float
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Limits in seconds that a good request keeps, by name: ttft, tpot, e2e."""
+    """Latency limits of a good request in seconds, by name: ttft, tpot, e2e."""
 
     limits: dict[str, float]
 
@@ -102,13 +102,13 @@ class Goodput:
                 raise ConfigError(f"--goodput is ttft:MS,tpot:MS,e2e:MS, some or all of them, not {text!r}")
         return cls(limits)
 
-    def kept_by(self, outcome: Outcome) -> bool:
-        """Whether a completed request is good. One of a single token has no tpot to exceed."""
+    def is_met_by(self, outcome: Outcome) -> bool:
+        """Whether a completed request is within all limits; a request of one token has no tpot."""
         return all((getattr(outcome, name) or 0.0) <= limit for name, limit in self.limits.items())
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was asked for, as the report repeats it."""
+    """The settings of a run."""
 
     base_url: str
     model: str
@@ -118,41 +118,41 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def make_report(run: Run, outcomes: list[Outcome], cpu_seconds: float, goodput: Goodput | None) -> Report:
-    """The figures of these requests; ``cpu_seconds`` is processor time that the client took for them."""
-    good = [outcome for outcome in outcomes if outcome.error is None]
+    """The report of these outcomes; ``cpu_seconds`` is the client's processor time."""
+    completed = [outcome for outcome in outcomes if outcome.error is None]
     failed = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     seconds = max(o.ended for o in outcomes) - min(o.sent for o in outcomes)
-    prompt_tokens = sum(o.prompt_tokens for o in good)
-    output_tokens = sum(o.output_tokens for o in good)
-    kept = None if goodput is None else sum(goodput.kept_by(o) for o in good)
+    prompt_tokens = sum(o.prompt_tokens for o in completed)
+    output_tokens = sum(o.output_tokens for o in completed)
+    num_good = None if goodput is None else sum(goodput.is_met_by(o) for o in completed)
     return Report(
         **msgspec.structs.asdict(run),
         num_requests=len(outcomes),
-        completed=len(good),
+        completed=len(completed),
         rejected=failed.pop(REJECTED, 0),
         errors={str(kind): count for kind, count in failed.most_common()},
         error_texts={str(o.error): o.error_text for o in outcomes if o.error in failed},
-        without_usage=sum(not o.has_usage for o in good),
+        without_usage=sum(not o.has_usage for o in completed),
         seconds=round(seconds, 4),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        requests_per_s=round(len(good) / seconds, 4),
+        requests_per_s=round(len(completed) / seconds, 4),
         prompt_tokens_per_s=round(prompt_tokens / seconds, 2),
         output_tokens_per_s=round(output_tokens / seconds, 2),
-        ttft_ms=Spread.of([o.ttft for o in good]),
-        tpot_ms=Spread.of([o.tpot for o in good if o.tpot is not None]),
-        itl_ms=Spread.of(gaps(good)),
-        e2e_ms=Spread.of([o.e2e for o in good]),
+        ttft_ms=Spread.of([o.ttft for o in completed]),
+        tpot_ms=Spread.of([o.tpot for o in completed if o.tpot is not None]),
+        itl_ms=Spread.of(gaps(completed)),
+        e2e_ms=Spread.of([o.e2e for o in completed]),
         goodput_limits_ms={} if goodput is None else {name: limit * 1000 for name, limit in goodput.limits.items()},
-        goodput_requests_per_s=None if kept is None else round(kept / seconds, 4),
-        goodput_share=None if kept is None else round(kept / len(outcomes), 4),
+        goodput_requests_per_s=None if num_good is None else round(num_good / seconds, 4),
+        goodput_share=None if num_good is None else round(num_good / len(outcomes), 4),
         send_delay_max_ms=round(max(o.sent - o.due for o in outcomes) * 1000, 3),
         client_cpu_share=round(cpu_seconds / seconds, 4),
     )
 
 
 def gaps(outcomes: list[Outcome]) -> list[float]:
-    """Seconds between every two chunks that follow each other, of all these requests."""
+    """Seconds between consecutive chunks, over all requests."""
     return list(chain.from_iterable((b - a for a, b in pairwise(o.chunks)) for o in outcomes))
 
 
@@ -176,7 +176,7 @@ def as_text(report: Report) -> str:
         limits = ", ".join(f"{name} {ms:g} ms" for name, ms in report.goodput_limits_ms.items())
         lines.append(f"goodput ({limits}): {report.goodput_requests_per_s:.2f} requests/s, {report.goodput_share:.1%}")
     if report.without_usage:
-        lines.append(f"{report.without_usage} answers came without usage: their chunks were counted as tokens")
+        lines.append(f"{report.without_usage} responses came without usage: their chunks were counted as tokens")
     lines.append(
         f"client: {report.client_cpu_share:.1%} of a core, requests sent at most {report.send_delay_max_ms:.1f} ms late"
     )

@@ -1,4 +1,4 @@
-"""What ``octavo bench serve`` sends, and when: prompts of given or traced lengths, arrivals at a rate."""
+"""The workload of ``octavo bench serve``: prompts of random or traced lengths, arrival times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError
 
-#: English words that most tokenizers hold as one token, with the blank before it.
+#: English words that, with the space before them, are one token for most tokenizers.
 _COMMON = (
     "the of and to in is that for on with as are this be from or have an they which one you were all their there been "
     "many some so these would other into has more two like him see time could no make than first its who now people "
@@ -25,7 +25,7 @@ _COMMON = (
     "away again off went old number great tell men say small every found still between name should home big give air"
 )
 WORDS = _COMMON.split()
-#: Longest prompt or output that is asked for.
+#: Longest prompt or output.
 MOST_TOKENS = 10_000_000
 #: Most lines of a trace file, against a file given by mistake.
 MOST_LINES = 10_000_000
@@ -36,7 +36,7 @@ class Request:
     """One request to send."""
 
     prompt: str | list[int]
-    #: Tokens to generate, and no fewer where the server honours ``ignore_eos``.
+    #: Tokens to generate; exact if the server honours ``ignore_eos``.
     output_len: int
     #: Seconds after the start of the run, for open-loop arrivals.
     at: float = 0.0
@@ -68,7 +68,7 @@ class Lengths:
             numbers = [float(word) for word in rest.split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) not in {"fixed": (1,), "uniform": (2,), "lognormal": (2, 3)}.get(kind, ()) or not _sound(
+        if len(numbers) not in {"fixed": (1,), "uniform": (2,), "lognormal": (2, 3)}.get(kind, ()) or not _valid(
             kind, numbers
         ):
             raise ConfigError(
@@ -88,23 +88,23 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes random prompts: no two alike, but for a shared beginning where one is asked for."""
+    """Makes random prompts that differ but for an optional shared prefix."""
 
-    #: Token ids rather than text.
+    #: Token ids instead of text.
     as_ids: bool
-    #: Token ids are drawn from the first to the second, both included.
+    #: Smallest and largest token id.
     id_range: tuple[int, int] = (1000, 8000)
-    #: Tokens at the beginning that all prompts share.
+    #: Length of the shared prefix, in tokens.
     shared: int = 0
 
     def make(self, length: int, rng: random.Random, number: int) -> str | list[int]:
-        """A prompt of ``length`` tokens; of text, of as many words, about a token each."""
+        """A prompt of ``length`` token ids, or of ``length`` words of about a token each."""
         shared = random.Random(0)
         common = min(self.shared, length)
         if self.as_ids:
             return self._ids(shared, common) + self._ids(rng, length - common)
         words = shared.choices(WORDS, k=common) + rng.choices(WORDS, k=length - common)
-        # Short texts of few words could come out alike, and hit a prefix cache.
+        # Short texts could be equal by chance and hit a prefix cache.
         if length > common:
             words[common] = str(number)
         return " ".join(words)
@@ -115,10 +115,10 @@ class Prompts:
 
 
 def arrival_times(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Seconds at which requests arrive, without end, ``rate`` a second on average.
+    """Arrival times in seconds, unbounded, ``rate`` a second on average.
 
-    The gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more is
-    more even, and infinity is a fixed gap. The first request comes at 0; with an infinite rate all do.
+    The gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, less is burstier, more is more
+    even, and infinity is a fixed gap. The first request arrives at 0; with an infinite rate all do.
     """
     now = 0.0
     while True:
@@ -129,7 +129,7 @@ def arrival_times(rate: float, burstiness: float, rng: random.Random) -> Iterato
 
 
 def synthetic(count: int, inputs: Lengths, outputs: Lengths, prompts: Prompts, rng: random.Random) -> list[Request]:
-    """Requests of drawn lengths, all at time 0."""
+    """Requests of random lengths, all at time 0."""
     return [Request(prompts.make(inputs.draw(rng), rng, i), outputs.draw(rng)) for i in range(count)]
 
 
@@ -164,8 +164,8 @@ def read_trace(path: Path, prompts: Prompts, rng: random.Random, most: int | Non
     return [Request(request.prompt, request.output_len, request.at - first) for request in requests]
 
 
-def _sound(kind: str, numbers: list[float]) -> bool:
-    """Whether these can be the parameters of a distribution of lengths."""
+def _valid(kind: str, numbers: list[float]) -> bool:
+    """Whether these are valid parameters of a distribution of lengths."""
     if not all(math.isfinite(number) for number in numbers) or not 1 <= numbers[0] <= MOST_TOKENS:
         return False
     if kind == "lognormal":

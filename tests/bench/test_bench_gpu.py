@@ -19,8 +19,7 @@ from octavo import LLM
 from octavo.bench import gpu, gpu_engine
 from octavo.bench.device import graphed, measure_device, seconds_per_call
 from octavo.bench.gpu_scale import FULL, TINY, Scale
-from octavo.bench.offline import measure, step_bytes
-from octavo.bench.steady import run_batch
+from octavo.bench.offline import measure, run_batch, step_bytes
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
 from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
@@ -155,7 +154,7 @@ def test_the_script_keeps_what_a_failing_part_had_measured(
         f"exec({scripts!r}[part])\n"
     )
     monkeypatch.setattr(script, "PROGRAM", [str(fake)])
-    monkeypatch.setattr(script, "LEAST", 0.5)
+    monkeypatch.setattr(script, "MIN_SECONDS", 0.5)
     monkeypatch.setattr(
         script, "plan", lambda shapes: [script.Part(name, "s", 3.0 if name == "kernels" else 30.0) for name in scripts]
     )
@@ -226,7 +225,6 @@ def test_steady_steps_are_those_in_which_all_decode(tiny: Path) -> None:
     )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
     run = run_batch(llm.llm_engine, [[i + 3] * 10 for i in range(4)], params)
-    assert [len(o.outputs[0].token_ids) for o in run.outputs] == [20] * 4
     # Four prompts of ten tokens take three steps of sixteen; the first to be done decodes meanwhile.
     assert 8 <= len(run.steady) <= 15
     assert all(call.decode_tokens == 4 and call.prefill_tokens == 0 for call in run.steady)

@@ -27,8 +27,8 @@ def test_figures_agree_with_each_other(tiny_model: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench"], "needs what to measure"),
-        (["bench", "offlin", "x"], "needs what to measure"),
+        (["bench"], "needs a kind of benchmark"),
+        (["bench", "offlin", "x"], "needs a kind of benchmark"),
         (["bench", "offline", "x", "--batches", "1,a"], "sizes are integers"),
         (["bench", "offline", "x", "--input-len", "0"], "--input-len must be at least 1"),
     ],

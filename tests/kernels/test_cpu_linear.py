@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.bench.limits import measure_limits  # noqa: E402
+from octavo.bench.device import measure_cpu  # noqa: E402
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.linear import DenseWeight  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
@@ -339,10 +339,10 @@ def test_changing_the_number_of_threads_ends_the_old_ones() -> None:
 
 
 def test_limits_are_plausible() -> None:
-    limits = measure_limits(1)
+    limits = measure_cpu(1)
     assert limits.threads == 1 and limits.instruction_set == _cpu.isa()
     assert 0.1 < limits.read_gb_s < 2000
     slowest = 0.001 if "OCTAVO_EMULATED_RUN" in os.environ else 0.1  # instructions in plain C++ are slow
     assert slowest < limits.fma_gflops < 2000
     with pytest.raises(ValueError, match="not 0"):
-        measure_limits(0)
+        measure_cpu(0)
