@@ -1,12 +1,12 @@
-# Everything happens in .venv of this folder. A set-up step leaves a stamp there and is not repeated until
-# pyproject.toml (or the script of the step) changes.
+# Everything is installed in .venv. Each set-up step leaves a stamp file there and is repeated only after a change of
+# pyproject.toml (or of the step's script).
 
 PYTHON ?= python3
-# Version of the Python of a GPU machine.
+# Python version of the GPU machine.
 GPU_PYTHON ?= 3.12
-# In which the tests run side by side, a file in one of them; each takes up to 5 GB.
+# Processes that run the tests in parallel, each file in one of them; each takes up to 5 GB.
 PROCESSES ?= 2
-# More options for the GPU targets.
+# Further options for the GPU targets.
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,16 +16,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help demo test lint format docs gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
 
 help:
-	@echo "make demo          set up, fetch the demo model and let it answer a few questions"
+	@echo "make demo          set up, download the demo model and answer a few questions"
 	@echo "make test          set up and run the test suite"
 	@echo "make lint          check style and types"
 	@echo "make format        format the code and sort the imports"
-	@echo "make docs          write docs/options.md anew"
-	@echo "make gpu-test      run the tests that need a GPU, with $(PYTHON) as it is: nothing is installed"
-	@echo "make gpu-memcheck  those of the kernels, under compute-sanitizer: reads and writes out of bounds (slow)"
-	@echo "make gpu-bench     measure on a GPU, likewise; figures in build/gpu-bench (make gpu-smoke: try it on the CPU)"
-	@echo "make gpu-site      fetch what a GPU machine without a network may lack into .site (GPU_PYTHON=3.12)"
-	@echo "make clean         remove the virtual environment and what tools left behind"
+	@echo "make docs          regenerate docs/options.md"
+	@echo "make gpu-test      run the tests that need a GPU with $(PYTHON), without installing anything"
+	@echo "make gpu-memcheck  run the GPU tests of the kernels under compute-sanitizer (slow)"
+	@echo "make gpu-bench     run the GPU benchmark; figures in build/gpu-bench (make gpu-smoke: a dry run on the CPU)"
+	@echo "make gpu-site      download packages for a GPU machine without a network into .site (GPU_PYTHON=3.12)"
+	@echo "make clean         remove the virtual environment, caches and build folders"
 	@echo
 	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
 
@@ -54,7 +54,7 @@ docs: $(VENV)/.installed
 gpu-test:
 	@PYTHON=$(PYTHON) scripts/gpu_test.sh $(ARGS)
 
-# Torch's pool of memory would hide what is read past a tensor's end.
+# Torch's memory pool would hide reads past the end of a tensor.
 gpu-memcheck:
 	@PYTHON=$(PYTHON) PYTORCH_NO_CUDA_MEMORY_CACHING=1 LAUNCHER="compute-sanitizer --tool memcheck --error-exitcode 9" \
 	  scripts/gpu_test.sh -k "triton and not graph" --timeout=3000 $(ARGS)
@@ -88,16 +88,16 @@ $(VENV)/.torch: $(VENV)/.created pyproject.toml scripts/install_torch.py
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	@echo "== installing octavo and what it needs"
+	@echo "== installing octavo and its requirements"
 	@$(BIN)/python -m pip install -qq --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	@echo "== installing what the tests need"
+	@echo "== installing the requirements of the tests"
 	@$(BIN)/python -m pip install -qq --editable '.[test]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	@echo "== installing what the checks need"
+	@echo "== installing the requirements of the checks"
 	@$(BIN)/python -m pip install -qq --editable '.[dev]'
 	@touch $@

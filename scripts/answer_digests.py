@@ -1,11 +1,11 @@
-"""Digests of the demo model's answers over many ways to schedule them: whether a change has kept every bit.
+"""Digests of the demo model's outputs under many schedules, to check that a change keeps every bit.
 
     python scripts/answer_digests.py compare        # with tests/data/answer_digests.json; exit code 1 if any differs
     python scripts/answer_digests.py record         # adds or replaces those of this machine's instruction set
 
-A digest covers tokens, logprobs (every bit of them), ranks, finish reasons and scores of one request. The answers of
-one kind (type of weights and cache) must also agree between all the ways to schedule them, whatever was recorded. They
-belong to one instruction set; ``OCTAVO_CPU_ISA`` chooses another than the best of the machine.
+A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Outputs of one kind
+(types of weights and cache) must also agree between all schedules. Digests are specific to an instruction set;
+``OCTAVO_CPU_ISA`` selects another one than the machine's best.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
 }
-#: Ways to schedule.
-WAYS: dict[str, dict[str, Any]] = {
+#: Schedules: engine options.
+SCHEDULES: dict[str, dict[str, Any]] = {
     "one batch": {},
     "chunks": {"max_num_batched_tokens": 24},
     "prefill_first": {"batching": "prefill_first", "max_num_batched_tokens": 256},
@@ -89,7 +89,7 @@ def numbers(logprobs: Any) -> bytes:
 
 
 def digest(output: RequestOutput) -> str:
-    """One request's answer."""
+    """The digest of one request's output."""
     found = hashlib.sha256(numbers(output.prompt_logprobs))
     for o in output.outputs:
         found.update(struct.pack(f"<{len(o.token_ids)}q", *o.token_ids))
@@ -106,12 +106,12 @@ def run(kind: str, way: str) -> list[str]:
         "max_num_batched_tokens": 128,
         "watermark": 0.0,
     }
-    llm = LLM("smollm2-135m", kernels="cpu", max_model_len=256, **{**defaults, **KINDS[kind], **WAYS[way]})
+    llm = LLM("smollm2-135m", kernels="cpu", max_model_len=256, **{**defaults, **KINDS[kind], **SCHEDULES[way]})
     prompts: list[Any] = [{"prompt_token_ids": p} for p in PROMPTS]
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False, priority=[i * 5 % 8 for i in range(len(prompts))])
     preempted = sum(o.metrics.num_preemptions for o in outputs)
-    if WAYS[way].get("num_gpu_blocks_override") and not preempted:
-        raise AssertionError(f"{kind}, {way}: nothing was preempted, so the run shows nothing")
+    if SCHEDULES[way].get("num_gpu_blocks_override") and not preempted:
+        raise AssertionError(f"{kind}, {way}: nothing was preempted, so the run tests nothing")
     return [digest(output) for output in outputs]
 
 
@@ -120,25 +120,25 @@ def main() -> int:
     parser.add_argument("what", choices=("compare", "record"))
     parser.add_argument("--kinds", default=",".join(KINDS), help="a part of %(default)s")
     arguments = parser.parse_args()
-    cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
+    cpu: Any = importlib.import_module("octavo._cpu")  # compiled, without types
     recorded: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
     failed = 0
     for kind in arguments.kinds.split(","):
-        found = {way: run(kind, way) for way in WAYS}
+        found = {way: run(kind, way) for way in SCHEDULES}
         first = found["one batch"]
-        wanted = recorded.get(cpu.isa(), {})  # known once a model is loaded: OCTAVO_CPU_ISA may name another
+        wanted = recorded.get(cpu.isa(), {})  # the instruction set is chosen when a model is loaded
         if arguments.what == "compare" and kind not in wanted:
             print(f"nothing is recorded for {kind} on {cpu.isa()}; recorded: {', '.join(recorded)}", file=sys.stderr)
             return 2
         for way, digests in found.items():
-            alike = [i for i, (one, other) in enumerate(zip(digests, first, strict=True)) if one != other]
+            differing = [i for i, (one, other) in enumerate(zip(digests, first, strict=True)) if one != other]
             changed = []
             if arguments.what == "compare":
                 changed = [i for i, (one, old) in enumerate(zip(digests, wanted[kind], strict=True)) if one != old]
-            failed += bool(alike or changed)
-            verdict = (
-                f"requests {alike} differ from one batch, {changed} from the record" if alike or changed else "same"
-            )
+            failed += bool(differing or changed)
+            verdict = "same"
+            if differing or changed:
+                verdict = f"requests {differing} differ from one batch, {changed} from the record"
             print(f"{cpu.isa():12} {kind:12} {way:22} {len(digests)} requests: {verdict}", flush=True)
         recorded.setdefault(cpu.isa(), {})[kind] = first
     if arguments.what == "record" and not failed:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds octavo/_cpu in place, for work on the kernels: scripts/build_cpu.sh [cmake options]
+# Builds octavo/_cpu in place: scripts/build_cpu.sh [cmake options]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -8,5 +8,5 @@ bin=$(dirname "$python")
 PATH="$(cd "$bin" && pwd):$PATH"
 cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$(command -v python)" "$@" >/dev/null
 cmake --build "$dir"
-# Not copied over the old one: a process that runs it would crash.
+# install, not cp: overwriting a library in use would crash the process that runs it.
 install "$dir"/_cpu*.so octavo/

@@ -1,12 +1,12 @@
-"""The same offline work on one of several engines, one JSON line a batch size.
+"""Offline throughput of Octavo, vLLM or transformers on the same work, one JSON line for each batch size.
 
-Run it once for each engine, with the Python of an environment that has it (Octavo, vLLM or transformers), on an idle
-machine and close together: only ratios of one hour on one machine mean anything.
+Run it once for each engine, with the Python of an environment that has the engine, on an idle machine and close
+together in time, as only ratios of one machine at one time are meaningful.
 
     python scripts/compare_engines.py --engine octavo --model FOLDER --batches 1,8,64
 
-Every engine gets the same random prompts (token ids), answers greedily past the end-of-sequence token to the same
-length, and says what the capital of France is: a fast wrong answer counts for nothing.
+Every engine gets the same random prompts (token ids), decodes greedily to the same length, ignoring the end-of-sequence
+token, and answers a question, so that wrong output is noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the engine's LLM class")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option")
     arguments = parser.parse_args()
     batches = [int(word) for word in arguments.batches.split(",")]
     start = time.perf_counter()
@@ -54,8 +54,8 @@ def main() -> None:
         print(json.dumps(figures), flush=True)
 
 
-def like_vllm(module: str) -> Callable[[Any, int], tuple[str, Callable[[Batch], None]]]:
-    """An engine with vLLM's interface; ours has it too."""
+def vllm_compatible(module: str) -> Callable[[Any, int], tuple[str, Callable[[Batch], None]]]:
+    """An engine with vLLM's interface, which Octavo has too."""
 
     def load(arguments: Any, max_num_seqs: int) -> tuple[str, Callable[[Batch], None]]:
         engine = __import__(module)
@@ -97,7 +97,7 @@ def transformers(arguments: Any, max_num_seqs: int) -> tuple[str, Callable[[Batc
     return tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True), run
 
 
-ENGINES = {"octavo": like_vllm("octavo"), "vllm": like_vllm("vllm"), "transformers": transformers}
+ENGINES = {"octavo": vllm_compatible("octavo"), "vllm": vllm_compatible("vllm"), "transformers": transformers}
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""The demo: fetches a small model and lets it answer a few questions as one batch."""
+"""The demo: downloads a small model and answers a few questions as one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     from octavo.loader.resolve import pull
 
     import_seconds = time.perf_counter() - start
-    print(f"== fetching {MODEL} (unless it is here already)", flush=True)
+    print(f"== downloading {MODEL} (unless it is cached)", flush=True)
     pull(MODEL, progress=True)
 
     print(f"== loading {MODEL}", flush=True)

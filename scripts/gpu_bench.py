@@ -1,10 +1,10 @@
-"""Measures Octavo on a GPU and prints a table of figures, each with the formula it came from.
+"""Runs the GPU benchmark and prints a table of figures, each with its formula.
 
     python3 scripts/gpu_bench.py [--out FOLDER] [--smoke]
 
-Runs from a plain checkout; this file needs Python alone. Each part runs in a process of its own under a time limit, so
-that one that fails, hangs or takes the GPU down with it does not lose the others; what it had measured by then counts.
---smoke runs every part at tiny sizes on the CPU instead, to know that it works before a GPU's minutes are spent.
+Runs from a plain checkout; this file needs the standard library only. Each part runs in a process of its own with a
+time limit, so that a part that fails or hangs does not affect the others; its figures up to then are kept. --smoke runs
+every part at tiny sizes on the CPU, to test it without a GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("llama-3.2-1b-shape", "llama-3.1-8b-shape")
-#: Runs one part.
+#: The program that runs one part.
 PROGRAM = ["-m", "octavo.bench.gpu"]
-#: Seconds in all.
+#: Seconds for all parts.
 BUDGET = 570.0
-#: A part that has less time left is not begun.
-LEAST = 15.0
-#: Figures of the first part that the others take shares of, and the options that they are told them by.
+#: A part is skipped if fewer seconds are left.
+MIN_SECONDS = 15.0
+#: Figures of the part "limits" -> the options that pass them to the other parts.
 LIMITS = {"bandwidth": "--bandwidth", "matrix peak": "--peak"}
 
-#: (part, figure, whether it is to be at least or at most, how much)
+#: (part, figure, "at least" or "at most", value)
 AIMS = (
     ("engine", "decode 1 x 1024, share of bandwidth", "at least", 0.80),
     ("engine", "decode 64 x 1024, share of bandwidth", "at least", 0.75),
@@ -50,12 +50,12 @@ Figure = dict[str, Any]
 class Part:
     name: str
     shape: str
-    #: Seconds after which it is ended.
+    #: Seconds after which the part is killed.
     limit: float
 
 
 def plan(shapes: list[str]) -> list[Part]:
-    """The parts, what matters most first: later ones are left out if the time runs out."""
+    """The parts, the most important first; later ones are skipped if the time runs out."""
     small, large = shapes[0], shapes[-1]
     wanted = [("limits", small, 90.0)]
     wanted += [("engine", large, 180.0), ("engine", small, 150.0)]
@@ -70,10 +70,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-bench", help="folder for figures and log")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="models to measure, of which config.json is enough")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="models to measure; config.json is enough")
     parser.add_argument("--parts", default="", help="only these parts, such as limits,engine")
     parser.add_argument("--kernels", help="a kernel backend instead of the device's own")
-    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds in all ({BUDGET:.0f})")
+    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds for all parts ({BUDGET:.0f})")
     arguments = parser.parse_args(argv)
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
     report = Report(arguments.out)
     for part in parts:
         left = deadline - time.monotonic()
-        if left < LEAST:
-            report.add(part, 0.0, "left out, the time was used up", [])
+        if left < MIN_SECONDS:
+            report.add(part, 0.0, "skipped, no time was left", [])
             continue
         limits = [f"{flag}={value}" for name, flag in LIMITS.items() if (value := report.value_of("limits", name))]
         start = time.monotonic()
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 
 
 class Report:
-    """Prints figures as they come, and keeps all that is known in figures.json, which is whole at any time."""
+    """Prints figures as they are measured, and keeps figures.json complete and valid at any time."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "figures.json"
@@ -109,7 +109,7 @@ class Report:
         self._write()
 
     def add(self, part: Part, seconds: float, problem: str, figures: list[Figure]) -> None:
-        """What came of a part."""
+        """Adds the result of a part."""
         self._content["figures"] += figures
         for figure in figures:
             print(line(figure), flush=True)
@@ -121,7 +121,7 @@ class Report:
         self._write()
 
     def value_of(self, part: str, name: str, shape: str | None = None) -> float | None:
-        """A figure's value, if it is known."""
+        """The value of a figure, or None."""
         for figure in self._content["figures"]:
             if figure["part"] == part and figure["name"] == name and shape in (None, figure["shape"]):
                 value: float | None = figure["value"]
@@ -129,7 +129,7 @@ class Report:
         return None
 
     def finish(self) -> int:
-        """Compares both engines, says what went wrong; the exit code."""
+        """Prints ratios, aims and problems; returns the exit code."""
         compared = self._ratios()
         for figure in compared:
             print(line(figure))
@@ -146,7 +146,7 @@ class Report:
         return int(bool(problems))
 
     def _ratios(self) -> list[Figure]:
-        """Octavo against transformers, for each piece of work that both did."""
+        """Ratios of Octavo to transformers for the batches that both ran."""
         found = []
         for figure in self._content["figures"]:
             ours, theirs = figure["value"], self.value_of("transformers", figure["name"], figure["shape"])
@@ -157,7 +157,7 @@ class Report:
         return found
 
     def _aims(self) -> list[str]:
-        """What was aimed for and what came of it, a line each."""
+        """A line for each aim and its measured value."""
         lines = []
         for shape in dict.fromkeys(figure["shape"] for figure in self._content["figures"]):
             for part, name, way, aim in AIMS:
@@ -173,7 +173,7 @@ class Report:
 
 
 def run(part: Part, folder: Path, options: list[str], limit: float) -> tuple[str, list[Figure]]:
-    """What went wrong with a part, if anything, and the figures that it wrote before; its log is added to log.txt."""
+    """(problem or "", figures) of a part; its output is appended to log.txt."""
     with tempfile.TemporaryDirectory() as scratch:
         file, log = Path(scratch, "figures.jsonl"), Path(scratch, "log.txt")
         command = [sys.executable, *PROGRAM, part.name, part.shape, str(file), *options]
@@ -195,7 +195,7 @@ def run(part: Part, folder: Path, options: list[str], limit: float) -> tuple[str
     for text in written.splitlines():
         try:
             figures.append(json.loads(text))
-        except ValueError:  # it was ended while it wrote this one
+        except ValueError:  # the process ended while it wrote this line
             problem = problem or "a figure was cut off"
     if problem:
         problem += f"; see {folder / 'log.txt'}" + "".join(f"\n     {text}" for text in said.splitlines()[-12:])
@@ -203,10 +203,10 @@ def run(part: Part, folder: Path, options: list[str], limit: float) -> tuple[str
 
 
 def environment() -> dict[str, str]:
-    """Finds the package in this checkout, and in .site what this Python lacks."""
+    """Environment in which Python finds this checkout, and packages that it lacks in .site."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if any(importlib.util.find_spec(name) is None for name in ("gguf", "msgspec", "pydantic", "zmq")):
-        path.append(str(ROOT / ".site"))  # for one version of Python, and would hide what this one has
+        path.append(str(ROOT / ".site"))  # built for one Python version, and would hide installed packages
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
@@ -233,7 +233,7 @@ def line(figure: Figure) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Versions of what computes, and what nvidia-smi says of the GPU."""
+    """Versions of the software, and the GPU as nvidia-smi describes it."""
     facts = {"python": sys.version.split()[0]}
     for package in ("torch", "triton", "transformers"):
         try:

@@ -1,9 +1,9 @@
-"""Unpacks what a GPU machine's own Python lacks into .site, for a machine that has no network.
+"""Downloads packages into .site for the Python of a GPU machine without a network.
 
     python3 scripts/gpu_site.py [--python 3.12] [NAME ...]
 
-Without names: those of Octavo's requirements that images with torch, Triton and transformers usually do not have. The
-folder is ignored by git; ``make gpu-test`` and ``make gpu-bench`` look into it.
+Without names: the requirements of Octavo that images with torch, Triton and transformers usually lack. The folder is
+ignored by git; ``make gpu-test`` and ``make gpu-bench`` use it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / ".site"
 MISSING = ("msgspec", "pydantic", "fastapi", "uvicorn", "pyzmq", "gguf")
-#: Not to be brought along: the machine has them, built for its GPU, or for what they need.
-ALONE = ("gguf",)
-#: Wheels say which glibc they need; pip matches each name exactly.
+#: Installed without their requirements, which the machine has.
+WITHOUT_REQUIREMENTS = ("gguf",)
+#: Platform tags of wheels; pip matches each exactly.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     requirements = pinned(list(arguments.names))
     shutil.rmtree(SITE, ignore_errors=True)
-    whole = [text for name, text in requirements.items() if name not in ALONE]
-    alone = [text for name, text in requirements.items() if name in ALONE]
+    whole = [text for name, text in requirements.items() if name not in WITHOUT_REQUIREMENTS]
+    alone = [text for name, text in requirements.items() if name in WITHOUT_REQUIREMENTS]
     for options, wanted in (([], whole), (["--no-deps"], alone)):
         if wanted and (code := unpack(wanted, options, arguments.python)):
             return code

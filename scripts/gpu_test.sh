@@ -1,13 +1,14 @@
 #!/bin/sh
-# Runs the tests that need a GPU, with the Python of this machine and from a plain checkout: nothing is installed.
+# Runs the tests that need a GPU from a plain checkout with the machine's Python, without installing anything.
 #   scripts/gpu_test.sh [pytest options]
-# PYTHON names another Python, LAUNCHER a program to run it under (compute-sanitizer). What it lacks is looked for in .site (make gpu-site) and listed if it is not there.
+# PYTHON: another Python. LAUNCHER: a program to run it under (compute-sanitizer). Packages that this Python lacks are
+# taken from .site (make gpu-site), and listed if they are missing there.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-# Only if need be: what lies in .site is for one version of Python, and would hide what this one has.
+# Only if needed: .site is built for one Python version, and would hide installed packages.
 "$python" -c 'import gguf, msgspec, pydantic, zmq' 2>/dev/null || PYTHONPATH="$PYTHONPATH:$PWD/.site"
 
 "$python" - <<'PYTHON'
@@ -29,7 +30,7 @@ if not torch.cuda.is_available():
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, Python {sys.version.split()[0]}")
 PYTHON
 
-# Other test files may need what this machine lacks, and pytest imports a file to know what is in it.
+# Only files with GPU tests, as pytest imports all files that it is given and others may need missing packages.
 files=$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
 # shellcheck disable=SC2086  # one word a file
 exec ${LAUNCHER:-} "$python" -m pytest -m gpu -p no:cacheprovider "$@" $files

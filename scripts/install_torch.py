@@ -1,8 +1,8 @@
-"""Installs torch into this Python: the CPU build, which on Linux saves gigabytes of GPU libraries.
+"""Installs torch into this Python: the CPU build, which avoids gigabytes of GPU libraries on Linux.
 
-Standard library only: it runs before anything is installed. Variables:
-    OCTAVO_TORCH=cuda   take the build that the package index offers by default, with GPU libraries
-    TORCH_INDEX_URL     where CPU builds are, instead of the index of the PyTorch project
+Needs the standard library only, as it runs before anything is installed. Variables:
+    OCTAVO_TORCH=cuda   install the default build of the package index, with GPU libraries
+    TORCH_INDEX_URL     index of CPU builds, instead of that of the PyTorch project
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def requirement(pyproject: Path = PYPROJECT) -> str:
 
 
 def extra_options(offered: str | None, platform: str, environ: Mapping[str, str]) -> list[str]:
-    """What to add to ``pip install`` so that the build wanted is installed.
+    """Options of ``pip install`` that select the build.
 
     Args:
-        offered: the version that pip would install as it is configured here; None if it found none.
+        offered: the version that pip would install without further options; None if it finds none.
         platform: ``sys.platform``.
         environ: environment variables.
     """
@@ -38,7 +38,7 @@ def extra_options(offered: str | None, platform: str, environ: Mapping[str, str]
         return ["--extra-index-url", environ["TORCH_INDEX_URL"]]
     if offered is not None and (
         offered.endswith("+cpu")
-        # Elsewhere the default builds are for the CPU.
+        # On other platforms the default builds are for the CPU.
         or not platform.startswith("linux")
         or environ.get("OCTAVO_TORCH") == "cuda"
     ):
@@ -47,7 +47,7 @@ def extra_options(offered: str | None, platform: str, environ: Mapping[str, str]
 
 
 def offered_version(wanted: str) -> str | None:
-    """The version that a plain ``pip install`` would take."""
+    """The version that ``pip install`` without further options would install."""
     command = [*_pip(), "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", wanted]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     if result.returncode != 0:
@@ -57,7 +57,7 @@ def offered_version(wanted: str) -> str | None:
 
 
 def installed_fits(wanted: str) -> bool:
-    """Whether the torch that is installed already is in the range; then nothing is to be done."""
+    """Whether an installed torch satisfies the requirement."""
     try:
         importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def installed_fits(wanted: str) -> bool:
 
 
 def main() -> int:
-    """Installs; the exit code is pip's."""
+    """Installs torch; returns the exit code of pip."""
     if os.environ.get("OCTAVO_TORCH", "cpu") not in ("cpu", "cuda"):
         print(f"OCTAVO_TORCH must be cpu or cuda, not {os.environ['OCTAVO_TORCH']!r}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""``octavo bench``: measures this machine, this installation, a model, the scheduler, a server."""
+"""``octavo bench``: measures throughput, kernels, memory use, the scheduler, a server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ examples:
   octavo bench scheduler --running 64,256,1024 --waiting 10000
   octavo bench serve --model smollm2-135m --concurrency 16
 
-offline    random prompts of a fixed length as one batch, greedy, to a fixed length; one row a batch size
-kernels    each kernel alone at the shapes of the model, and its share of what this machine can do at best
-memory     how much of the KV cache holds tokens on a trace of mixed lengths, and what sharing saves
-scheduler  the control plane alone: microseconds of processor time to plan a step and to take in its result
-serve      what clients of a server see, over HTTP; its options: octavo bench serve --help
+offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
+kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
+memory     share of the KV cache that holds tokens, on a trace of mixed lengths, and savings by sharing
+scheduler  processor time of schedule and update in a step, in microseconds, without a model
+serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
 
 class _BenchParser(Parser):
-    """Leaves what follows the word ``serve`` to that kind's own parser: it has other options than the rest."""
+    """Passes arguments after ``serve`` to the parser of that kind, which has other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
         if not argv or argv[0] != "serve":
@@ -51,27 +51,29 @@ def make_parser() -> Parser:
     parser = _BenchParser(
         prog="octavo bench",
         usage=f"octavo bench {'|'.join(KINDS)} [options] [MODEL]",
-        description="Measures. Figures are those of this machine at this moment; only ratios of one run count.",
+        description="Runs a benchmark. On a shared machine only ratios within one run are meaningful.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--batches", type=_sizes, default=[1, 8, 64], metavar="N,N", help="batch sizes (1,8,64)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens a prompt has (128)")
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="length of prompts in tokens (128)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens to generate (128)")
-    parser.add_argument("--rows", type=_sizes, default=[1, 8, 64, 512], metavar="N,N", help="for kernels (1,8,64,512)")
     parser.add_argument(
-        "--running", type=_sizes, default=[64, 256, 1024], metavar="N,N", help="sequences that decode (64,256,1024)"
+        "--rows", type=_sizes, default=[1, 8, 64, 512], metavar="N,N", help="rows of products (1,8,64,512)"
     )
-    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait meanwhile (0)")
-    parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens a decoding sequence has (256)")
+    parser.add_argument(
+        "--running", type=_sizes, default=[64, 256, 1024], metavar="N,N", help="decoding sequences (64,256,1024)"
+    )
+    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="waiting requests (0)")
+    parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens in context of each (256)")
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
 
 
 def run(arguments: Arguments) -> int:
-    """Measures and prints a table, or JSON lines."""
+    """Runs a benchmark and prints a table, or JSON lines."""
     if not arguments.words or arguments.words[0] not in KINDS:
-        raise ConfigError(f"octavo bench needs what to measure: {', '.join(KINDS)}")
+        raise ConfigError(f"octavo bench needs a kind of benchmark: {', '.join(KINDS)}")
     kind = arguments.words.pop(0)
     if kind == "serve":
         if not hasattr(arguments, "base_url"):
@@ -92,7 +94,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _show(figures: Iterable[Any], stream: IO[str] | None, title: str, line: Callable[[Any], str]) -> None:
-    """Each record as it comes: a JSON line, or a line of a table."""
+    """Prints each record when it is measured: a JSON line, or a line of a table."""
     if stream is None:
         print(title)
     for record in figures:
@@ -156,9 +158,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.quantization == "gguf":
-        raise ConfigError(
-            "quantization=gguf takes the bits of a file; octavo bench kernels measures int8, int4 and fp8"
-        )
+        raise ConfigError("quantization=gguf depends on a file; octavo bench kernels measures int8, int4 and fp8")
     types = Types(dtype, options.quantization, options.kv_cache_dtype)
     with torch.inference_mode():
         _show(
@@ -183,11 +183,11 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
 
 def _device_limits(device: str) -> tuple[float, float]:
-    """10^9 bytes that the device reads in a second, and 10^9 operations that it does."""
+    """Measured peak rates of the device: 10^9 bytes read a second, 10^9 operations a second."""
     if device == "cpu":
-        from octavo.bench.limits import measure_limits
+        from octavo.bench.device import measure_cpu
 
-        limits = measure_limits()
+        limits = measure_cpu()
         return limits.read_gb_s, limits.fma_gflops
     from octavo.bench.device import measure_device
 
@@ -233,7 +233,7 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    """To six digits, wherever the point is: times may be milliseconds."""
+    """Floats rounded to six significant digits."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 

@@ -1,4 +1,4 @@
-"""``octavo bench serve``: load on any OpenAI-compatible server, and what its clients saw."""
+"""``octavo bench serve``: load on an OpenAI-compatible server, and latencies as seen by its clients."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def make_parser() -> Parser:
     )
     load = parser.add_argument_group("requests")
     load.add_argument("--num-requests", type=int, metavar="N", help="how many (100, or the whole trace)")
-    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before that do not count (0)")
+    load.add_argument("--warmup", type=int, default=0, metavar="N", help="uncounted requests before the run (0)")
     load.add_argument("--trace", type=Path, metavar="PATH", help="JSONL file of requests and times")
-    load.add_argument("--input-len", default="128", metavar="LEN", help="tokens a prompt has (128)")
+    load.add_argument("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
     load.add_argument("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
-    load.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens all prompts share (0)")
+    load.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share (0)")
     load.add_argument(
         "--prompt-form", choices=("ids", "text"), help="token ids, or words of about a token each (ids; chat: text)"
     )
@@ -81,7 +81,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Measures and prints a report, or JSON; returns the exit code."""
+    """Runs the benchmark and prints a report, or JSON; returns the exit code."""
     from octavo.bench.serve_plot import load_matplotlib, plot
 
     refuse_words(arguments)
@@ -111,7 +111,7 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[Report, list
     requests, warmup, arrivals = _workload(arguments)
     clients = None if arrivals is not None else arguments.concurrency or 8
     client = _client(arguments)
-    with tqdm(total=len(requests), disable=None, leave=False) as bar:  # None: unless it is a terminal
+    with tqdm(total=len(requests), disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal
         outcomes, cpu = asyncio.run(measure(client, requests, clients=clients, warmup=warmup, ended=bar.update))
     asked = Run(
         base_url=arguments.base_url,
@@ -130,7 +130,7 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[Report, list
 
 def _check(arguments: Arguments) -> None:
     if not arguments.model:
-        raise ConfigError("octavo bench serve needs --model: the name that the server knows its model by")
+        raise ConfigError("octavo bench serve needs --model: the name of the model on the server")
     if not arguments.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url must begin with http:// or https://, not {arguments.base_url!r}")
     if arguments.request_rate is not None and arguments.concurrency is not None:
@@ -150,12 +150,12 @@ def _check(arguments: Arguments) -> None:
 
 
 def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str | None]:
-    """The requests, those of the warm-up, and what the arrivals are if they are open-loop."""
+    """(requests, warm-up requests, description of open-loop arrivals or None)."""
     import random
 
     from octavo.bench.serve_workload import Lengths, Prompts, arrival_times, at_times, read_trace, synthetic
 
-    # One stream of numbers for each thing that is drawn: another warm-up must not change the requests.
+    # A generator for each purpose, so that another warm-up does not change the requests.
     rng, gaps, spare = (random.Random(f"{arguments.seed} {name}") for name in ("requests", "arrivals", "warm-up"))
     form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
     prompts = Prompts(form == "ids", arguments.token_range, arguments.shared_prefix_len)

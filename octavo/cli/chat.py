@@ -1,4 +1,4 @@
-"""``octavo chat``: a conversation in the terminal, answers shown as they come."""
+"""``octavo chat``: a conversation in the terminal, with streamed answers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from octavo.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
-#: As much as the context holds; less dice than the plain distribution of a small model.
+#: No limit but the context length; less random than the full distribution of a small model.
 DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
 
-#: Without sense where one answer is shown as text.
+#: Parameters that have no meaning for one answer shown as text.
 LEAVE_OUT = ("n", "best_of", "logprobs", "prompt_logprobs", "detokenize")
 
 COMMANDS = ("/reset", "/system", "/exit", "/help")
 HELP = """\
 /reset         forget the conversation
-/system TEXT   set the system message (nothing: take it away) and forget the conversation
+/system TEXT   set the system message (empty: remove it) and forget the conversation
 /exit          leave (Ctrl-D too)
 Ctrl-C stops an answer.
 """
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Talks until the user leaves; 1 if a question could not be answered."""
+    """Runs the conversation; returns 1 if a question could not be answered."""
     config = read_engine_config(arguments, take_model(arguments))
     refuse_words(arguments)
     try:
@@ -69,10 +69,10 @@ def run(arguments: Arguments) -> int:
 
     conversation = Conversation(LLMEngine.from_config(config), params, arguments.system)
     if sys.stdin.isatty():
-        print(f"{config.model}: type a question; /help shows what else", file=sys.stderr)
+        print(f"{config.model}: type a question; /help shows commands", file=sys.stderr)
     for line in _lines():
         if line.startswith("/"):
-            if not _obey(conversation, line):
+            if not _run_command(conversation, line):
                 break
         elif line:
             conversation.ask(line)
@@ -90,12 +90,12 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begins anew, with this system message or with none."""
+        """Starts a new conversation with this system message, or without one."""
         self.system = system
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, question: str) -> None:
-        """Prints the answer as it comes. A question that cannot be served is reported and forgotten."""
+        """Streams the answer to the terminal. A question that fails is reported and not kept."""
         messages = [*self.messages, {"role": "user", "content": question}]
         self._turn += 1
         request_id = f"turn-{self._turn}"
@@ -111,7 +111,7 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _stream(self, request_id: str) -> tuple[str, str | None]:
-        """Prints until the request ends or Ctrl-C is pressed; returns the answer (or its beginning) and an error."""
+        """Prints until the request ends or Ctrl-C is pressed; returns (answer so far, error)."""
         shown = ""
         error = None
         try:
@@ -135,8 +135,8 @@ class Conversation:
         print(f"octavo: error: {message}", file=sys.stderr)
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
-    """Does what a line like ``/reset`` says; False to leave."""
+def _run_command(conversation: Conversation, line: str) -> bool:
+    """Runs a command like ``/reset``; returns False for ``/exit``."""
     command, _, rest = line.partition(" ")
     if command == "/exit":
         return False
@@ -154,14 +154,14 @@ def _obey(conversation: Conversation, line: str) -> bool:
 
 
 def _lines() -> Iterator[str]:
-    """The lines typed, stripped, until the end of the input. Ctrl-C at the prompt drops the line."""
+    """The input lines, stripped. Ctrl-C at the prompt drops the line."""
     if not sys.stdin.isatty():
         for raw in sys.stdin.buffer:
             yield raw.decode("utf-8", errors="replace").strip()
         return
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() line editing and history, where Python has it
-    # A shell that starts us in the background makes us ignore Ctrl-C; at a terminal it must be heard.
+    # A shell that starts the program in the background makes it ignore SIGINT; a terminal needs Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
@@ -175,7 +175,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of letting it break into a step; the second one ends the program as usual."""
+    """Records Ctrl-C instead of interrupting a step; a second one raises KeyboardInterrupt."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -21,8 +21,8 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
     """Adds ``--model``, ``--config`` and a flag for every engine option.
 
     Args:
-        parser: takes the flags; an option that is not given leaves nothing behind.
-        renamed: option -> flag, where the plain name is taken by another option of the command.
+        parser: the flags are added to it; an option that is not given is absent from the arguments.
+        renamed: option -> flag, where the command uses the plain name for another option.
     """
     parser.add_argument("--model", metavar="MODEL", help=EngineConfig.model_fields["model"].description)
     parser.add_argument(
@@ -60,13 +60,13 @@ def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
 
 
 def help_text(description: str, default: object) -> str:
-    """A flag's help; a default of None speaks for itself in the description."""
+    """A flag's help; descriptions state the meaning of a default of None themselves."""
     text = description if default is None else f"{description} (default: {default})"
     return text.replace("%", "%%")
 
 
 def value_kind(field: FieldInfo) -> str:
-    """What a value looks like, for help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
+    """Placeholder of a value in help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
     kinds: list[Any] = [field.annotation]
     if typing.get_origin(field.annotation) is not Literal:  # a plain type, or one that may be None
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds

@@ -20,7 +20,7 @@ from octavo.core.outputs import RequestMetrics, RequestOutput
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
-#: 16 tokens, the default of SamplingParams, cut most sentences short.
+#: The default of SamplingParams, 16 tokens, cuts most sentences short.
 DEFAULTS = {"max_tokens": 128}
 
 EXAMPLE = """\
@@ -54,7 +54,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Completes the prompts; 1 if any failed."""
+    """Completes the prompts; returns 1 if any failed."""
     config = read_engine_config(arguments, take_model(arguments))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
@@ -83,9 +83,9 @@ def run(arguments: Arguments) -> int:
 
 
 def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput | None]]:
-    """Runs all jobs as one batch; gives each back, in order, as soon as it and those before it have ended.
+    """Runs all jobs as one batch; yields them in order, each as soon as it and those before it have ended.
 
-    A job that was refused has its ``error`` set and no output.
+    A refused job has ``error`` set and no output.
     """
     for job in jobs:
         if job.error is None:
@@ -127,11 +127,11 @@ class Figures:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Speed of the whole batch, computing the prompts included."""
+        """Throughput of the batch, prefill included."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, float]:
-        """For the summary line."""
+        """Content of the summary line."""
         return {
             "requests": self.requests,
             "failed": self.failed,
@@ -143,7 +143,7 @@ class Figures:
         }
 
     def as_text(self) -> str:
-        """One line for people."""
+        """The figures as a line of text."""
         failed = f", {self.failed} failed" if self.failed else ""
         return (
             f"octavo: {_count(self.requests, 'request')}{failed}, {_count(self.prompt_tokens, 'token')} in, "
@@ -190,7 +190,7 @@ def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
 
 
 def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
-    """A request's times as seconds since its arrival."""
+    """Times of a request in seconds since its arrival, and counts."""
 
     def since_arrival(moment: float | None) -> float | None:
         return None if moment is None else moment - metrics.arrival_time
@@ -205,6 +205,6 @@ def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
 
 
 def _write_line(stream: IO[str], content: dict[str, Any]) -> None:
-    # msgspec writes dataclasses as they are, and what JSON has no word for (infinity) as null.
+    # msgspec writes dataclasses as objects and infinity as null.
     stream.write(msgspec.json.encode(content).decode() + "\n")
     stream.flush()

@@ -1,4 +1,4 @@
-"""``octavo info``: what this machine, this installation and a model are."""
+"""``octavo info``: facts about this machine, this installation and a model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo info",
         usage="octavo info [options] [MODEL]",
-        description="Shows what this machine and this installation offer, and the shape of a model.\n"
-        "The model is fetched if need be.",
+        description="Shows facts about this machine, this installation and a model.\n"
+        "The model is downloaded if necessary.",
         epilog=EXAMPLE,
     )
     parser.add_argument(
-        "--limits", action="store_true", help="measure read bandwidth and multiply-add peak, a second a device"
+        "--limits",
+        action="store_true",
+        help="measure read bandwidth and multiply-add peak (a second for each device)",
     )
     add_json_flag(parser)
     add_engine_flags(parser)
@@ -45,7 +47,7 @@ def run(arguments: Arguments) -> int:
     """Prints the facts, as lines or as one JSON object."""
     model = take_model(arguments)
     refuse_words(arguments)
-    # The machine can be described without a model; the other options are checked in any case.
+    # The model is optional; the other options are checked in any case.
     options = read_engine_config(arguments, model if model is not None else "none")
     facts = machine_facts(options)
     if arguments.limits:
@@ -61,7 +63,7 @@ def run(arguments: Arguments) -> int:
 
 
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
-    """Versions, processor, memory (bytes), devices, and what the engine would use of them."""
+    """Versions, processor, memory (bytes), devices, and the kernels that the engine would use."""
     import psutil
     import torch
 
@@ -94,7 +96,7 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
 
 
 def gpu_facts(index: int) -> dict[str, Any]:
-    """What a GPU is: its name, its memory (bytes), and what its code must be compiled for."""
+    """A GPU's name, memory (bytes), compute capability and multiprocessors."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -108,7 +110,7 @@ def gpu_facts(index: int) -> dict[str, Any]:
 
 
 def gpu_software() -> dict[str, Any]:
-    """Versions of what GPUs are programmed with; None where it is not there."""
+    """Versions of CUDA, the GPU driver and Triton; None if absent."""
     import importlib.metadata
 
     import torch
@@ -121,10 +123,10 @@ def gpu_software() -> dict[str, Any]:
 
 
 def limit_facts() -> dict[str, Any]:
-    """What memory and registers can do at best, of the processor and of each GPU.
+    """Measured peak rates of the processor and of each GPU.
 
     Raises:
-        ConfigError: there is no GPU, and the compiled kernels, which measure the processor, are not built.
+        ConfigError: there is no GPU, and the compiled kernels, which the measurement needs, are not built.
     """
     import torch
 
@@ -145,12 +147,12 @@ def limit_facts() -> dict[str, Any]:
 
 
 def _cpu_limit_facts() -> dict[str, Any]:
-    from octavo.bench.limits import measure_limits
+    from octavo.bench.device import measure_cpu
 
     try:
-        limits = measure_limits()
+        limits = measure_cpu()
     except ImportError:
-        raise ConfigError("octavo._cpu, which measures the limits, was not built") from None
+        raise ConfigError("octavo._cpu, which the measurement needs, was not built") from None
     return {
         "threads": limits.threads,
         "instruction_set": limits.instruction_set,
@@ -160,10 +162,10 @@ def _cpu_limit_facts() -> dict[str, Any]:
 
 
 def model_facts(options: EngineConfig) -> dict[str, Any]:
-    """Shape of the model, where it lies, and what a token costs in the KV cache.
+    """Shape of the model, its folder, and the bytes of a token in the KV cache.
 
     Raises:
-        OctavoError: the model is unknown, cannot be fetched, or is not supported.
+        OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config

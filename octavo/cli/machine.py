@@ -1,4 +1,4 @@
-"""What this machine is: processor, instruction sets, cores, driver of its GPUs."""
+"""Facts about the machine: processor, instruction sets, cores, GPU driver."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Flags that decide which kernels can run, by the names of /proc/cpuinfo (x86, then Arm) and of macOS.
-INTERESTING = (
+#: Instruction sets that matter for kernels, by their names in /proc/cpuinfo (x86, then Arm).
+INSTRUCTION_SETS = (
     "sse4_2",
     "avx",
     "f16c",
@@ -44,35 +44,35 @@ _MACOS = {
 
 
 def cpu_name() -> str:
-    """The processor as its maker calls it; the architecture where that is not to be had."""
+    """The processor's model name; the architecture if that is unknown."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
-    """Those of ``INTERESTING`` that the processor has."""
+    """The ``INSTRUCTION_SETS`` of this processor."""
     if sys.platform == "darwin":
         return [ours for ours, theirs in _MACOS.items() if _sysctl(f"hw.optional.arm.{theirs}") == "1"]
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
-    return [name for name in INTERESTING if name in flags]
+    return [name for name in INSTRUCTION_SETS if name in flags]
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may run on."""
+    """Logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpu_driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
-    return _printed(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or None
+    """Version of the NVIDIA driver, or None."""
+    return _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or None
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo."""
+    """The entries of the first processor in /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -82,11 +82,11 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _sysctl(name: str) -> str:
-    return _printed(["sysctl", "-n", name])
+    return _output_of(["sysctl", "-n", name])
 
 
-def _printed(command: list[str]) -> str:
-    """What a program prints; nothing if it is not there or fails."""
+def _output_of(command: list[str]) -> str:
+    """The output of a program; empty if it is missing or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,9 +1,10 @@
-"""Entry of the program: finds the command, imports it, and turns errors into one line and an exit code."""
+"""Entry point of ``octavo``: imports and runs a command, turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 import traceback
@@ -11,13 +12,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from octavo import __version__
-from octavo.cli.logs import set_up_logging
 from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Arguments, Parser
 from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError
 
-#: What shells report for a program that a closed pipe or Ctrl-C ended.
+#: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
 EXIT_BROKEN_PIPE = 141
 EXIT_INTERRUPTED = 130
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 #: Command -> its line in the help. The module octavo.cli.COMMAND has ``make_parser()`` and ``run(arguments)``.
 COMMANDS = {
@@ -46,11 +48,11 @@ class Command(Protocol):
         """The command's own parser."""
 
     def run(self, arguments: Arguments) -> int:
-        """Does it; returns the exit code."""
+        """Runs the command; returns the exit code."""
 
 
 def make_parser() -> Parser:
-    """The top-level parser: knows the commands' names and nothing of their options."""
+    """The top-level parser: knows the names of the commands but not their options."""
     lines = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
     parser = Parser(
         prog="octavo",
@@ -63,15 +65,15 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0 if all went well, 1 if something failed, 2 if it was called wrongly."""
+    """Runs the program; returns 0 for success, 1 for a failure, 2 for wrong arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _never_fail_to_print()
     try:
-        set_up_logging()
+        _set_up_logging()
         code = _run(argv)
-        sys.stdout.flush()  # here, where a broken pipe can still be answered
+        sys.stdout.flush()  # here, where a broken pipe can still be handled
     except BrokenPipeError:
-        # The reader went away (octavo ... | head). Keep the interpreter from flushing into the pipe at exit.
+        # The reader is gone (octavo ... | head): the interpreter must not flush into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     try:
         return _dispatch(argv)
-    except SystemExit as e:  # how argparse leaves, after --help and after errors
+    except SystemExit as e:  # raised by argparse after --help and after errors
         return e.code if isinstance(e.code, int) else 0
 
 
@@ -98,7 +100,7 @@ def _dispatch(argv: list[str]) -> int:
     name = argv[0]
     if name not in COMMANDS:
         parser = make_parser()
-        parser.read(argv)  # leaves here for --help, --version and unknown flags
+        parser.read(argv)  # exits for --help, --version and unknown flags
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         parser.error(f"unknown command {name!r}; {hint}")
@@ -106,8 +108,24 @@ def _dispatch(argv: list[str]) -> int:
     return command.run(command.make_parser().read(argv[1:]))
 
 
+def _set_up_logging() -> None:
+    """Sends messages of logger "octavo" to standard error, from level ``OCTAVO_LOG_LEVEL`` (default: info) on.
+
+    Raises:
+        ConfigError: the level is unknown.
+    """
+    level = os.environ.get("OCTAVO_LOG_LEVEL") or "info"
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"OCTAVO_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
+    logger = logging.getLogger("octavo")
+    logger.setLevel(level.upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("octavo: %(levelname)s: %(message)s"))
+    logger.handlers = [handler]
+
+
 def _never_fail_to_print() -> None:
-    """A terminal that cannot show a character shows a replacement, instead of ending the program."""
+    """Characters that the terminal cannot show are printed as escapes instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

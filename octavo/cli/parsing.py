@@ -1,4 +1,4 @@
-"""Command lines: argparse, with the nearest right name for a wrong flag, and words allowed between flags."""
+"""Command lines: argparse with suggestions for unknown flags and positional words between flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_USAGE = 2
 
 
 class Arguments(argparse.Namespace):
-    """What a command was called with; ``words`` holds, in order, all that is neither flag nor value of one."""
+    """Parsed arguments; ``words`` holds the positional arguments in order."""
 
     words: list[str]
 
@@ -30,16 +30,16 @@ class Arguments(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses abbreviations and answers a wrong flag with the nearest right one.
+    """A parser that refuses abbreviated flags and suggests the nearest flag for an unknown one.
 
-    Words are taken by ``read``, not by positional arguments of argparse: those cannot be mixed with flags freely.
+    ``read`` collects positional words itself, as argparse does not let them be mixed freely with flags.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        """Parses; whatever follows ``--`` is a word. Leaves the program (code 2) with one line if argv is wrong."""
+        """Parses; everything after ``--`` is a word. Exits with code 2 and one line if ``argv`` is wrong."""
         argv = list(argv)
         cut = argv.index("--") if "--" in argv else len(argv)
         arguments, rest = self.parse_known_args(argv[:cut], Arguments())
@@ -61,12 +61,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _is_flag(word: str) -> bool:
-    # The judgement of argparse itself: a text with blanks, a lone hyphen and a negative number are words.
+    # As argparse decides: a text with spaces, a lone hyphen and a negative number are words.
     return re.fullmatch(r"-[^\s=]+(=.*)?", word, re.DOTALL) is not None and not re.fullmatch(r"-\d*\.?\d+", word)
 
 
 def take_model(arguments: Arguments) -> str | None:
-    """Takes the model off the words: ``--model`` if it was given, else the first word, else None."""
+    """The model: ``--model`` if given, else the first word, which is removed, else None."""
     given: str | None = arguments.model
     if given is None and arguments.words:
         given = arguments.words.pop(0)
@@ -74,10 +74,10 @@ def take_model(arguments: Arguments) -> str | None:
 
 
 def refuse_words(arguments: Arguments) -> None:
-    """Refuses words that no one took.
+    """Refuses remaining words.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: a word is left.
     """
     if arguments.words:
         raise ConfigError(f"unexpected argument {arguments.words[0]!r}")

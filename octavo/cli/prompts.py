@@ -1,4 +1,4 @@
-"""Where ``octavo generate`` takes its prompts from: arguments, a file of texts or JSON lines, standard input."""
+"""Prompts of ``octavo generate``: from arguments, a file of texts or JSON lines, or standard input."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LINE_KEYS = (*_PROMPT_KEYS, *(n for n in SamplingParams.__struct_fields__ if n 
 
 @dataclass(slots=True)
 class Job:
-    """One prompt to complete, or the reason why it cannot be."""
+    """One prompt to complete, or the error that prevents it."""
 
     index: int
-    #: Text or token ids; what the user gave, if it makes no sense.
+    #: Text or token ids; the line as given if it is invalid.
     prompt: str | list[int]
     params: SamplingParams
-    #: A conversation instead, to pass through the chat template.
+    #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
 
 
 def read_jobs(words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool) -> list[Job]:
-    """Every prompt given, in order; one that makes no sense carries its error and leaves the others alone.
+    """All prompts in order; an invalid one carries its error and does not affect the others.
 
     Args:
         words: prompts from the command line.

@@ -1,4 +1,4 @@
-"""``octavo pull``: fetches a model."""
+"""``octavo pull``: downloads a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def make_parser() -> Parser:
     return Parser(
         prog="octavo pull",
         usage="octavo pull [options] NAME",
-        description="Fetches a model, unless it is there already, and prints the folder that holds it.",
+        description="Downloads a model, unless it is cached, and prints its folder.",
         epilog=EXAMPLE,
     )
 
 
 def run(arguments: Arguments) -> int:
-    """Fetches and prints the folder."""
+    """Downloads the model and prints its folder."""
     if len(arguments.words) != 1:
         raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
     from octavo.loader.resolve import pull

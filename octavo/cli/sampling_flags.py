@@ -50,9 +50,9 @@ def add_sampling_flags(
     """Adds a flag for every sampling parameter that can be given as text.
 
     Args:
-        parser: takes the flags; one that is not given leaves nothing behind.
-        defaults: what the command takes instead of the field's own default.
-        leave_out: parameters without sense for the command.
+        parser: the flags are added to it; one that is not given is absent from the arguments.
+        defaults: the command's defaults in place of the fields' own.
+        leave_out: parameters that have no meaning for the command.
     """
     group = parser.add_argument_group("sampling options")
     for field in msgspec.structs.fields(SamplingParams):
@@ -64,12 +64,12 @@ def add_sampling_flags(
             dest=f"{PREFIX}:{field.name}",
             default=argparse.SUPPRESS,
             help=help_text(HELP[field.name], default),
-            **_how_to_read(field.type),
+            **_argument_options(field.type),
         )
 
 
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """The parameters that the flags ask for.
+    """The parameters that the flags give.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -77,7 +77,7 @@ def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | Non
     return SamplingParams(**{**dict(defaults or {}), **arguments.group(PREFIX)})
 
 
-def _how_to_read(kind: Any) -> dict[str, Any]:
+def _argument_options(kind: Any) -> dict[str, Any]:
     """The arguments of ``add_argument`` for a value of this type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -1,4 +1,4 @@
-"""``octavo serve``: a model behind the OpenAI API."""
+"""``octavo serve``: serves a model over the OpenAI API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
-Keys may also stand in the variable OCTAVO_API_KEYS, with commas between. Without keys the server is open to everybody
-who can reach it: that is this machine only, unless --host says otherwise.
+API keys may also be given in the variable OCTAVO_API_KEYS, separated by commas. Without keys any client that can reach
+the server may use it; by default it listens on this machine only (--host).
 
-SIGTERM or Ctrl-C: no new requests, the open ones finish (--shutdown-timeout), exit code 0. Ctrl-C again: at once, 130.
+SIGTERM or Ctrl-C: new requests are refused, open ones finish (--shutdown-timeout), exit code 0; a second Ctrl-C ends
+the server at once with 130.
 If the engine dies, open requests fail at once, /health answers 503, and the exit code is 70.
 """
 

@@ -140,21 +140,21 @@ def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None
 
 
 def test_commands_change_the_conversation(capsys: Capture) -> None:
-    from octavo.cli.chat import _obey
+    from octavo.cli.chat import _run_command
 
     engine = ScriptedEngine(["yes"])
     conversation = converse(engine, "old")
     conversation.ask("a")
-    assert _obey(conversation, "/reset")
+    assert _run_command(conversation, "/reset")
     assert conversation.messages == [{"role": "system", "content": "old"}]
-    assert _obey(conversation, "/system Speak Latin.")
+    assert _run_command(conversation, "/system Speak Latin.")
     assert conversation.messages == [{"role": "system", "content": "Speak Latin."}]
-    assert _obey(conversation, "/system")
+    assert _run_command(conversation, "/system")
     assert conversation.messages == []
     capsys.readouterr()
-    assert _obey(conversation, "/rest")
+    assert _run_command(conversation, "/rest")
     assert "did you mean /reset?" in capsys.readouterr().err
-    assert not _obey(conversation, "/exit")
+    assert not _run_command(conversation, "/exit")
 
 
 def test_a_piped_conversation_answers_each_line_until_it_is_told_to_leave(
