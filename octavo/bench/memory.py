@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.bench.scheduler import sampled
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
@@ -85,7 +85,7 @@ def measure_use(
     lengths = trace(requests, max_model_len, seed)
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        scheduler.add(GroupRequest(group_id=i, prompt_token_ids=[_TOKEN] * prompt, params=params, seed=i))
+        scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=[_TOKEN] * prompt, task=Generate(params, seed=i)))
     used, cache, running, saturated = 0.0, 0.0, 0, False
     steps = 0
     while scheduler.has_work:

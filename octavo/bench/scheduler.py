@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
@@ -45,7 +45,7 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     for i in range(running + waiting):
         # Lengths differ, so that not all sequences need a block in the same step; prompts share no prefix.
         prompt = [i] + [_TOKEN] * (context - 1 - i % _BLOCK_SIZE)
-        scheduler.add(GroupRequest(group_id=i, prompt_token_ids=prompt, params=_params(steps), seed=i))
+        scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Generate(_params(steps), seed=i)))
     while scheduler.stats().num_running < running or scheduler.queues.prefilling:
         plan = scheduler.schedule()
         scheduler.update(plan, sampled(plan, scheduler))

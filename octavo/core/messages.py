@@ -12,8 +12,7 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
-from octavo.core.request import GroupRequest
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.stats import StepStats
 from octavo.core.updates import StepOutputs
 
@@ -25,13 +24,14 @@ MAX_BYTES_FROM_CORE = 1 << 30
 MAX_LAST_WORDS = 8000
 
 
-def check_sendable(params: SamplingParams) -> None:
-    """Whether parameters can go to another process: code cannot.
+def check_sendable(request: EngineCoreRequest) -> None:
+    """Whether a request can go to another process: code cannot.
 
     Raises:
-        InvalidRequestError: naming the callable that they hold.
+        InvalidRequestError: naming the callable that it holds.
     """
-    for i, processor in enumerate(params.logits_processors or ()):
+    processors = request.task.params.logits_processors if isinstance(request.task, Generate) else None
+    for i, processor in enumerate(processors or ()):
         named = processor if hasattr(processor, "__qualname__") else type(processor)
         raise InvalidRequestError(
             f"logits_processors[{i}] ({named.__module__}.{named.__qualname__}) is code and cannot be sent to another "
@@ -52,7 +52,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 class Add(msgspec.Struct, tag=True, array_like=True):
     """A request to queue."""
 
-    request: GroupRequest
+    request: EngineCoreRequest
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

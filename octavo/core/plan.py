@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import AnyTask
 
 
 class NewSequence(msgspec.Struct, array_like=True):
@@ -23,12 +23,9 @@ class NewSequence(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     #: Tokens whose KV entries are in the blocks already.
     num_computed: int
-    params: SamplingParams
-    seed: int
-    stop_token_ids: list[int]
-    bad_words_ids: list[list[int]]
-    #: Whether the worker appends what it samples. If not, the sequence goes on with ``StepPlan.new_tokens``.
-    appends_sampled: bool = True
+    #: A ``Generate`` has this sequence's own seed. What is sampled for a ``Beam`` is not appended: it goes on with
+    #: ``StepPlan.new_tokens``. For a task that does not sample, the worker computes the prompt.
+    task: AnyTask
 
 
 class Fork(msgspec.Struct, array_like=True):
@@ -112,6 +109,8 @@ class SequenceResult(msgspec.Struct, array_like=True):
     #: First prompt position that ``prompt_logprobs`` covers (position 0 has none).
     prompt_start: int = 0
     prompt_logprobs: list[PositionLogprobs] = []
+    #: Of a ``Pool`` whose prompt is computed: the network's vector, float32.
+    pooled: bytes | None = None
     #: The sequence cannot go on; it ends with this message, its neighbours do not notice.
     error: str | None = None
 

@@ -1,13 +1,16 @@
-"""A request as the engine core takes it: one group of sequences that share a prompt."""
+"""A request as the engine core takes it: a prompt, and one of several tasks."""
 
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
 
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
+
+_MASK64 = (1 << 64) - 1
 
 
 class SequenceStatus(enum.Enum):
@@ -31,29 +34,144 @@ class SequenceStatus(enum.Enum):
 _UNFINISHED = frozenset({SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED})
 
 
-class GroupRequest(msgspec.Struct, kw_only=True):
-    """What to generate from one prompt: tokenized, checked, with everything resolved that needs a tokenizer."""
+class Task(msgspec.Struct, tag=True, omit_defaults=True):
+    """What is wanted of a prompt; one of ``AnyTask``. As it stands here, its KV entries are computed and no more."""
 
-    group_id: int
-    prompt_token_ids: list[int]
+    @property
+    def num_sequences(self) -> int:
+        """Most sequences that run at once."""
+        return 1
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens to generate; None: as many as the context length allows."""
+        return 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens follow the prompt. If not, the request ends when its prompt is computed."""
+        return self.max_tokens != 0
+
+    @property
+    def plans_on_results(self) -> bool:
+        """Whether what a step computes depends on the result of the one before it."""
+        return False
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Number of most likely tokens to name at each position of the prompt, which is then computed whole."""
+        return None
+
+
+class Generate(Task):
+    """Completions that the workers sample."""
+
+    #: Here ``max_tokens`` may be 0: then the prompt and its logprobs are all.
     params: SamplingParams
-    #: Unsigned 64-bit; never None, so a resumed sequence draws the same numbers. Sequence ``i`` uses ``seed + i``.
+    #: Unsigned 64-bit; never None, so a resumed sequence draws the same numbers.
     seed: int
     #: End-of-sequence and stop tokens (without the former if ``ignore_eos``).
     stop_token_ids: list[int] = []
     #: ``bad_words`` as token id sequences.
     bad_words_ids: list[list[int]] = []
+
+    @property
+    def num_sequences(self) -> int:
+        """See ``Task``. Without tokens one stands for all completions: they are alike."""
+        return self.params.num_sequences if self.samples else 1
+
+    @property
+    def max_tokens(self) -> int | None:
+        """See ``Task``."""
+        return self.params.max_tokens
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """See ``Task``."""
+        return self.params.prompt_logprobs
+
+    def sequence_seed(self, index: int) -> int:
+        """The seed of completion ``index``."""
+        return (self.seed + index) & _MASK64
+
+    def stop_reason(self, token_id: int) -> int | None:
+        """The stop token that has ended a completion, if the user named it."""
+        return token_id if token_id in (self.params.stop_token_ids or ()) else None
+
+
+class Beam(Task):
+    """A beam search: the workers name the most likely tokens of each beam, and the scheduler chooses."""
+
+    params: BeamSearchParams
+    #: End-of-sequence tokens, unless they are ignored.
+    stop_token_ids: list[int] = []
+
+    @property
+    def num_sequences(self) -> int:
+        """See ``Task``."""
+        return self.params.beam_width
+
+    @property
+    def max_tokens(self) -> int:
+        """See ``Task``."""
+        return self.params.max_tokens
+
+    @property
+    def plans_on_results(self) -> bool:
+        """See ``Task``."""
+        return True
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that a step of the search needs of each beam (or all there are, in a smaller vocabulary).
+
+        A beam gives at most W tokens to the best W that may end, and at most W to the survivors; these are among its
+        best W + (number of stop tokens), as no more than the stop tokens can stand between them. So it chooses as
+        transformers does, which looks at the best W * max(2, 1 + number of stop tokens) of all beams. The most
+        that a worker computes is enough unless there are more than 68 stop tokens.
+        """
+        return min(self.params.beam_width + len(self.stop_token_ids), MAX_LOGPROBS)
+
+
+class Pool(Task):
+    """One vector for the whole prompt, as the network pools its hidden states."""
+
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
+
+
+AnyTask = Generate | Beam | Pool
+
+
+class Feature(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the prompt whose embeddings come from an input other than text, such as an image or audio."""
+
+    #: Position of its first placeholder token, and how many there are.
+    offset: int
+    length: int
+    #: Names the content of the input, and all else that decides its embeddings.
+    key: bytes
+    #: The input, where it has to be sent along.
+    payload: bytes | None = None
+
+
+class EngineCoreRequest(msgspec.Struct, kw_only=True):
+    """A prompt and what is wanted of it: tokenized, checked, with everything resolved that needs a tokenizer."""
+
+    group_id: int
+    prompt_token_ids: list[int]
+    task: AnyTask
     arrival_time: float = 0.0
     #: Lower goes first, under the policies that look at it.
     priority: int = 0
     #: Requests with different salts share no cached prefix.
     cache_salt: str = ""
-    #: Set for beam search; ``params`` then asks for greedy sampling with the logprobs that the search reads.
-    beam: BeamSearchParams | None = None
+    #: Name of the adapter that the network runs with.
+    adapter: str | None = None
+    #: In the order of their offsets; they do not overlap.
+    features: list[Feature] = []
 
     @property
-    def num_sequences(self) -> int:
-        """Most sequences of the group that run at once."""
-        if self.beam is not None:
-            return self.beam.beam_width
-        return self.params.num_sequences
+    def cache_context(self) -> str:
+        """What decides the content of all blocks beside the tokens and features before them; one text a meaning."""
+        salt = f"{len(self.cache_salt)}:{self.cache_salt}"
+        return salt if self.adapter is None else f"{salt}/{self.adapter}"

@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     include_stop_str_in_output: bool = False
     #: Go on after the end-of-sequence token.
     ignore_eos: bool = False
-    #: Most tokens to generate. None: as many as the context length allows.
+    #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
     max_tokens: int | None = 16
     #: No end-of-sequence and no stop token before this many generated tokens.
     min_tokens: int = 0
@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
+            _integer("max_tokens", self.max_tokens, 0, None)
         _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

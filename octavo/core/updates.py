@@ -49,10 +49,10 @@ class AdmissionUpdate(msgspec.Struct, array_like=True):
 
 
 class GroupUpdate(msgspec.Struct, array_like=True):
-    """The end of a group all at once, and not sequence by sequence: a beam search, or a failure."""
+    """The end of a group all at once, and not sequence by sequence: a beam search, a prompt alone, or a failure."""
 
     group_id: int
-    #: "stop", "error" or "ignored".
+    #: "stop", "length" (where nothing is sampled), "error" or "ignored".
     finish_reason: str
     error: str | None = None
     #: Of a beam search, best first.

@@ -189,7 +189,7 @@ class AsyncLLM:
         if self.asleep:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-        check_sendable(request.params)
+        check_sendable(request.group)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))
         stream = RequestStream(self._outputs.open(request, streaming=streaming), self._abandon)

@@ -10,7 +10,7 @@ from pathlib import Path
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest
 from octavo.core.updates import StepOutputs
 from octavo.engine.step_loop import StepLoop, StepTimes
 from octavo.executor.executor import make_executor
@@ -85,7 +85,7 @@ class EngineCore:
         self._loop = StepLoop(self.scheduler, self.executor, max_in_flight=_steps_in_flight(options))
         self._asleep = False
 
-    def add(self, request: GroupRequest) -> None:
+    def add(self, request: EngineCoreRequest) -> None:
         """Queues a request."""
         self.scheduler.add(request)
 

@@ -11,8 +11,8 @@ import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import GroupRequest
-from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
+from octavo.core.sampling_params import SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 
 #: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
@@ -25,13 +25,13 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True)
 class ProcessedRequest:
-    """A checked request: its text, and what the core takes. Beam search has the ``params`` of its greedy steps."""
+    """A checked request: its text, the parameters as the user gave them, and what the core takes."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
-    group: GroupRequest
+    params: SamplingParams | BeamSearchParams
+    group: EngineCoreRequest
     arrival_time: float
 
 
@@ -60,6 +60,8 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
+        features: Sequence[Feature] = (),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
@@ -67,49 +69,45 @@ class InputProcessor:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
         arrival = time.monotonic()
-        beam = params if isinstance(params, BeamSearchParams) else None
-        if isinstance(params, BeamSearchParams):
-            params = self._greedy_steps(params)
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority must be an integer, not {priority!r}")
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
+        if adapter is not None:
+            raise InvalidRequestError(f"no adapter {adapter!r} is loaded; leave it out to run the model as it is")
+        if features:
+            raise InvalidRequestError(
+                f"the model takes text alone, but the request has features (images or audio): {len(features)} of them"
+            )
         text, token_ids = self.read_prompt(prompt)
-        token_ids = self._check_prompt(token_ids)
-        self._check_params(params)
-        bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
-        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        # Who is to be chosen by its logprobs must have them, though the user does not see them.
-        ranked = params.logprobs is None and params.num_sequences > params.n
-        group = GroupRequest(
+        params.validate()  # a field may have been assigned after construction
+        token_ids = self._check_prompt(token_ids, samples=params.max_tokens != 0)
+        group = EngineCoreRequest(
             group_id=self._next_group_id,
             prompt_token_ids=token_ids,
-            params=msgspec.structs.replace(params, logprobs=0) if ranked else params,
-            seed=self._request_seed(params),
-            stop_token_ids=sorted(stops),
-            bad_words_ids=bad_words,
+            task=self._beam(params) if isinstance(params, BeamSearchParams) else self._generate(params),
             arrival_time=arrival,
             priority=priority,
             cache_salt=cache_salt,
-            beam=beam,
         )
         self._next_group_id += 1
         return ProcessedRequest(request_id, text, token_ids, params, group, arrival)
 
-    def _greedy_steps(self, beam: BeamSearchParams) -> SamplingParams:
-        """What the workers do for a beam search: name the most likely tokens of each beam."""
-        beam.validate()
-        stops = 0 if beam.ignore_eos else len(self.eos_token_ids)
-        return SamplingParams(
-            n=beam.beam_width,
-            temperature=0.0,
-            max_tokens=beam.max_tokens,
-            logprobs=min(beam.beam_width + stops, MAX_LOGPROBS, self.vocab_size),
-            ignore_eos=beam.ignore_eos,
-            skip_special_tokens=beam.skip_special_tokens,
-        )
+    def _beam(self, params: BeamSearchParams) -> Beam:
+        self.tokenizer.check_can_decode()
+        self._unseeded += 1  # what the next request draws does not depend on the task of this one
+        return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
+
+    def _generate(self, params: SamplingParams) -> Generate:
+        self._check_params(params)
+        bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
+        seed = self._request_seed(params)
+        if params.logprobs is None and params.num_sequences > params.n:
+            params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
+        return Generate(params, seed, sorted(stops), bad_words)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if it was one) and the token ids of a prompt in any of its forms."""
@@ -130,8 +128,8 @@ class InputProcessor:
             return None, list(prompt)
         raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        """The token ids, as plain integers, if they can be served."""
+    def _check_prompt(self, token_ids: Sequence[int], *, samples: bool) -> list[int]:
+        """The token ids, as plain integers, if they can be served, with a token after them if it ``samples``."""
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
         try:
@@ -141,7 +139,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, not {wrong!r}"
             ) from None
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) + samples > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens, but prompt and output together may have at most "
                 f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
@@ -149,7 +147,6 @@ class InputProcessor:
         return checked
 
     def _check_params(self, params: SamplingParams) -> None:
-        params.validate()  # a field may have been assigned after construction
         if params.detokenize:
             self.tokenizer.check_can_decode()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
-from octavo.core.request import SequenceStatus
+from octavo.core.request import Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.engine.detokenizer import IncrementalDetokenizer
@@ -44,6 +45,8 @@ class RequestState:
     """A request, and what came of it since its output was last taken. What is not taken adds up; nothing is lost."""
 
     source: ProcessedRequest
+    #: How its completions are shown.
+    params: SamplingParams
     metrics: RequestMetrics
     streaming: bool
     completions: list[_Completion] = field(default_factory=list)
@@ -85,7 +88,7 @@ class RequestState:
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
         """``best_of``: the ``n`` likeliest, best first, and failed ones last."""
-        n = self.source.params.n
+        n = self.params.n
         if len(outputs) <= n:
             return outputs
         ranked = sorted(outputs, key=lambda o: (o.error is not None, -(o.cumulative_logprob or 0.0), o.index))
@@ -113,16 +116,18 @@ class OutputProcessor:
 
         Beam search and ``best_of`` have nothing to show before their end.
         """
-        params = source.params
-        streaming = streaming and source.group.beam is None and params.num_sequences == params.n
-        request = RequestState(source, RequestMetrics(source.arrival_time), streaming)
+        task, params = source.group.task, source.params
+        if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
+            params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
+        streaming = streaming and isinstance(task, Generate) and params.num_sequences == params.n
+        request = RequestState(source, params, RequestMetrics(source.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        for index in range(source.group.num_sequences):
+        for index in range(params.num_sequences):
             output = CompletionOutput(index)
-            if params.logprobs is not None and source.group.beam is None:
+            if params.logprobs is not None:
                 output.logprobs = []
-            if source.group.params.logprobs is not None:
+            if isinstance(task, Generate) and task.params.logprobs is not None:
                 output.cumulative_logprob = 0.0
             completion = _Completion(output)
             if params.detokenize and (params.stop or streaming):
@@ -197,14 +202,14 @@ class OutputProcessor:
         self.discard(request)
 
     def _end_group(self, request: RequestState, update: GroupUpdate) -> None:
-        """The whole group has ended: with the hypotheses of a beam search, or because it failed."""
+        """The whole group has ended: with the hypotheses of a beam search, with its prompt, or because it failed."""
         if update.hypotheses is None:
             for completion in request.completions:
                 if not completion.finished:
                     completion.output.error, completion.output.outgrown = update.error, update.outgrown
                     self._finish(request, completion, update.finish_reason)
             return
-        stops = request.source.group.stop_token_ids
+        stops = request.source.group.task.stop_token_ids
         # Fewer than asked for where the vocabulary has not as many continuations.
         request.completions = request.completions[: len(update.hypotheses)]
         for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
@@ -224,7 +229,7 @@ class OutputProcessor:
         if reason is not None:
             output.error, output.stop_reason = update.error, update.stop_reason
         # The token that ended it has no place in the text, unless the user wants to see what stopped it.
-        silent = reason == _STOPPED and not request.source.params.include_stop_str_in_output
+        silent = reason == _STOPPED and not request.params.include_stop_str_in_output
         if token_id is not None and completion.detokenizer is not None and not silent:
             stop = completion.detokenizer.append((token_id,))
             if stop is not None:
@@ -233,7 +238,7 @@ class OutputProcessor:
             self._finish(request, completion, reason, drop_last=silent)
 
     def _finish(self, request: RequestState, completion: _Completion, reason: str, *, drop_last: bool = False) -> None:
-        output, params = completion.output, request.source.params
+        output, params = completion.output, request.params
         output.finish_reason, completion.finished = reason, True
         if completion.detokenizer is not None:
             stop = completion.detokenizer.finish()

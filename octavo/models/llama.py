@@ -63,6 +63,10 @@ class LlamaForCausalLM(Network):
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
 
+    def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""
+        return hidden.index_select(0, batch.query_start_loc[1:] - 1).float()
+
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         """The facts of a config.json of any of the four architectures."""

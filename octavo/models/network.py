@@ -67,5 +67,8 @@ class Network(Layer, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, E] of whole sequences to a vector each, float32 [S, D]; of the last stage."""
+        """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; of the last stage.
+
+        The vectors of sequences whose prompts end in the batch count.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no pooling head")

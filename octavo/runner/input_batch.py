@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
+from octavo.core.request import Beam
 from octavo.kernels.forward_batch import ARRAYS
 from octavo.sampling.token_table import TokenTable
 
@@ -114,6 +115,8 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the row's sequence appends what it samples.
         self.appends = np.ones(max_num_seqs, dtype=bool)
+        #: Sequences held that only compute their prompt.
+        self._prompts: set[int] = set()
         #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
         self._generation = 0
         self._row_generation = np.zeros(max_num_seqs, dtype=np.int64)
@@ -141,7 +144,9 @@ class InputBatch:
         self.tokens.num_tokens[row] = known
         self.tokens.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = sequence.num_computed
-        self.appends[row] = sequence.appends_sampled
+        self.appends[row] = not isinstance(sequence.task, Beam)
+        if not sequence.task.samples:
+            self._prompts.add(sequence.seq_id)
         return row
 
     def fork(self, parent: int, child: int) -> int:
@@ -169,6 +174,7 @@ class InputBatch:
         """Takes the row back; None if the sequence was never met."""
         row = self._rows.pop(seq_id, None)
         if row is not None:
+            self._prompts.discard(seq_id)
             self._last = None
             self._free.append(row)
             self._generation += 1
@@ -223,6 +229,8 @@ class InputBatch:
             token_rows = np.repeat(rows, lengths)
         max_seq_len = int(ends.max())
         sampling = np.flatnonzero(ends >= self.tokens.num_tokens[rows])
+        if self._prompts:
+            sampling = sampling[[seq_ids[i] not in self._prompts for i in sampling.tolist()]]
         forked = self._forked(plan, seq_ids, sampling) if plan.forks else None
         sources = sampling if forked is None else np.concatenate([sampling, forked.parents])
         sampled_rows, drafted = offsets[1:][sources] - 1, None

@@ -17,6 +17,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
+from octavo.core.request import Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels import load_kernels
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
@@ -132,7 +133,7 @@ class ModelRunner:
         rows = np.arange(len(batch.seq_lens))
         sampler = self._make_sampler(TokenTable(len(rows), 1))
         for row in rows.tolist():
-            sampler.add(row, NewSequence(row, [0], 1, 0, SamplingParams(top_p=0.9, logprobs=1), row, [], []))
+            sampler.add(row, NewSequence(row, [0], 1, 0, Generate(SamplingParams(top_p=0.9, logprobs=1), row)))
         assert output.logits is not None
         sampler.start(output.logits, rows).wait()
 
@@ -167,6 +168,7 @@ class ModelRunner:
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
+        self._pooled: set[int] = set()
         self._in_flight: deque[PendingStep] = deque()
         self._slept: Slept | None = None
 
@@ -251,6 +253,8 @@ class ModelRunner:
         output = self._forward(batch)
         if self._wants_prompt_logprobs:
             self._score_prompts(inputs, output.hidden, step)
+        if self._pooled:
+            self._pool(inputs, batch, output.hidden, step)
         if len(inputs.sampling) and output.logits is not None:
             self._sample(inputs, output.logits, step)
         else:
@@ -273,13 +277,16 @@ class ModelRunner:
             if row is not None:
                 self._sampler.remove(row)
                 self._wants_prompt_logprobs.pop(seq_id, None)
+                self._pooled.discard(seq_id)
 
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence)
             self._sampler.add(row, sequence)
-            if sequence.params.prompt_logprobs is not None:
-                self._wants_prompt_logprobs[sequence.seq_id] = sequence.params.prompt_logprobs
+            if sequence.task.prompt_logprobs is not None:
+                self._wants_prompt_logprobs[sequence.seq_id] = sequence.task.prompt_logprobs
+            if isinstance(sequence.task, Pool):
+                self._pooled.add(sequence.seq_id)
         if self._in_flight and (plan.forks or plan.new_tokens):
             self._require_known([fork.parent for fork in plan.forks] + list(plan.new_tokens))
         for fork in plan.forks:
@@ -334,6 +341,14 @@ class ModelRunner:
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
                 step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
+
+    def _pool(self, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: PendingStep) -> None:
+        """Begins to pool the prompts that are to be and that end in this step."""
+        ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
+        places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}
+        if places:
+            vectors = self.model.pool(hidden, batch)
+            step.pooled = {seq_id: vectors[i] for seq_id, i in places.items()}
 
 
 def _asleep(batch: ForwardBatch) -> ForwardOutput:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.runner.input_batch import DraftedTokens, InputBatch, NewTokens
@@ -53,6 +54,8 @@ class PendingStep:
         self.result = result
         self.sampled: PendingTokens | None = None
         self.prompts: list[PendingPrompt] = []
+        #: By sequence id: float32 [D] on the device.
+        self.pooled: dict[int, Tensor] = {}
         self.swap_seconds: Callable[[], float] | None = None
         self.span: Span | None = None
         self._batch = batch
@@ -73,6 +76,8 @@ class PendingStep:
             extra = self._extra(prompt.seq_id)
             extra.prompt_start = prompt.start
             extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
+        for seq_id, vector in self.pooled.items():
+            self._extra(seq_id).pooled = vector.cpu().numpy().tobytes()
         self.receive()
         if self.span is not None:
             result.device_seconds, result.idle_seconds = self.span.wait()

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import NewSequence
+from octavo.core.request import Generate
 from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
 
@@ -70,25 +70,26 @@ class TokenMask(SequenceProcessor, ABC):
 class LogitsProcessors:
     """All that one sequence asks for, in the order that ``SamplingParams`` documents."""
 
-    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
-        params, num_prompt = sequence.params, sequence.num_prompt_tokens
+    def __init__(self, task: Generate, token_ids: list[int], num_prompt: int, vocab_size: int) -> None:
+        """For a sequence of these tokens, of which the first ``num_prompt`` are the prompt."""
+        params = task.params
         self._edits: list[LogitsEdit] = []
         self._masks: list[TokenMask] = []
         if params.logits_processors:
-            self._edits.append(CustomProcessors(params.logits_processors, sequence.token_ids[:num_prompt]))
-        banned = _in_vocabulary([word[0] for word in sequence.bad_words_ids if len(word) == 1], vocab_size)
+            self._edits.append(CustomProcessors(params.logits_processors, token_ids[:num_prompt]))
+        banned = _in_vocabulary([word[0] for word in task.bad_words_ids if len(word) == 1], vocab_size)
         if params.allowed_token_ids is not None or len(banned):
             self._masks.append(AllowedTokens(params.allowed_token_ids, banned, vocab_size))
-        phrases = [word for word in sequence.bad_words_ids if len(word) > 1 and word[-1] < vocab_size]
+        phrases = [word for word in task.bad_words_ids if len(word) > 1 and word[-1] < vocab_size]
         if phrases:
             self._masks.append(BadPhrases(phrases, num_prompt, vocab_size))
-        if len(sequence.token_ids) - num_prompt < params.min_tokens:
-            stop_ids = _in_vocabulary(sequence.stop_token_ids, vocab_size)
+        if len(token_ids) - num_prompt < params.min_tokens:
+            stop_ids = _in_vocabulary(task.stop_token_ids, vocab_size)
             self._masks.append(MinTokens(num_prompt + params.min_tokens, stop_ids, vocab_size))
         if params.logit_bias:
             self._edits.append(LogitBias(params.logit_bias, vocab_size))
         if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            self._edits.append(Penalties(params, sequence.token_ids[:num_prompt], vocab_size))
+            self._edits.append(Penalties(params, token_ids[:num_prompt], vocab_size))
 
     def __bool__(self) -> bool:
         """Whether the sequence asks for anything."""

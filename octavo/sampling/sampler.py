@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
+from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.logits_processors import LogitsProcessors, RowError
@@ -42,14 +43,24 @@ class Sampler:
     def add(self, row: int, sequence: NewSequence) -> None:
         """The sequence joins at this row, for the first time or back from preemption with its outputs."""
         self.remove(row)
-        params = sequence.params
+        task = sequence.task
+        if isinstance(task, Beam):
+            self._num_logprobs[row] = min(task.num_candidates, self._vocab_size)
+            self._special.add(row)
+        elif isinstance(task, Generate):
+            self._add(row, sequence, task)
+
+    def _add(self, row: int, sequence: NewSequence, task: Generate) -> None:
+        params = task.params
         random = not params.greedy and params.top_k != 1
         if random:
-            self._seeds[row] = sequence.seed & 0xFFFFFFFFFFFFFFFF
+            self._seeds[row] = task.seed & 0xFFFFFFFFFFFFFFFF
             self._filters[row] = astuple(Filters.of(params, self._vocab_size))
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
-        self._set_processors(row, LogitsProcessors(sequence, self._vocab_size))
+        self._set_processors(
+            row, LogitsProcessors(task, sequence.token_ids, sequence.num_prompt_tokens, self._vocab_size)
+        )
         if random or row in self._processors or params.logprobs is not None:
             self._special.add(row)
 

@@ -31,7 +31,7 @@ class Admission:
         if group.width > self._options.max_num_seqs:
             return f"it needs {group.width} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
-        needed = full + group.width * self._blocks.blocks_for(rest + 1)
+        needed = full + group.width * self._blocks.blocks_for(rest + group.samples)
         if self._blocks.admission(needed, num_seqs=group.width) is Verdict.NEVER:
             return (
                 f"a prompt of {prompt} tokens with {group.width} sequences needs at least {needed} KV cache blocks, "
@@ -170,13 +170,13 @@ class Admission:
 
     def _may_use_cache(self, group: SequenceGroup) -> bool:
         """Whoever wants logprobs of the prompt needs its logits, so all of it is computed."""
-        return group.request.params.prompt_logprobs is None
+        return group.request.task.prompt_logprobs is None
 
     def _chain(self, group: SequenceGroup) -> PrefixChain:
         """Names its blocks once, however often it is looked up before it fits."""
         token_ids = group.seqs[0].token_ids
         if group.chain is None:
-            group.chain = self._blocks.chain(token_ids, group.request.cache_salt)
+            group.chain = self._blocks.chain(token_ids, group.context, group.features)
         else:
             group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)  # it may come back longer
         return group.chain

@@ -20,7 +20,6 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.sampling_params import MAX_LOGPROBS
 from octavo.core.updates import Hypothesis
 
 
@@ -65,22 +64,11 @@ class BeamSearch:
         self._cumulative_logprobs = [0.0]
         self._hypotheses: list[Hypothesis] = []
 
-    @property
-    def num_candidates(self) -> int:
-        """Tokens that ``step`` needs of each beam (or all there are, in a smaller vocabulary).
-
-        A beam gives at most W tokens to the best W that may end, and at most W to the survivors; these are among its
-        best W + (number of stop tokens), as no more than the stop tokens can stand between them. So it chooses as
-        transformers does, which looks at the best W * max(2, 1 + number of stop tokens) of all beams. The most
-        that a worker computes is enough unless there are more than 68 stop tokens.
-        """
-        return min(self._width + len(self._stop_token_ids), MAX_LOGPROBS)
-
     def step(self, candidates: Sequence[Candidates], generated: Sequence[Sequence[int]]) -> BeamStep:
         """Takes every running beam one token further.
 
         Args:
-            candidates: For each running beam, its ``num_candidates`` most likely next tokens.
+            candidates: For each running beam, its most likely next tokens, as many as ``Beam.num_candidates``.
             generated: For each running beam, the tokens generated so far; copied where a hypothesis completes.
 
         There are fewer than ``beam_width`` survivors only if the candidates that do not end were fewer. A step without

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.core.request import GroupRequest, SequenceStatus
-from octavo.memory.prefix_chain import PrefixChain
+from octavo.core.request import Beam, EngineCoreRequest, SequenceStatus
+from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
 
 
@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether a step in flight samples its next token."""
+        """Whether a step in flight samples its next token, or ends it."""
         return self.num_computed >= len(self.token_ids)
 
     @property
@@ -88,6 +88,8 @@ class SequenceGroup:
         "arrival",
         "beam",
         "chain",
+        "context",
+        "features",
         "first_scheduled_time",
         "group_id",
         "is_long",
@@ -102,6 +104,7 @@ class SequenceGroup:
         "priority",
         "request",
         "resumable_after",
+        "samples",
         "seqs",
         "status",
         "stop_token_ids",
@@ -110,7 +113,7 @@ class SequenceGroup:
     )
 
     def __init__(
-        self, request: GroupRequest, arrival: int, seq_id: int, max_model_len: int, drafted: bool = False
+        self, request: EngineCoreRequest, arrival: int, seq_id: int, max_model_len: int, drafted: bool = False
     ) -> None:
         """``arrival`` numbers the groups in the order they came; ``seq_id`` is its first sequence's.
 
@@ -120,19 +123,28 @@ class SequenceGroup:
         self.group_id = request.group_id
         self.arrival = arrival
         self.priority = request.priority
-        self.stop_token_ids = frozenset(request.stop_token_ids)
-        wanted = request.beam.max_tokens if request.beam is not None else request.params.max_tokens
-        prompt = len(request.prompt_token_ids)
-        #: Tokens at which a sequence has reached its limit.
+        task = request.task
+        self.stop_token_ids = frozenset(task.stop_token_ids)
+        #: Whether tokens follow the prompt.
+        self.samples = task.samples
+        wanted, prompt = task.max_tokens, len(request.prompt_token_ids)
+        #: Tokens at which a sequence has reached its limit, the last of which is not computed; all of a prompt are.
         self.max_length = max_model_len if wanted is None else min(prompt + wanted, max_model_len)
+        if not self.samples:
+            self.max_length = prompt + 1
+        #: What decides the contents of its blocks beside their tokens.
+        self.context = request.cache_context
+        self.features = [FeatureSpan(f.offset, f.length, f.key) for f in request.features]
         self.status = SequenceStatus.WAITING
-        self.beam = BeamSearch(request.beam, self.stop_token_ids, self.max_length - prompt) if request.beam else None
+        self.beam: BeamSearch | None = None
+        if isinstance(task, Beam):
+            self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
         #: Whether what it computes next depends on the result of its last step, so that it is not planned before that.
-        self.plans_on_results = drafted or request.beam is not None
+        self.plans_on_results = drafted or task.plans_on_results
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.
-        self.unforked = request.num_sequences - 1
+        self.unforked = task.num_sequences - 1
         #: Whether some sequence has more than its last token to compute.
         self.prefilling = True
         self.is_long = False
@@ -173,8 +185,10 @@ class SequenceGroup:
     def is_prefilled(self) -> bool:
         """Whether only the last token of each of its sequences is left to compute, and the group has forked.
 
-        A beam search forks when the first tokens are chosen.
+        A beam search forks when the first tokens are chosen. Where nothing is sampled, no token is left.
         """
+        if not self.samples:
+            return self.seqs[0].awaits_token
         forked = not self.unforked or self.beam is not None
         return forked and all(s.resume is None and s.num_uncomputed == 1 for s in self.seqs)
 

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import Sequence, SequenceGroup
@@ -62,7 +62,7 @@ class Queues:
         """Groups that do not run."""
         return len(self.groups) - len(self.running)
 
-    def add(self, request: GroupRequest) -> SequenceGroup:
+    def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Puts a new group into the waiting queue."""
         group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len, self._drafted)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)

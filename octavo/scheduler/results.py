@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from octavo.core.plan import SequenceResult, StepResult
-from octavo.core.request import SequenceStatus
+from octavo.core.request import Generate, SequenceStatus
 from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.scheduler.beam_search import Candidates
 from octavo.scheduler.groups import Sequence, SequenceGroup
@@ -35,6 +35,10 @@ class Results:
             self._queues.end_sequence(seq, seq.status)
         for group in beams.values():
             self._choose_beams(group, result.extras, outputs.groups)
+        for group in step.completed:
+            if group.group_id in self._queues.groups:
+                self._queues.end_group(group, SequenceStatus.FINISHED_LENGTH)
+                outputs.groups.append(GroupUpdate(group.group_id, group.status.value))
         return outputs
 
     def _append_tokens(
@@ -62,7 +66,8 @@ class Results:
             updates.append(update)
             if token in seq.stop_token_ids:
                 seq.status = SequenceStatus.FINISHED_STOPPED
-                update.stop_reason = token if token in (group.request.params.stop_token_ids or ()) else None
+                assert isinstance(group.request.task, Generate)
+                update.stop_reason = group.request.task.stop_reason(token)
             elif len(tokens) >= seq.max_length:
                 seq.status = SequenceStatus.FINISHED_LENGTH
             else:
@@ -98,8 +103,8 @@ class Results:
         Who has been put out since that step was planned holds them no longer.
         """
         if seq.status is SequenceStatus.RUNNING:
-            salt = seq.group.request.cache_salt
-            self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, salt)
+            group = seq.group
+            self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupUpdate]

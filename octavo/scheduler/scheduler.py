@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats
 from octavo.core.updates import GroupUpdate, StepOutputs
 from octavo.memory.block_manager import Admission as Verdict
@@ -64,10 +64,10 @@ class Scheduler:
         """Observed costs of swapping and recomputing, on which ``preemption_mode=auto`` decides."""
         return self._preemption.cost
 
-    def add(self, request: GroupRequest) -> None:
+    def add(self, request: EngineCoreRequest) -> None:
         """Queues a group; one that could never run ends as ignored with the next ``update``.
 
-        The prompt must be shorter than ``max_model_len``.
+        The prompt must be shorter than ``max_model_len``; as long at most if nothing is sampled.
         """
         group = self.queues.add(request)
         refusal = self._admission.refusal(group)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import Fork, NewSequence, StepPlan, TableChange
-from octavo.core.request import SequenceStatus
+from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 
 #: Tokens to compute of some sequences of one group.
 Chunks = list[tuple[Sequence, int]]
-
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class Step:
     filled: Chunks = field(default_factory=list)
     #: Groups with prefill chunks in this step.
     prefill_groups: list[SequenceGroup] = field(default_factory=list)
+    #: Of them, those that end with it: their prompt is computed, and nothing is sampled.
+    completed: list[SequenceGroup] = field(default_factory=list)
     changes: list[TableChange] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     #: (child, parent): forked off in this step; they sample from the parent's logits.
@@ -138,7 +140,7 @@ def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
         child = queues.fork(parent, index)
         child.known = True
         group.seqs.append(child)
-        step.forks.append(Fork(parent.seq_id, child.seq_id, (group.request.seed + index) & _MASK64))
+        step.forks.append(Fork(parent.seq_id, child.seq_id, _seed(child)))
         step.changes += [TableChange(child.seq_id, c.index, c.blocks, c.group) for c in changes]
         step.followers.append((child, parent))
     group.unforked = 0
@@ -185,6 +187,8 @@ def advance(queues: Queues, step: Step) -> None:
     for group in step.prefill_groups:
         if group.prefilling and group.is_prefilled:
             queues.prefilled(group)
+            if not group.samples:
+                step.completed.append(group)
 
 
 def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
@@ -216,19 +220,12 @@ def _send_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
 
 
 def _seed(seq: Sequence) -> int:
-    return (seq.group.request.seed + seq.index) & _MASK64
+    task = seq.group.request.task
+    return task.sequence_seed(seq.index) if isinstance(task, Generate) else 0
 
 
 def _new_sequence(seq: Sequence) -> NewSequence:
-    request = seq.group.request
-    return NewSequence(
-        seq_id=seq.seq_id,
-        token_ids=list(seq.token_ids),
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_computed=seq.num_computed,
-        params=request.params,
-        seed=_seed(seq),
-        stop_token_ids=request.stop_token_ids,
-        bad_words_ids=request.bad_words_ids,
-        appends_sampled=request.beam is None,
-    )
+    task = seq.group.request.task
+    if isinstance(task, Generate) and seq.index:
+        task = msgspec.structs.replace(task, seed=_seed(seq))
+    return NewSequence(seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed, task)

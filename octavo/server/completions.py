@@ -52,15 +52,10 @@ def _generation(
         body,
         prompts,
         prefix="cmpl",
-        max_tokens=1 if _prompt_only(body) else max_tokens,
+        max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _prompt_only(body: CompletionRequest) -> bool:
-    """Whether only the prompt and its logprobs are wanted; the engine generates a token all the same."""
-    return bool(body.echo) and body.max_tokens == 0
 
 
 @dataclass(slots=True)
@@ -75,7 +70,7 @@ class _PendingResponse:
 
     def usage(self) -> Usage:
         """Tokens used; also adds them to the log line."""
-        usage = self.generation.usage(uncounted=_prompt_only(self.body))
+        usage = self.generation.usage()
         note_usage(self.request, usage)
         return usage
 
@@ -85,10 +80,9 @@ class _PendingResponse:
         for number, output in enumerate(outputs):
             for completion in self.generation.choices(output):
                 choice = self._choice(number, completion, completion.finish_reason)
-                logprobs = None
-                if not _prompt_only(self.body):
-                    choice.text = completion.text
-                    logprobs = self._logprobs(completion, self._tracker(number, output))
+                choice.text = completion.text
+                tracker = self._tracker(number, output) if completion.token_ids else None
+                logprobs = self._logprobs(completion, tracker)
                 self._add_prompt(choice, logprobs, number, output)
                 choice.stop_reason = completion.stop_reason
                 found.append(choice)
@@ -127,7 +121,7 @@ class _PendingResponse:
             choice = self._choice(number, completion, None)
             self._add_prompt(choice, None, number, output)
             found.append(self._chunk(choice))
-        if (completion.text or (logprobs is not None and logprobs.tokens)) and not _prompt_only(self.body):
+        if completion.text or (logprobs is not None and logprobs.tokens):
             choice = self._choice(number, completion, None)
             choice.text = completion.text
             choice.logprobs = logprobs
@@ -150,7 +144,7 @@ class _PendingResponse:
     def _choice(self, number: int, completion: CompletionOutput, finish_reason: str | None) -> CompletionChoice:
         reason: Literal["stop", "length"] | None = None
         if finish_reason is not None:
-            reason = "length" if finish_reason == "length" or _prompt_only(self.body) else "stop"
+            reason = "length" if finish_reason == "length" else "stop"
         index = number * self.generation.n + completion.index
         return CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
 

@@ -86,10 +86,9 @@ class Generation:
         """The first ``n`` completions of an output; beam search returns its whole width."""
         return output.outputs[: self.n]
 
-    def usage(self, *, uncounted: bool = False) -> Usage:
-        """Tokens used so far; ``uncounted``: generated tokens are not returned and not counted."""
-        prompt = sum(len(p.token_ids) for p in self.prompts)
-        completion = 0 if uncounted else self.completion_tokens
+    def usage(self) -> Usage:
+        """Tokens used so far."""
+        prompt, completion = sum(len(p.token_ids) for p in self.prompts), self.completion_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

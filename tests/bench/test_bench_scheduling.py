@@ -11,7 +11,7 @@ from octavo.bench.memory import measure_sharing, measure_use, trace
 from octavo.bench.scheduler import sampled
 from octavo.cli.main import main
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
 from octavo.memory.block_manager import BlockManager
@@ -34,7 +34,7 @@ def test_the_stand_in_worker_samples_for_children_that_a_prompt_was_forked_into(
     blocks = BlockManager(16, 4)
     scheduler = Scheduler(blocks, SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64), 32)
     params = SamplingParams(n=3, temperature=0.0, max_tokens=2, ignore_eos=True)
-    scheduler.add(GroupRequest(group_id=0, prompt_token_ids=[1] * 6, params=params, seed=0))
+    scheduler.add(EngineCoreRequest(group_id=0, prompt_token_ids=[1] * 6, task=Generate(params, 0)))
     tokens = [0, 0, 0]
     for _ in range(2):
         plan = scheduler.schedule()

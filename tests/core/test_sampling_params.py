@@ -45,7 +45,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_p", 1.1),
     ("seed", 2**64),
     ("seed", -(2**63) - 1),
-    ("max_tokens", 0),
     ("max_tokens", -1),
     ("min_tokens", -1),
     ("min_tokens", 17),  # more than the default of max_tokens
@@ -106,8 +105,8 @@ def test_the_message_says_value_and_range() -> None:
         SamplingParams(top_p=1.5)
     with pytest.raises(InvalidRequestError, match="repetition_penalty must be greater than 0, not 0"):
         SamplingParams(repetition_penalty=0)
-    with pytest.raises(InvalidRequestError, match=r"max_tokens must be at least 1, not 0"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidRequestError, match=r"max_tokens must be at least 0, not -1"):
+        SamplingParams(max_tokens=-1)
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,7 @@ def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, 
                 setattr(params, name, value)  # as a program may do after they were checked
             try:
                 request = llm.inputs.process("a", options.pop("prompt"), params, **options)
-                check_sendable(request.params)
+                check_sendable(request.group)
                 data = llm._client.encode(Add(request.group))
             except InvalidRequestError:
                 continue

@@ -8,7 +8,7 @@ import time
 
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import PositionLogprobs, SequenceResult
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.updates import SequenceUpdate, StepOutputs
 from octavo.engine.input_processor import ProcessedRequest
@@ -22,7 +22,7 @@ PROMPT = [1, 2, 3]
 
 def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
     processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
-    group = GroupRequest(group_id=0, prompt_token_ids=PROMPT, params=params, seed=0)
+    group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
     source = ProcessedRequest("a", None, PROMPT, params, group, 0.0)
     return processor, processor.open(source, streaming=streaming)
 

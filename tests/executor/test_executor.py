@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import EngineDeadError, InsufficientMemoryError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.engine import core
 from octavo.engine.core import EngineCore
 from octavo.executor.executor import Executor, PendingStep
@@ -97,9 +97,9 @@ def make(folder: Path, **options: Any) -> EngineCore:
     return EngineCore(make_config(model=str(folder), device="cpu", block_size=4, **options), folder)
 
 
-def request(group_id: int) -> GroupRequest:
+def request(group_id: int) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    return GroupRequest(group_id=group_id, prompt_token_ids=[2, 3, 4], params=params, seed=0)
+    return EngineCoreRequest(group_id=group_id, prompt_token_ids=[2, 3, 4], task=Generate(params, 0))
 
 
 def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(

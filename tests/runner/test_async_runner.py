@@ -16,6 +16,7 @@ import torch
 
 from octavo.core.config import make_config
 from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChange
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.models.config import read_model_config
@@ -93,8 +94,8 @@ def worker(request: pytest.FixtureRequest, network: Path) -> Worker:
 
 
 def introduce(seq_id: int, tokens: list[int], params: SamplingParams, **more: Any) -> NewSequence:
-    fields = {"num_prompt_tokens": len(tokens), "num_computed": 0, "seed": 100 + seq_id, **more}
-    return NewSequence(seq_id, tokens, params=params, stop_token_ids=[], bad_words_ids=[], **fields)
+    fields = {"num_prompt_tokens": len(tokens), "num_computed": 0, **more}
+    return NewSequence(seq_id, tokens, task=Generate(params, 100 + seq_id), **fields)
 
 
 def blocks(place: int) -> list[int]:

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from octavo.core.config import make_config
 from octavo.core.plan import NewSequence, StepPlan, StepResult, TableChange
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardOutput
 from octavo.kernels.triton.backend import TritonKernels
@@ -50,9 +51,9 @@ def make(folder: Path, kernels: str, device: str) -> ModelRunner:
 
 def plans() -> list[dict[str, Any]]:
     """Three sequences in batches of three, one and two, a prompt beside decodes, and a row that is used again."""
-    new = [NewSequence(i, [5 + i, 30, 9 * i][: 1 + i] * 7, 7 * (1 + i), 0, PARAMS[i], i, [], []) for i in range(3)]
+    new = [NewSequence(i, [5 + i, 30, 9 * i][: 1 + i] * 7, 7 * (1 + i), 0, Generate(PARAMS[i], i)) for i in range(3)]
     tables = [TableChange(i, 0, list(range(3 * i, 3 * i + 3))) for i in range(3)]
-    last = NewSequence(7, [1, 2, 3], 3, 0, PARAMS[1], 5, [], [])
+    last = NewSequence(7, [1, 2, 3], 3, 0, Generate(PARAMS[1], 5))
     return [
         {"new": new[:2], "table_changes": tables[:2], "seq_ids": [0, 1], "num_tokens": [7, 14]},
         {"new": new[2:], "table_changes": tables[2:], "seq_ids": [1, 0, 2], "num_tokens": [1, 1, 21]},

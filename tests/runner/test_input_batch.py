@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.runner.input_batch import InputBatch, StepInputs
+
+GREEDY = Generate(SamplingParams(temperature=0.0), 0)
 
 
 def make(num_computed: int = 0) -> InputBatch:
     """A sequence 7 of five tokens, in blocks of two."""
     batch = InputBatch(max_num_seqs=3, max_model_len=8, block_size=2)
-    batch.add(NewSequence(7, [10, 11, 12, 13, 14], 4, num_computed, SamplingParams(), 0, [], []))
+    batch.add(NewSequence(7, [10, 11, 12, 13, 14], 4, num_computed, GREEDY))
     batch.change_table(TableChange(7, 0, [20, 21, 22]))
     return batch
 
@@ -57,7 +60,7 @@ def test_a_row_that_was_given_back_is_handed_out_again() -> None:
     row = batch.forget(7)
     assert row is not None
     assert batch.forget(7) is None
-    assert batch.add(NewSequence(9, [1], 1, 0, SamplingParams(), 0, [], [])) == row
+    assert batch.add(NewSequence(9, [1], 1, 0, GREEDY)) == row
     assert table(batch, 8)[:3] == [20, 21, 22]
 
 
@@ -79,7 +82,7 @@ class Decoding:
         self.tokens[seq_id] = [100 * seq_id + i for i in range(known)]
         self.blocks[seq_id] = [20 * seq_id + i for i in range(known // BLOCK + 1)]
         tokens = list(self.tokens[seq_id])
-        self.batch.add(NewSequence(seq_id, tokens, known, known - 1, SamplingParams(), 0, [], []))
+        self.batch.add(NewSequence(seq_id, tokens, known, known - 1, GREEDY))
         self.batch.change_table(TableChange(seq_id, 0, list(self.blocks[seq_id])))
 
     def build(self, *seq_ids: int) -> StepInputs:
@@ -183,12 +186,12 @@ def test_whatever_changes_between_two_steps_the_inputs_are_those_of_the_sequence
 
 def test_a_token_is_not_given_to_the_next_sequence_of_its_row() -> None:
     batch = make(num_computed=4)
-    batch.add(NewSequence(8, [1, 2], 2, 1, SamplingParams(), 0, [], []))
+    batch.add(NewSequence(8, [1, 2], 2, 1, GREEDY))
     batch.change_table(TableChange(8, 0, [30]))
     inputs = batch.build(StepPlan(step=1, seq_ids=[7, 8], num_tokens=[1, 1]))
     new = batch.advance(inputs, inputs.rows)
     row = batch.forget(7)
-    assert batch.add(NewSequence(9, [5, 6, 7, 8, 9, 10], 6, 0, SamplingParams(), 0, [], [])) == row
+    assert batch.add(NewSequence(9, [5, 6, 7, 8, 9, 10], 6, 0, GREEDY)) == row
     assert batch.holds(new).tolist() == [False, True]
     batch.fill(new, np.array([60, 61]))
     assert batch.tokens.ids[row, :6].tolist() == [5, 6, 7, 8, 9, 10]
@@ -197,8 +200,8 @@ def test_a_token_is_not_given_to_the_next_sequence_of_its_row() -> None:
 
 def test_a_token_after_the_longest_sequence_harms_nobody() -> None:
     batch = InputBatch(max_num_seqs=2, max_model_len=4, block_size=2)
-    batch.add(NewSequence(1, [1, 2, 3, 4], 4, 3, SamplingParams(), 0, [], []))
-    batch.add(NewSequence(2, [5, 6, 7], 3, 2, SamplingParams(), 0, [], []))
+    batch.add(NewSequence(1, [1, 2, 3, 4], 4, 3, GREEDY))
+    batch.add(NewSequence(2, [5, 6, 7], 3, 2, GREEDY))
     for seq_id in (1, 2):
         batch.change_table(TableChange(seq_id, 0, [seq_id, seq_id + 5]))
     inputs = batch.build(StepPlan(step=1, seq_ids=[1, 2], num_tokens=[1, 1]))

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import make_config
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, StepPlan, StepResult, TableChange
+from octavo.core.request import AnyTask, Beam, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
 from octavo.runner.model_runner import ModelRunner
@@ -64,18 +66,18 @@ class Worker:
 def introduce(
     seq_id: int,
     tokens: list[int],
-    params: SamplingParams,
+    params: SamplingParams | None = None,
     *,
     seed: int = 0,
     num_prompt_tokens: int | None = None,
     num_computed: int = 0,
     stop: list[int] | None = None,
     bad_words: list[list[int]] | None = None,
-    appends_sampled: bool = True,
+    task: AnyTask | None = None,
 ) -> NewSequence:
     prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    own = appends_sampled
-    return NewSequence(seq_id, tokens, prompt, num_computed, params, seed, stop or [], bad_words or [], own)
+    task = task or Generate(params or SamplingParams(), seed, stop or [], bad_words or [])
+    return NewSequence(seq_id, tokens, prompt, num_computed, task)
 
 
 def samples(result: StepResult) -> dict[int, tuple[int, PositionLogprobs | None]]:
@@ -282,14 +284,14 @@ def scratch(worker: Worker) -> Worker:
 def test_beams_are_sequences_computed_from_scratch(worker: Worker, scratch: Worker, seed: int) -> None:
     """Beams go on at random from beams at random, with other tokens than were sampled; a shared block is copied."""
     rng = random.Random(seed)
-    params = greedy(logprobs=4, repetition_penalty=1.2)
+    params = greedy(logprobs=4)
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
     free = rng.sample(range(96), 96)
     tables = {0: [free.pop() for _ in range(-(-len(prompt) // 4))]}
     tokens = {0: list(prompt)}
     shared = Counter(tables[0])
     result = worker.step(
-        new=[introduce(0, prompt, params, appends_sampled=False)],
+        new=[introduce(0, prompt, task=Beam(BeamSearchParams(beam_width=4)))],
         table_changes=[TableChange(0, 0, tables[0])],
         seq_ids=[0],
         num_tokens=[len(prompt)],

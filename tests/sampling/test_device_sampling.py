@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.core.plan import NewSequence
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.triton.sampling_backend import TritonSampling
@@ -39,7 +40,7 @@ class Rows:
         self.tokens.ids[row, : len(known)] = known
         self.tokens.num_tokens[row], self.tokens.num_prompt[row] = len(known), 3
         stop, bad_words = options.get("stop", []), options.get("bad_words", [])
-        sequence = NewSequence(row, known, 3, 0, params, options.get("seed", 7 * row), stop, bad_words)
+        sequence = NewSequence(row, known, 3, 0, Generate(params, options.get("seed", 7 * row), stop, bad_words))
         self.sampler.add(row, sequence)
 
     def start(self, logits: Tensor, rows: list[int]) -> PendingSamplerOutput:

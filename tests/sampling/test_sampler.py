@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import NewSequence, PositionLogprobs
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
 from octavo.kernels.sampling import SamplingBackend
@@ -75,7 +76,8 @@ class Rows:
         known = prompt + outputs
         self.tokens.ids[row, : len(known)] = known
         self.tokens.num_tokens[row], self.tokens.num_prompt[row] = len(known), len(prompt)
-        self.sampler.add(row, NewSequence(row, known, len(prompt), 0, params, seed, stop or [], bad_words or []))
+        task = Generate(params, seed, stop or [], bad_words or [])
+        self.sampler.add(row, NewSequence(row, known, len(prompt), 0, task))
 
     def append(self, row: int, token: int) -> None:
         self.tokens.ids[row, self.tokens.num_tokens[row]] = token

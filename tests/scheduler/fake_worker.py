@@ -18,8 +18,7 @@ import msgspec
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
-from octavo.core.request import GroupRequest, SequenceStatus
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Pool, SequenceStatus
 from octavo.core.updates import GroupUpdate, Hypothesis, SequenceUpdate, StepOutputs
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import Executor, PendingStep
@@ -68,25 +67,26 @@ def candidates(context: int, count: int) -> Candidates:
     return Candidates([token for _, token in best], [score for score, _ in best])
 
 
-def tokens_alone(request: GroupRequest, index: int, max_model_len: int) -> list[int]:
+def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> list[int]:
     """What sequence ``index`` of a request generates, as the fake model alone says."""
-    tokens = list(request.prompt_token_ids)
-    limit = min(len(tokens) + (request.params.max_tokens or max_model_len), max_model_len)
+    tokens, task = list(request.prompt_token_ids), request.task
+    assert isinstance(task, Generate)
+    limit = max_model_len if task.max_tokens is None else min(len(tokens) + task.max_tokens, max_model_len)
     context = print_of(tokens)
     while len(tokens) < limit:
-        tokens.append(sample(context, request.seed + index))
+        tokens.append(sample(context, task.seed + index))
         context = extend_print(context, tokens[-1])
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in task.stop_token_ids:
             break
     return tokens[len(request.prompt_token_ids) :]
 
 
-def hypotheses_alone(request: GroupRequest, max_model_len: int) -> list[Hypothesis]:
+def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary: int = VOCABULARY) -> list[Hypothesis]:
     """What a beam search finds, as the fake model alone says."""
-    assert request.beam is not None
-    prompt = request.prompt_token_ids
-    search = BeamSearch(request.beam, request.stop_token_ids, min(request.beam.max_tokens, max_model_len - len(prompt)))
-    count = request.params.logprobs or 0
+    prompt, task = request.prompt_token_ids, request.task
+    assert isinstance(task, Beam)
+    search = BeamSearch(task.params, task.stop_token_ids, min(task.max_tokens, max_model_len - len(prompt)))
+    count = min(task.num_candidates, vocabulary)
     beams: list[list[int]] = [[]]
     while True:
         step = search.step([candidates(print_of(prompt + b), count) for b in beams], beams)
@@ -99,7 +99,7 @@ def hypotheses_alone(request: GroupRequest, max_model_len: int) -> list[Hypothes
 class Row:
     """What a worker knows of a sequence."""
 
-    params: SamplingParams
+    task: AnyTask
     seed: int
     tokens: list[int]
     #: The print of each token.
@@ -111,8 +111,11 @@ class Row:
     known: int
     #: Tokens at which the sequence ends.
     limit: int
-    #: Whether it goes on with what it samples, or with what the plans say.
-    appends: bool
+
+    @property
+    def appends(self) -> bool:
+        """Whether it goes on with what it samples, or with what the plans say."""
+        return not isinstance(self.task, Beam)
 
     @property
     def known_in_full(self) -> bool:
@@ -171,6 +174,8 @@ class FakeWorker(Executor):
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None
         self.on_wait: Callable[[StepPlan], None] = lambda plan: None
         self.broken: Exception | None = None
+        #: Tokens that it can name as candidates of a beam.
+        self.vocabulary = VOCABULARY
         #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
         self.fail = ""
         self.has_failed = False
@@ -267,12 +272,15 @@ class FakeWorker(Executor):
             assert before.known_in_full, "back before its last token is known"
             unsent = len(new.token_ids) - len(before.tokens)
             assert unsent == 0 or (unsent == 1 and not before.appends), "back without one of its tokens"
-        limit = self.max_model_len
-        if new.params.max_tokens is not None:
-            limit = min(limit, new.num_prompt_tokens + new.params.max_tokens)
+        limit, task = self.max_model_len, new.task
+        if not task.samples:
+            limit = new.num_prompt_tokens + 1  # all of them are computed
+        elif task.max_tokens is not None:
+            limit = min(limit, new.num_prompt_tokens + task.max_tokens)
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
-        row = Row(new.params, new.seed, [], [], tables, new.num_computed, known, limit, new.appends_sampled)
+        seed = task.seed if isinstance(task, Generate) else 0
+        row = Row(task, seed, [], [], tables, new.num_computed, known, limit)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -282,7 +290,7 @@ class FakeWorker(Executor):
         row = self.rows[fork.parent]
         assert row.known_in_full, "a copy of a token that is still to come"
         self.rows[fork.child] = Row(
-            row.params,
+            row.task,
             fork.seed,
             list(row.tokens),
             list(row.prints),
@@ -290,7 +298,6 @@ class FakeWorker(Executor):
             row.num_computed,
             row.known,
             row.limit,
-            row.appends,
         )
 
     def _followers(self, plan: StepPlan) -> dict[int, int]:
@@ -312,7 +319,7 @@ class FakeWorker(Executor):
             for token in drafts:
                 row.append(token)
             end = row.num_computed + count
-            assert end <= len(row.tokens) <= row.limit <= self.max_model_len
+            assert end <= len(row.tokens) <= min(row.limit, self.max_model_len)
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
             assert end <= row.known + len(drafts) or count == 1, "only a decode may take a token from the device"
@@ -368,6 +375,10 @@ class FakeWorker(Executor):
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
             if row.num_computed < len(row.tokens):
                 continue
+            if isinstance(row.task, Pool):
+                result.extras[seq_id] = SequenceResult(pooled=b"%d" % row.prints[-1])
+            if isinstance(row.task, Pool) or not row.task.samples:
+                continue
             result.seq_ids.append(seq_id)
             first = len(row.tokens) - len(drafts)
             accepted = 0
@@ -375,8 +386,9 @@ class FakeWorker(Executor):
                 before = row.prints[first + accepted - 1]
                 token = sample(before, row.seed)
                 result.token_ids.append(token)
-                if row.params.logprobs is not None:
-                    top = candidates(before, row.params.logprobs)
+                wanted = row.task.num_candidates if isinstance(row.task, Beam) else row.task.params.logprobs
+                if wanted is not None:
+                    top = candidates(before, min(wanted, self.vocabulary))
                     position = PositionLogprobs(token, -1.0, 1, list(top.token_ids), list(top.logprobs))
                     result.extras.setdefault(seq_id, SequenceResult()).logprobs.append(position)
                 if accepted == len(drafts) or drafts[accepted] != token:
@@ -396,19 +408,20 @@ class FakeWorker(Executor):
 class Answer:
     """What has come of a request."""
 
-    request: GroupRequest
+    request: EngineCoreRequest
     group: SequenceGroup
     #: By index of the sequence.
     tokens: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     hypotheses: list[Hypothesis] | None = None
+    pooled: bytes | None = None
     error: str | None = None
     #: Why the whole group ended, if it did so at once.
     group_reason: str | None = None
 
     @property
     def finished(self) -> bool:
-        return self.group_reason is not None or len(self.reasons) == self.request.num_sequences
+        return self.group_reason is not None or len(self.reasons) == self.request.task.num_sequences
 
 
 class Engine:
@@ -455,7 +468,7 @@ class Engine:
             counts[self.group_of[seq_id]] = counts.get(self.group_of[seq_id], 0) + count
         return counts
 
-    def add(self, request: GroupRequest) -> Answer:
+    def add(self, request: EngineCoreRequest) -> Answer:
         known = self.scheduler.queues
         before = dict(known.groups)
         self.scheduler.add(request)
@@ -543,6 +556,8 @@ class Engine:
         assert answer.group_reason is None and update.index not in answer.reasons, "a token after the end"
         if update.token_id is not None:
             answer.tokens.setdefault(update.index, []).append(update.token_id)
+        if update.extra is not None and update.extra.pooled is not None:
+            answer.pooled = update.extra.pooled
         if update.finish_reason is not None:
             answer.reasons[update.index], answer.error = update.finish_reason, update.error
 

@@ -9,7 +9,7 @@ import pytest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepPlan
-from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from tests.scheduler.fake_worker import (
@@ -29,13 +29,12 @@ def make(blocks: int = 64, host: int = 0, *, depth: int = 2, caching: bool = Fal
     return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
 
 
-def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> GroupRequest:
+def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> EngineCoreRequest:
     """Does not stop by itself; prompts have nothing in common."""
-    return GroupRequest(
+    return EngineCoreRequest(
         group_id=group_id,
         prompt_token_ids=[100 * group_id + i for i in range(prompt)],
-        params=SamplingParams(n=n, max_tokens=max_tokens, **params),
-        seed=group_id,
+        task=Generate(SamplingParams(n=n, max_tokens=max_tokens, **params), group_id),
     )
 
 
@@ -89,7 +88,9 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_computed_after_it_is_dr
     source = request(1, 6, max_tokens=40)
     alone = tokens_alone(source, 0, 256)
     end = next(i for i in range(5, 40) if alone[i] not in alone[:i] and (6 + i) % BLOCK == BLOCK - 1)
-    source.stop_token_ids = [alone[end]]  # it is the last of its block, and its own KV entry is computed by mistake
+    assert isinstance(source.task, Generate)
+    # It is the last of its block, and its own KV entry is computed by mistake.
+    source.task.stop_token_ids = [alone[end]]
     answer = engine.add(source)
     finish(engine)
     assert answer.tokens == {0: alone[: end + 1]} and answer.reasons == {0: "stop"}
@@ -130,9 +131,8 @@ def test_a_beam_search_alone_waits_for_its_results() -> None:
     engine = make()
     engine.add(request(2, 6, max_tokens=30))
     assert len(in_flight(engine)) == 2
-    search = request(1, 6, n=2)
-    search.beam = BeamSearchParams(beam_width=2, max_tokens=8)
-    search.params.max_tokens, search.params.logprobs = 8, 4
+    search = request(1, 6)
+    search.task = Beam(BeamSearchParams(beam_width=2, max_tokens=8))
     group = engine.add(search).group
     while group.status is not SequenceStatus.RUNNING:
         engine.step()
@@ -154,9 +154,8 @@ def test_beams_and_others_short_of_blocks_with_steps_in_flight(mode: str, depth:
     engine = make(blocks=10, host=12, depth=depth, preemption_mode=mode)
     searches = {}
     for group_id in (1, 3):
-        search = searches[group_id] = request(group_id, 5, n=2)
-        search.beam = BeamSearchParams(beam_width=2, max_tokens=9)
-        search.params.max_tokens, search.params.logprobs = 9, 4
+        search = searches[group_id] = request(group_id, 5)
+        search.task = Beam(BeamSearchParams(beam_width=2, max_tokens=9))
         engine.add(search)
         engine.add(request(group_id + 1, 7, max_tokens=12))
     while engine.scheduler.has_work:
@@ -206,11 +205,12 @@ def test_a_group_alone_is_not_given_up_before_its_tokens_are_known() -> None:
     assert all(len(tokens) == 3 for tokens in answer.tokens.values())
 
 
-def ends_with_the_third(source: GroupRequest) -> bool:
+def ends_with_the_third(source: EngineCoreRequest) -> bool:
     """Makes the third token of each sequence a stop token; whether none comes before."""
     first = [tokens_alone(source, index, 24)[:3] for index in range(4)]
-    source.stop_token_ids = [tokens[2] for tokens in first]
-    return not any(token in source.stop_token_ids for tokens in first for token in tokens[:2])
+    assert isinstance(source.task, Generate)
+    source.task.stop_token_ids = [tokens[2] for tokens in first]
+    return not any(token in source.task.stop_token_ids for tokens in first for token in tokens[:2])
 
 
 def test_when_a_step_fails_the_one_after_it_fails_too() -> None:

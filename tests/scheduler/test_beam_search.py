@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.request import Beam
 from octavo.core.updates import Hypothesis
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 
@@ -33,11 +34,11 @@ def best(logprobs: list[float], count: int) -> Candidates:
     return Candidates(ids, [logprobs[token] for token in ids])
 
 
-def drive(search: BeamSearch, table: Table) -> Iterator[list[tuple[int, ...]]]:
-    """Runs a search to its end, and yields the running beams after each step."""
+def drive(search: BeamSearch, table: Table, count: int) -> Iterator[list[tuple[int, ...]]]:
+    """Runs a search with so many candidates of each beam to its end; yields the running beams after each step."""
     beams: list[tuple[int, ...]] = [()]
     while beams:
-        step = search.step([best(table(beam), search.num_candidates) for beam in beams], [list(beam) for beam in beams])
+        step = search.step([best(table(beam), count) for beam in beams], [list(beam) for beam in beams])
         assert step.done == (not step.survivors)
         beams = [(*beams[beam], token) for beam, token in step.survivors]
         yield beams
@@ -45,7 +46,7 @@ def drive(search: BeamSearch, table: Table) -> Iterator[list[tuple[int, ...]]]:
 
 def run(params: BeamSearchParams, stop: set[int], table: Table) -> list[Hypothesis]:
     search = BeamSearch(params, frozenset(stop), params.max_tokens)
-    for _ in drive(search, table):
+    for _ in drive(search, table, Beam(params, list(stop)).num_candidates):
         pass
     return search.hypotheses()
 
@@ -150,7 +151,7 @@ def check_against_transformers(seed: int, num_stop_tokens: int, max_tokens: int)
         )
         expected = generate(model, params, stop)
         search = BeamSearch(params, stop, max_tokens)
-        steps = len(list(drive(search, table)))
+        steps = len(list(drive(search, table, Beam(params, list(stop)).num_candidates)))
         got = search.hypotheses()
         case = f"stop {stop}, {params}"
         assert [h.token_ids for h in got] == [tokens for tokens, _ in expected], case
@@ -317,7 +318,7 @@ def test_a_search_ends_with_as_many_distinct_hypotheses_as_beams(
     params, stop, vocabulary = case
     table = random_table(seed, vocabulary)
     search = BeamSearch(params, frozenset(stop), params.max_tokens)
-    steps = list(drive(search, table))
+    steps = list(drive(search, table, Beam(params, list(stop)).num_candidates))
     assert len(steps) <= params.max_tokens
     for length, beams in enumerate(steps[:-1], start=1):
         assert len(set(beams)) == len(beams) == params.beam_width
@@ -392,8 +393,7 @@ def test_the_hypothesis_keeps_its_stop_token_and_its_own_copy() -> None:
 
 @pytest.mark.parametrize(("width", "stop_tokens", "expected"), [(4, 0, 4), (4, 1, 5), (32, 3, 35), (32, 90, 100)])
 def test_candidates_needed_are_within_what_a_worker_computes(width: int, stop_tokens: int, expected: int) -> None:
-    search = BeamSearch(BeamSearchParams(beam_width=width), frozenset(range(stop_tokens)), 16)
-    assert search.num_candidates == expected
+    assert Beam(BeamSearchParams(beam_width=width), list(range(stop_tokens))).num_candidates == expected
 
 
 @pytest.mark.parametrize("length_penalty", [1e6, -1e6, 400.0, -400.0, 30.0, -30.0])

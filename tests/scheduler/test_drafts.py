@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
@@ -35,8 +35,10 @@ class Guesses:
 
     def propose(self, sequence: Sequence) -> list[int]:
         context, guesses = print_of(sequence.token_ids), []
+        task = sequence.group.request.task
+        seed = task.sequence_seed(sequence.index) if isinstance(task, Generate) else 0
         for _ in range(self._rng.randrange(6)):
-            token = sample(context, sequence.group.request.seed + sequence.index)
+            token = sample(context, seed)
             if self._rng.random() >= self._right:
                 token = (token + 1) % VOCABULARY
             guesses.append(token)
@@ -51,12 +53,11 @@ def make(drafter: Guesses, depth: int, blocks: int = 64, **options: Any) -> Engi
     return Engine(manager, SchedulerOptions(**{**defaults, **options}), 60, max_in_flight=depth, drafter=drafter)
 
 
-def request(group_id: int, prompt: int, max_tokens: int, n: int = 1, **params: Any) -> GroupRequest:
-    return GroupRequest(
+def request(group_id: int, prompt: int, max_tokens: int, n: int = 1, **params: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
         group_id=group_id,
         prompt_token_ids=[100 * group_id + i for i in range(prompt)],
-        params=SamplingParams(n=n, max_tokens=max_tokens, **params),
-        seed=10 * group_id,
+        task=Generate(SamplingParams(n=n, max_tokens=max_tokens, **params), 10 * group_id),
     )
 
 
@@ -78,7 +79,8 @@ def test_the_tokens_are_those_without_drafts(depth: int, right: float) -> None:
         engine = make(drafter, depth)
         sources = [request(1, 6, 30), request(2, 9, 25, n=3), request(3, 17, 20, logprobs=2), request(4, 3, 1)]
         for source in sources:
-            source.stop_token_ids = [3] if seed % 2 else []
+            assert isinstance(source.task, Generate)
+            source.task.stop_token_ids = [3] if seed % 2 else []
             engine.add(source)
         run(engine)
         assert drafter.proposed > 0

@@ -5,24 +5,25 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
-from octavo.core.request import GroupRequest
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import Policy, load_policy
 from tests.scheduler.fake_worker import (
-    VOCABULARY,
     Engine,
     check_accounting,
     check_nothing_held,
     hypotheses_alone,
+    print_of,
     tokens_alone,
 )
 
@@ -35,6 +36,7 @@ def make(
     watermark: float = 0.0,
     prefix_caching: bool = False,
     host_cache: bool = False,
+    depth: int = 1,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -46,7 +48,7 @@ def make(
         host_cache=host_cache,
     )
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK)
+    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
 
 
 def request(
@@ -60,21 +62,19 @@ def request(
     priority: int = 0,
     salt: str = "",
     **params: Any,
-) -> GroupRequest:
+) -> EngineCoreRequest:
     """Does not stop by itself; prompts given as a length have nothing in common."""
     tokens = [100 * group_id + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    beam = BeamSearchParams(beam_width=beams, max_tokens=max_tokens or 9) if beams else None
-    if beam is not None:
-        n, params["logprobs"] = beams, VOCABULARY
-    return GroupRequest(
+    task: AnyTask = Generate(SamplingParams(n=n, max_tokens=max_tokens, **params), group_id)
+    if beams:
+        task = Beam(BeamSearchParams(beam_width=beams, max_tokens=max_tokens or 9))
+    return EngineCoreRequest(
         group_id=group_id,
         prompt_token_ids=tokens,
-        params=SamplingParams(n=n, max_tokens=max_tokens, **params),
-        seed=group_id,
+        task=task,
         arrival_time=arrival,
         priority=priority,
         cache_salt=salt,
-        beam=beam,
     )
 
 
@@ -101,7 +101,7 @@ def finish(engine: Engine) -> None:
     check_nothing_held(engine)
     for answer in engine.answers.values():
         limit = engine.max_model_len
-        if answer.request.beam is not None:
+        if isinstance(answer.request.task, Beam):
             assert answer.hypotheses == hypotheses_alone(answer.request, limit)
         elif answer.group_reason is None:
             for index, tokens in answer.tokens.items():
@@ -378,7 +378,9 @@ def test_admission_leaves_the_watermark_free_unless_nothing_runs() -> None:
         ),
     ],
 )
-def test_what_can_never_run_is_ignored_and_says_why(options: dict[str, Any], bad: GroupRequest, words: str) -> None:
+def test_what_can_never_run_is_ignored_and_says_why(
+    options: dict[str, Any], bad: EngineCoreRequest, words: str
+) -> None:
     engine = make(blocks=10, **options)
     answer = engine.add(bad)
     engine.add(request(2, 3, max_tokens=2))
@@ -564,7 +566,7 @@ ORDERS = [
 TRAFFIC = [(1, 6, 12, 5), (2, 8, 14, 1), (3, 5, 10, 3)]
 
 
-def traffic(engine: Engine, group_id: int) -> GroupRequest:
+def traffic(engine: Engine, group_id: int) -> EngineCoreRequest:
     _, prompt, max_tokens, priority = TRAFFIC[group_id - 1]
     return request(group_id, prompt, max_tokens, priority=priority, arrival=engine.now)
 
@@ -718,6 +720,70 @@ def test_a_prefix_that_was_computed_is_found_counted_and_separated_by_salt() -> 
     assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (5 * 14, 3 * 13)
     assert stats.blocks_cached > 0
     finish(engine)
+
+
+def test_equal_placeholders_of_different_features_or_adapters_share_nothing() -> None:
+    engine = make(prefix_caching=True)
+    prompt = [1, 2, *[7] * 9, 3, 4, 5]
+
+    def found(**what: Any) -> int:
+        source = request(len(engine.answers), prompt, max_tokens=3)
+        engine.add(msgspec.structs.replace(source, **what))
+        engine.run()
+        return engine.answers[source.group_id].group.num_cached_tokens
+
+    cat, dog, late = Feature(2, 9, b"cat"), Feature(2, 9, b"dog"), Feature(6, 5, b"cat")
+    assert found() == 0
+    assert found(features=[cat]) == 2, "the tokens before it"
+    assert found(features=[dog]) == 2
+    assert found(features=[cat]) == 13
+    assert found(features=[Feature(2, 9, b"dog", b"an image")]) == 13, "the key names the content"
+    assert found(features=[late]) == 6, "the tokens before it, as of the first request"
+    assert found(adapter="a", features=[dog]) == 0
+    assert found(adapter="a", cache_salt="x", features=[dog]) == 0
+    assert found(adapter="a", features=[dog]) == found() == 13
+
+
+def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
+    texts = ["", "a", "/", "/a", "1:a", "0:", "\ud800", "a/a", "1:a/a"]
+    pairs = [(salt, adapter) for salt in texts for adapter in [None, *texts]]
+    plain = request(1, 1)
+    contexts = {msgspec.structs.replace(plain, cache_salt=s, adapter=a).cache_context for s, a in pairs}
+    assert len(contexts) == len(pairs)
+
+
+@pytest.mark.parametrize("length", [1, 4, 9, 10, 40])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_samples_nothing_ends_when_its_prompt_is_computed(depth: int, length: int) -> None:
+    engine = make(blocks=10, max_num_seqs=4, max_num_batched_tokens=5, depth=depth)
+    tasks: list[AnyTask] = [Generate(SamplingParams(n=3, max_tokens=0), 0), Pool()]
+    for group_id, task in enumerate(tasks, start=1):
+        source = request(group_id, length)
+        source.task = task
+        answer = engine.add(source)
+        computed = 0
+        while engine.scheduler.has_work:
+            assert not answer.finished
+            computed += sum(engine.computed(engine.step()).values())
+            check_accounting(engine)
+        assert computed == length, "every token once, and none after them"
+        assert (answer.group_reason, answer.tokens, answer.error) == ("length", {}, None)
+    assert answer.pooled == b"%d" % print_of(answer.request.prompt_token_ids)
+    check_nothing_held(engine)
+
+
+def test_prompts_alone_among_others_short_of_blocks() -> None:
+    engine = make(blocks=10, host=8, depth=2, max_num_batched_tokens=12, prefix_caching=True)
+    for group_id in range(1, 9):
+        source = request(group_id, 3 + 3 * group_id, max_tokens=0 if group_id % 3 else 9)
+        if group_id % 3 == 1:
+            source.task = Pool()
+        engine.add(source)
+    finish(engine)
+    assert [a.group_reason for a in engine.answers.values()] == ["length", "length", None] * 2 + ["length"] * 2
+    for group_id in (1, 4, 7):
+        answer = engine.answers[group_id]
+        assert answer.pooled == b"%d" % print_of(answer.request.prompt_token_ids)
 
 
 def test_who_wants_logprobs_of_the_prompt_computes_it_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest, SequenceStatus
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_groups import GroupBlocks, window_blocks
@@ -33,7 +33,7 @@ class FewestSequencesFirst(Policy):
     """A policy of a user's own."""
 
     def key(self, group: SequenceGroup) -> int:
-        return group.request.num_sequences
+        return group.request.task.num_sequences
 
 
 OWN_POLICY = f"{__name__}:FewestSequencesFirst"
@@ -127,6 +127,9 @@ class Run:
             max_num_batched_tokens=in_flight,
         )
         self.engine = Engine(blocks, case.options, case.max_model_len, max_in_flight=case.depth)
+        # Sometimes there are so few candidates that beams become fewer.
+        self.own_rng = random.Random(case.seed)
+        self.engine.worker.vocabulary = self.own_rng.choice([VOCABULARY, 2])
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
@@ -134,39 +137,33 @@ class Run:
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(1, VOCABULARY) for _ in range(count)]
 
-    def request(self) -> GroupRequest:
+    def request(self) -> EngineCoreRequest:
         rng, limit = self.rng, self.case.max_model_len
         length = rng.randint(1, min(limit - 1, rng.choice([4, 8, 8, 40])))
         shared = rng.randint(0, length) if rng.random() < 0.7 else 0
         prompt = (rng.choice(self.prefixes)[:shared] + self._tokens(length))[:length]
         max_tokens = rng.choice([1, 4, 10, 20, None])
-        n, beam = rng.choice([1, 1, 1, 2, 3, 4]), None
+        n = rng.choice([1, 1, 1, 2, 3, 4])
         penalty = 0.5 if rng.random() < 0.08 else 0.0  # its sampling looks at tokens
         params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=rng.choice([None, 2]), presence_penalty=penalty)
+        task: AnyTask = Generate(params, rng.randrange(1000), [EOS])
         if rng.random() < 0.25:
             beam = BeamSearchParams(
                 beam_width=rng.randint(2, 4),
                 max_tokens=max_tokens or 9,
                 early_stopping=rng.choice([True, False, "never"]),
             )
-            # Beside the usual number of candidates sometimes so few that beams become fewer.
-            params = SamplingParams(
-                n=beam.beam_width,
-                temperature=0.0,
-                max_tokens=beam.max_tokens,
-                logprobs=rng.choice([beam.beam_width + 1, 2]),
-            )
+            task = Beam(beam, [EOS])
+        elif self.own_rng.random() < 0.1:
+            params.max_tokens = 0
         self.added += 1
-        return GroupRequest(
+        return EngineCoreRequest(
             group_id=self.added,
             prompt_token_ids=prompt,
-            params=params,
-            seed=rng.randrange(1000),
-            stop_token_ids=[EOS],
+            task=task,
             arrival_time=self.engine.now,
             priority=rng.randint(0, 3),
             cache_salt=rng.choice(["", "", "other"]),
-            beam=beam,
         )
 
     def disturb(self) -> None:
@@ -179,7 +176,7 @@ class Run:
             return
         answer = rng.choice(open_)
         sampled = [i for i in answer.tokens if i not in answer.reasons]
-        if sampled and answer.request.beam is None and rng.random() < 0.6:
+        if sampled and isinstance(answer.request.task, Generate) and rng.random() < 0.6:
             self.engine.stop(answer.request.group_id, rng.choice(sampled))
         else:
             self.engine.abort(answer.request.group_id)
@@ -234,12 +231,12 @@ class Run:
         request, limit = answer.request, self.case.max_model_len
         assert answer.finished
         if answer.group_reason is not None and answer.hypotheses is None:
-            assert answer.group_reason in ("abort", "ignored", "error")
-            assert (answer.error is None) == (answer.group_reason == "abort")
-        if request.beam is not None:
+            assert answer.group_reason in ("abort", "ignored", "error") or not request.task.samples
+            assert (answer.error is None) == (answer.group_reason in ("abort", "length"))
+        if isinstance(request.task, Beam):
             assert not answer.tokens
             if answer.group_reason == "stop":
-                assert answer.hypotheses == hypotheses_alone(request, limit)
+                assert answer.hypotheses == hypotheses_alone(request, limit, self.engine.worker.vocabulary)
             return
         for index, tokens in answer.tokens.items():
             alone = tokens_alone(request, index, limit)

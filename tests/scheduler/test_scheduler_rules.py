@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from tests.scheduler.fake_worker import (
@@ -71,25 +71,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 30),
         last=st.integers(1, 11),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(0, 20),
         n=st.integers(1, 4),
         beams=st.booleans(),
         priority=st.integers(0, 3),
     )
     def add(self, length: int, last: int, max_tokens: int, n: int, beams: bool, priority: int) -> None:
         prompt = [*_TEXT[: min(length, self.limit - 1) - 1], last]
-        beam = BeamSearchParams(beam_width=n, max_tokens=max_tokens) if beams and n > 1 else None
-        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=n + 1 if beam is not None else None)
+        task: AnyTask = Generate(SamplingParams(n=n, max_tokens=max_tokens), 100 * self.requests, [EOS])
+        if beams and n > 1 and max_tokens:
+            task = Beam(BeamSearchParams(beam_width=n, max_tokens=max_tokens), [EOS])
         self.engine.add(
-            GroupRequest(
+            EngineCoreRequest(
                 group_id=self.requests,
                 prompt_token_ids=prompt,
-                params=params,
-                seed=100 * self.requests,
-                stop_token_ids=[EOS],
+                task=task,
                 arrival_time=self.engine.now,
                 priority=priority,
-                beam=beam,
             )
         )
         self.requests += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.core.config import SchedulerOptions
-from octavo.core.request import GroupRequest
+from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.content_index import common_prefix
@@ -16,9 +16,8 @@ def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_th
     options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="recompute")
     blocks = BlockManager([GroupBlocks(40, window=2)], 1, max_num_batched_tokens=8)
     engine = Engine(blocks, options, max_model_len=40)
-    request = GroupRequest(
-        group_id=1, prompt_token_ids=[1, 2, 3, 4], params=SamplingParams(n=2, max_tokens=20, ignore_eos=True), seed=3
-    )
+    params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
+    request = EngineCoreRequest(group_id=1, prompt_token_ids=[1, 2, 3, 4], task=Generate(params, 3))
     answer = engine.add(request)
     for _ in range(12):
         engine.step()

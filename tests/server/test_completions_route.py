@@ -43,6 +43,8 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"echo": True},
     {"echo": True, "logprobs": 2, "n": 2},
     {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"echo": True, "max_tokens": 0, "n": 2},
+    {"max_tokens": 0, "logprobs": 1},
     {"suffix": ""},
     {"extra_body": {"add_special_tokens": False}},
 ]
@@ -50,6 +52,7 @@ CHAT: list[dict[str, Any]] = [
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 4, "n": 2},
     {"max_completion_tokens": 3},
+    {"max_completion_tokens": 0, "logprobs": True},
     {"tools": [], "tool_choice": "none", "extra_body": {"modalities": ["text"], "store": True}},
     {"extra_body": {"add_generation_prompt": False}},
 ]
@@ -155,6 +158,19 @@ def test_usage_and_numbering_are_exact(tiny_server: Running, prompt: Any, n: int
             assert len(choice.logprobs.tokens) == len(own) + 5
             if isinstance(own, str):
                 assert choice.text.startswith(own)
+
+
+def test_without_tokens_a_prompt_is_echoed_with_its_logprobs_alone(tiny_server: Running) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["hello", "you"], "echo": True, "logprobs": 2, "temperature": 0}
+    with tiny_server.client() as client:
+        some, none = (client.completions.create(**asked, max_tokens=count) for count in (2, 0))
+    for prompt, before, alone in zip(["hello", "you"], some.choices, none.choices, strict=True):
+        assert (alone.text, alone.finish_reason) == (prompt, "length")
+        assert before.logprobs is not None and before.logprobs.token_logprobs is not None
+        assert alone.logprobs is not None and alone.logprobs.token_logprobs is not None
+        assert alone.logprobs.token_logprobs == before.logprobs.token_logprobs[: len(prompt)]
+        assert alone.logprobs.token_logprobs[0] is None and len(alone.logprobs.token_logprobs) == len(prompt)
+    assert none.usage is not None and (none.usage.prompt_tokens, none.usage.completion_tokens) == (8, 0)
 
 
 def test_text_offsets_point_at_the_text_of_each_token(demo_server: Running) -> None:

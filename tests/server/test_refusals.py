@@ -40,7 +40,7 @@ def refused(response: httpx.Response, status: int, *words: str, param: str | Non
         ({"n": 0}, "n", []),
         ({"n": True}, "n", ["integer"]),
         ({"n": 10**30}, "n", []),
-        ({"max_tokens": 0}, "max_tokens", []),
+        ({"max_tokens": -1}, "max_tokens", []),
         ({"max_tokens": 1.5}, "max_tokens", ["integer"]),
         ({"seed": 2**80}, "seed", []),
         ({"priority": 2**40}, "priority", []),
