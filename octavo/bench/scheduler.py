@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
         scheduler.update(plan, result)
         times.append((scheduled - start, time.thread_time() - before_update))
     assert len(plan.seq_ids) == running, "every running sequence decodes in every step"
-    schedule_us, update_us = (_median(t) * 1e6 for t in zip(*times, strict=True))
+    schedule_us, update_us = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
     return SchedulerFigures(
         running=running,
         waiting=waiting,
@@ -81,7 +82,3 @@ def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
     forked = [fork.child for fork in plan.forks if fork.child not in scheduled]
     awaiting = [seq_id for seq_id in [*plan.seq_ids, *forked] if scheduler.queues.sequences[seq_id].awaits_token]
     return StepResult(plan.step, awaiting, [_TOKEN] * len(awaiting))
-
-
-def _median(values: tuple[float, ...]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -31,20 +31,35 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         metavar="FILE",
         help="YAML file of engine options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
     )
-    group = parser.add_argument_group("engine options")
-    for name, field in EngineConfig.model_fields.items():
-        if name == "model":
-            continue
+    fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
+    add_option_flags(parser, PREFIX, fields, renamed=renamed, reader=_reader)
+
+
+def add_option_flags(
+    parser: Parser,
+    prefix: str,
+    fields: Mapping[str, FieldInfo],
+    *,
+    renamed: Mapping[str, str] | None = None,
+    reader: Callable[[str], Callable[[str], Any]] | None = None,
+) -> None:
+    """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
+
+    Args:
+        parser: the flags are added to it.
+        prefix: of the names in the arguments, and the title of the group.
+        fields: fields of the model, by name.
+        renamed: as in ``add_engine_flags``.
+        reader: option -> function that reads its text; None: texts are kept.
+    """
+    group = parser.add_argument_group(f"{prefix} options")
+    for name, field in fields.items():
         flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
-        common: dict[str, Any] = {
-            "dest": f"{PREFIX}:{name}",
-            "default": argparse.SUPPRESS,
-            "help": help_text(field.description or "", field.default),
-        }
-        if field.annotation is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        else:
-            group.add_argument(flag, type=_reader(name), metavar=value_kind(field), **common)
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if field.annotation is not bool:
+            options = {"type": reader(name) if reader else str, "metavar": value_kind(field)}
+        text = help_text(field.description or "", field.default)
+        group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
 
 
 def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
-from octavo.cli.engine_flags import add_engine_flags, help_text, read_engine_config, value_kind
+from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, refuse_words, take_model
 from octavo.server.options import ServerOptions, make_options
 
@@ -35,18 +32,7 @@ def make_parser() -> Parser:
         description="Serves a model over HTTP under the routes of the OpenAI API.",
         epilog=EXAMPLE,
     )
-    group = parser.add_argument_group("server options")
-    for name, field in ServerOptions.model_fields.items():
-        common: dict[str, Any] = {
-            "dest": f"{PREFIX}:{name}",
-            "default": argparse.SUPPRESS,
-            "help": help_text(field.description or "", field.default),
-        }
-        flag = "--" + name.replace("_", "-")
-        if field.annotation is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        else:
-            group.add_argument(flag, metavar=value_kind(field), **common)
+    add_option_flags(parser, PREFIX, ServerOptions.model_fields)
     add_engine_flags(parser)
     return parser
 
