@@ -1,4 +1,4 @@
-"""Which blocks hold a sequence's KV entries, who may write into them, and whether there is room for more."""
+"""Allocation of KV cache blocks to sequences: admission, growth, sharing, swapping and prefix caching."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ from octavo.memory.block_pool import BlockPool
 from octavo.memory.kv_group import KVGroup, Write
 from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
-from octavo.memory.prefix_cache import check_room
+from octavo.memory.prefix_cache import PrefixMatch, check_room, find_match
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
-from octavo.memory.prefix_match import PrefixMatch, find_match
 
 
-class Admission(enum.Enum):
-    """Whether a sequence may begin: now, later, or never because all blocks together are too few."""
+class AllocStatus(enum.Enum):
+    """Whether a sequence can be allocated now, later, or never because all blocks together are too few."""
 
     OK = "ok"
     LATER = "later"
     NEVER = "never"
 
 
-#: Blocks registered of a sequence whose blocks must not become known.
-_CLOSED = sys.maxsize
+Admission = AllocStatus  # the scheduler's name for it
+
+
+#: ``_Registration.count`` of a sequence whose blocks must never be registered.
+_NEVER_REGISTER = sys.maxsize
 
 
 @dataclass(slots=True)
 class _Registration:
-    """How far a sequence's blocks are named, and how many of them were offered to the prefix cache."""
+    """The digests of a sequence's full blocks, and how many of these blocks were offered to the prefix cache."""
 
     chain: PrefixChain
     count: int
 
 
 class BlockManager:
-    """Owns the blocks of all groups of layers, and how far each sequence's blocks are known to the prefix cache.
+    """Owns the blocks of all KV groups, and how many blocks of each sequence are registered in the prefix cache.
 
     Every operation is done in all groups or in none, so a sequence has a table in each group or in none, all of them
-    on the device or all on the host. Block numbers are unique over the groups: those of a group follow those of the one
-    before it, on the device and on the host, so a move needs no mention of its group. ``KVGroup`` has the invariants of
-    tables and blocks.
+    on the device or all on the host. Block ids are unique across the groups, on the device and on the host: the ids of
+    a group follow those of the group before it, so a block move does not name its group. ``KVGroup`` states the
+    invariants of tables and blocks.
 
-    Callers count in blocks of the first group, which is the one that keeps most; the figures are those of the first
-    group, too.
+    Callers count in blocks of the first group, which keeps the most blocks per sequence; all statistics are those of
+    the first group.
     """
 
     def __init__(
@@ -62,17 +64,17 @@ class BlockManager:
         host_cache: bool = False,
         max_num_batched_tokens: int = 0,
     ) -> None:
-        """Takes sizes in blocks, ``block_size`` in tokens, and the share of blocks to keep free at admission.
+        """Creates the pools.
 
         Args:
-            num_blocks: Of the device, if there is one group that keeps all positions; or the blocks of each group, the
-                group that keeps most first.
-            block_size: Tokens of a block, in every group.
-            num_host_blocks: Of the only group.
-            watermark: Share of the first group's blocks.
-            prefix_caching: Whether blocks become known by their content.
-            host_cache: Lets the prefix cache use host blocks that no swapped sequence needs.
-            max_num_batched_tokens: Tokens of the steps in flight at once, for which windowed groups keep room.
+            num_blocks: Device blocks of the only group (without a window), or the blocks of each group; the group that
+                keeps the most blocks per sequence comes first.
+            block_size: Tokens per block, in every group.
+            num_host_blocks: Host blocks, if ``num_blocks`` is an integer.
+            watermark: Share of the first group's blocks that admission leaves free.
+            prefix_caching: Whether full blocks are registered and found by their content.
+            host_cache: Whether the prefix cache may use host blocks that no swapped sequence needs.
+            max_num_batched_tokens: Tokens of all steps in flight, for which windowed groups keep room.
 
         Raises:
             ConfigError: ``host_cache`` with several groups.
@@ -102,11 +104,11 @@ class BlockManager:
         self.watermark_blocks = math.ceil(watermark * self.num_blocks)
         self._prefix_caching = prefix_caching
         self._registrations: dict[int, _Registration] = {}
-        #: Tokens of all sequences that were adopted, and those of them whose KV entries were found.
+        #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
         self.cached_queries = 0
         self.cached_hits = 0
 
-    # --- figures ----------------------------------------------------------------------------------------------------
+    # --- statistics -------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> BlockPool:
@@ -125,22 +127,22 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Device blocks that nobody holds and whose content is of no interest."""
+        """Device blocks without references and without cached content."""
         return self.device.num_free
 
     @property
     def num_cached(self) -> int:
-        """Device blocks that only the prefix cache knows."""
+        """Device blocks without references that the prefix cache keeps."""
         return self.device.num_cached
 
     @property
     def num_used(self) -> int:
-        """Device blocks in tables, or needed by the moves of this step."""
+        """Device blocks referenced by tables or by the block moves of this step."""
         return self.device.num_used
 
     @property
     def num_available(self) -> int:
-        """Device blocks that can be had: free and cached."""
+        """Device blocks that can be allocated: free and cached."""
         return self.device.num_available
 
     @property
@@ -150,7 +152,7 @@ class BlockManager:
 
     @property
     def host_used(self) -> int:
-        """Host blocks of swapped sequences, or needed by the moves of this step."""
+        """Host blocks referenced by swapped sequences or by the block moves of this step."""
         return self.host.num_used
 
     @property
@@ -159,67 +161,73 @@ class BlockManager:
         return len(self._first.tables) + len(self._first.on_host.by_id)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens of one sequence fill, the last perhaps partly."""
+        """Blocks that hold ``num_tokens`` tokens of one sequence, the last one perhaps partly filled."""
         return -(-num_tokens // self.block_size)
 
     def table(self, seq_id: int, group: int = 0) -> list[int]:
-        """A copy of the sequence's block table in a group; empty if it holds nothing on the device."""
+        """A copy of the sequence's block table in a group; empty if it has no table on the device."""
         return self.groups[group].table(seq_id)
 
     def tables(self, seq_id: int) -> list[TableChange]:
-        """The sequence's block tables in all groups, for workers that have none of them."""
+        """The sequence's block tables in all groups as changes of empty tables, for a plan that adds the sequence."""
         return [TableChange(seq_id, 0, group.table(seq_id), group.number) for group in self.groups]
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def admission(self, num_blocks: int, promised: int = 0, num_seqs: int = 1) -> Admission:
-        """Whether sequences that will need ``num_blocks`` fit beside ``promised`` blocks and the watermark.
+    def can_allocate(self, num_blocks: int, reserved_blocks: int = 0, num_seqs: int = 1) -> AllocStatus:
+        """Whether sequences can be admitted in addition to reserved blocks and the watermark.
 
-        They take as many blocks of every group at most, and no more than a window's where there is one: ``num_seqs`` is
-        the number of sequences that hold blocks on the device then, these included.
+        Args:
+            num_blocks: Blocks of each group that the sequences will need at most; a windowed group needs no more than
+                its window for each sequence.
+            reserved_blocks: Blocks that running sequences will still need.
+            num_seqs: Sequences that will hold blocks on the device, the admitted ones included.
         """
         if any(num_blocks > group.device.num_blocks and num_seqs > group.max_window_seqs for group in self.groups):
-            return Admission.NEVER
-        fits = self.fits(num_blocks + self.watermark_blocks, promised, num_seqs)
-        return Admission.OK if fits else Admission.LATER
+            return AllocStatus.NEVER
+        fits = self.fits(num_blocks + self.watermark_blocks, reserved_blocks, num_seqs)
+        return AllocStatus.OK if fits else AllocStatus.LATER
 
-    def fits(self, num_blocks: int, promised: int = 0, num_seqs: int = 1) -> bool:
-        """The same without the watermark."""
-        return all(group.has_room(num_blocks + promised, num_seqs) for group in self.groups)
+    admission = can_allocate  # the scheduler's name for it
+
+    def fits(self, num_blocks: int, reserved_blocks: int = 0, num_seqs: int = 1) -> bool:
+        """Whether the blocks are available now; as ``can_allocate``, without the watermark."""
+        return all(group.has_room(num_blocks + reserved_blocks, num_seqs) for group in self.groups)
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def grow(self, writes: list[Write]) -> list[TableChange] | None:
-        """Makes room for tokens to be computed; each write is (sequence id, tokens computed, tokens to hold).
+        """Allocates blocks for the tokens of a step; each write is (sequence id, tokens computed, tokens to hold).
 
-        The block that the first new token falls into is copied if another table has it too, or if it is known to the
-        prefix cache. Of several writers of a block that is only shared the last one writes in place; so does the only
-        holder of a known block if nothing is left to copy it to, and the cache forgets it. A table must end with the
-        block that the first new token falls into, or before. Blocks that have left a window are given back: the
-        number of a sequence's computed tokens must not go below what it is here.
+        Copy-on-write: the block that the first new token is written into is copied if another table has it too, or if
+        the prefix cache keeps it. If several sequences write into a block that is shared but not cached, all but the
+        last one get a copy. If no block is available for the copy of a cached block that one table has, the cache
+        forgets the block and the sequence writes into it. A table must not be longer than up to the block that the
+        first new token is written into. Blocks that are outside a window are freed, so ``tokens computed`` of a
+        sequence must not decrease between calls.
 
         Returns:
-            What changed, in each table of each group (do not change it); None, and no table has grown, if too few
-            blocks are available in some group.
+            The changes of all tables in all groups (not to be modified); None, and no table has grown, if a group has
+            too few blocks available.
         """
         if not self._windowed and len(self.groups) == 1:
             return self._first.grow(writes)
         if self._prefix_caching:
-            self._leave_windows([(*write[:2], self._num_registered(write[0])) for write in writes])
-        if not self._prefix_caching or self._lack(writes):  # rather lose content than room
-            self._leave_windows([(*write[:2], _CLOSED) for write in writes])
-        if self._lack(writes):
+            self._free_outside_windows([(*write[:2], self._num_registered(write[0])) for write in writes])
+        if not self._prefix_caching or not self._can_grow(writes):  # free blocks that are not cached yet, too
+            self._free_outside_windows([(*write[:2], sys.maxsize) for write in writes])
+        if not self._can_grow(writes):
             return None
         return [change for group in self.groups for change in group.grow(writes) or ()]
 
-    def _lack(self, writes: list[Write]) -> bool:
-        return any(group.lacks(writes) for group in self.groups)
+    def _can_grow(self, writes: list[Write]) -> bool:
+        return all(group.can_grow(writes) for group in self.groups)
 
-    def _leave_windows(self, leaving: list[tuple[int, int, int]]) -> None:
-        """For each (sequence id, tokens computed, blocks that may be given back)."""
-        for seq_id, num_computed, most in leaving:
+    def _free_outside_windows(self, sequences: list[tuple[int, int, int]]) -> None:
+        """Each entry is (sequence id, tokens computed, number of first blocks that may be freed)."""
+        for seq_id, num_computed, max_blocks in sequences:
             for group in self._windowed:
-                group.leave_window(seq_id, num_computed, most)
+                group.free_outside_window(seq_id, num_computed, max_blocks)
 
     def _num_registered(self, seq_id: int) -> int:
         registration = self._registrations.get(seq_id)
@@ -228,14 +236,14 @@ class BlockManager:
     # --- sharing ----------------------------------------------------------------------------------------------------
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Gives a new sequence all blocks of another one, which has the same tokens computed."""
+        """Shares all blocks of a sequence with a new one that has the same computed tokens."""
         self.fork_prefix(parent_id, child_id, len(self._first.tables.get(parent_id, ())))
 
     def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> bool:
-        """Gives a new sequence the first ``num_blocks`` blocks of another one, whose tokens in them are the same.
+        """Shares the first ``num_blocks`` blocks of a sequence with a new one that has the same tokens in them.
 
         Returns:
-            False, and no change, if the parent has given back blocks that the child would still read.
+            False, and nothing is changed, if blocks that the child would read are freed: outside the parent's window.
 
         Raises:
             ValueError: the parent's table is shorter or on the host, or the child holds blocks.
@@ -247,20 +255,20 @@ class BlockManager:
             raise ValueError(f"sequence {parent_id} holds {held} blocks and cannot share {num_blocks}")
         if num_blocks == 0:
             return True
-        if not all(group.is_read_from(parent_id, num_blocks) for group in self._windowed):
+        if not all(group.holds_window_at(parent_id, num_blocks) for group in self._windowed):
             return False
         for group in self.groups:
             group.share(parent_id, child_id, num_blocks)
         registration = self._registrations.get(parent_id)
-        if registration is not None and registration.count == _CLOSED:
+        if registration is not None and registration.count == _NEVER_REGISTER:
             self._registrations[child_id] = registration
-        elif registration is not None:  # names of tokens not computed yet are the parent's alone
+        elif registration is not None:  # the child may continue with other tokens
             count = min(registration.count, num_blocks)
             self._registrations[child_id] = _Registration(registration.chain.first(count), count)
         return True
 
     def free(self, seq_id: int) -> None:
-        """Gives back all blocks of a sequence, on the device or the host; nothing happens if it has none."""
+        """Frees all blocks of a sequence, on the device or the host; nothing happens if it has none."""
         for group in self.groups:
             group.free(seq_id)
         self._registrations.pop(seq_id, None)
@@ -272,10 +280,11 @@ class BlockManager:
         return seq_id in self._first.on_host.by_id
 
     def swap_out(self, seq_ids: Sequence[int]) -> bool:
-        """Moves all blocks of these sequences to the host, a shared one once.
+        """Moves all blocks of these sequences to the host, shared blocks once.
 
         Returns:
-            False, and no change, if the host has no room or one of the blocks only arrives with the moves of this step.
+            False, and nothing is changed, if too few host blocks are available or a block is the target of a move of
+            this step.
         """
         if not all(group.can_swap_out(seq_ids) for group in self.groups):
             return False
@@ -284,53 +293,53 @@ class BlockManager:
         return True
 
     def swap_in(self, seq_ids: Sequence[int]) -> bool:
-        """Moves all blocks of these sequences back into new device blocks, a shared one once.
+        """Moves all blocks of these sequences into new device blocks, shared blocks once.
 
         Returns:
-            False, and no change, if too few device blocks are available.
+            False, and nothing is changed, if too few device blocks are available.
         """
         if not all(group.can_swap_in(seq_ids) for group in self.groups):
             return False
-        coming = self._first.on_host.present(seq_ids)
+        swapped = self._first.on_host.present(seq_ids)
         for group in self.groups:
-            group.swap_in(coming)
-        for seq_id in coming:  # known again when they are registered next
+            group.swap_in(swapped)
+        for seq_id in swapped:  # the next ``register`` offers the new blocks to the prefix cache
             registration = self._registrations.get(seq_id)
-            if registration is not None and registration.count != _CLOSED:
+            if registration is not None and registration.count != _NEVER_REGISTER:
                 registration.count = 0
         return True
 
     def blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
-        """Device blocks of the first group that ``swap_in`` would take; of the others it takes no more."""
+        """Device blocks that ``swap_in`` allocates in the first group; in every other group it needs no more."""
         return len(self._first.on_host.distinct_blocks(seq_ids))
 
     # --- prefix cache -----------------------------------------------------------------------------------------------
 
     def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
-        """The names of the full blocks of these tokens, to be kept for ``match``; empty without prefix caching."""
+        """The digests of the full blocks of these tokens, for ``match``; empty without prefix caching."""
         chain = PrefixChain(context, self.block_size, features)
         if self._prefix_caching:
             chain.extend(token_ids, len(token_ids) // self.block_size)
         return chain
 
     def match(self, token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
-        """Finds KV entries for the beginning of these tokens, whose chain it is; changes nothing."""
+        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed."""
         return find_match([group.cache for group in self.groups], token_ids, chain)
 
     def cost(self, match: PrefixMatch) -> int:
-        """Available blocks that adopting the match uses up in the group where it uses most.
+        """Available blocks that ``adopt`` would use, in the group where it uses the most.
 
-        A copy of a block that agrees in part is ``grow``'s.
+        The copy of a partly matching block is not included: ``grow`` makes it.
         """
         return max(group.cache.cost(hits) for group, hits in zip(self.groups, match.hits, strict=True))
 
     def adopt(self, seq_id: int, match: PrefixMatch) -> None:
-        """Makes the matched blocks the tables of a new sequence. Nothing may be taken between ``match`` and this.
+        """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
 
-        To be called for an empty match too: it counts the query and spares ``register`` the hashing.
+        Called for an empty match too: it counts the query and keeps the digests for ``register``.
 
         Raises:
-            OutOfBlocksError: the cost is more than what is available; nothing was changed.
+            OutOfBlocksError: the cost exceeds the available blocks; nothing is changed.
             ValueError: the sequence holds blocks.
         """
         if not self._prefix_caching:
@@ -352,11 +361,11 @@ class BlockManager:
         context: str | bytes,
         features: Sequence[FeatureSpan] = (),
     ) -> None:
-        """Makes the full blocks of the first ``num_computed`` tokens known, if prefix caching is on.
+        """Adds the full blocks of the first ``num_computed`` tokens to the prefix cache, if prefix caching is on.
 
-        Their KV entries must be there: computed by a step that the workers were given, or moved by this one. Costs one
-        hash for each block that is new since the last call. Content that is known already stays where it is. Nothing
-        happens if the sequence has no table on the device. Context and features are those of ``chain``.
+        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
+        that is new since the last call. Content that is cached already stays in its block. Nothing happens if the
+        sequence has no table on the device. ``context`` and ``features`` are those passed to ``chain``.
         """
         num_full = num_computed // self.block_size
         if not self._prefix_caching or not num_full:
@@ -375,17 +384,17 @@ class BlockManager:
         registration.count = num_full
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all content; cached blocks become free. Who holds blocks now registers none until it is freed."""
+        """Drops all cached content; cached blocks become free. Sequences that hold blocks now register none of them."""
         for group in self.groups:
             group.cache.clear()
         if self._prefix_caching:
             for seq_id in (*self._first.tables, *self._first.on_host.by_id):
-                self._registrations[seq_id] = _Registration(PrefixChain("", self.block_size), _CLOSED)
+                self._registrations[seq_id] = _Registration(PrefixChain("", self.block_size), _NEVER_REGISTER)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def take_moves(self) -> Moves:
-        """Ends the planning of a step: its block moves, whose sources others may have from now on."""
+        """The block moves of the step that is planned; their sources can be allocated from now on."""
         moves = self._first.moves.take()
         for group in self.groups[1:]:
             more = group.moves.take()

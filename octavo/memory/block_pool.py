@@ -1,4 +1,4 @@
-"""One pool of KV cache blocks, of the device or of the host: who is used, free or cached, and the reference counts."""
+"""One pool of KV cache blocks, on the device or the host: reference counts, free list, LRU of cached blocks."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than are to be had; the caller should have looked first."""
+    """More blocks were requested than are available; the caller must check first."""
 
 
 class BlockPool:
     """Owns the ids ``first .. first + num_blocks - 1``.
 
-    Invariant: a block is used (it has references), free, or cached (nobody holds it, but its content is known and may
-    be wanted again), so used + free + cached = all.
+    Invariant: a block is used (it has references), cached (no references, but the prefix cache keeps its content), or
+    free (neither), so used + free + cached = all.
     """
 
     def __init__(self, num_blocks: int, first: int = 0) -> None:
         self.num_blocks = num_blocks
         self.first = first
-        # A stack: the block freed last is still warm in the processor's cache, and pages never touched stay untouched.
+        # A stack: the block freed last is likely in the processor's cache, and pages never written stay unmapped.
         self._free = list(range(first + num_blocks - 1, first - 1, -1))
-        #: By id; the entries before ``first`` are not used.
+        #: Reference counts by id; the entries before ``first`` are not used.
         self._references = [0] * (first + num_blocks)
         self._kept: set[int] = set()
-        #: Kept blocks without references, coldest first.
+        #: Kept blocks without references, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds and whose content nobody knows."""
+        """Blocks without references whose content is not kept."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds but whose content is known."""
+        """Blocks without references whose content is kept."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Blocks to be had, free or by evicting a cached one."""
+        """Blocks that can be allocated: free ones, and cached ones after eviction."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with references."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
@@ -73,7 +73,7 @@ class BlockPool:
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops a reference from each; without references a kept block is cached, the last of a table coldest."""
+        """Drops a reference from each; kept blocks without references are cached, evicted from the last one on."""
         references = self._references
         for block in reversed(blocks):
             left = references[block] - 1
@@ -87,37 +87,37 @@ class BlockPool:
                     self._free.append(block)
 
     def references(self, block: int) -> int:
-        """How often this block is held."""
+        """References to this block."""
         return self._references[block]
 
     def is_private(self, block: int) -> bool:
-        """Whether its one holder may write into it: it is neither shared nor kept."""
+        """Whether the block may be written: it has one reference and is not kept."""
         return self._references[block] == 1 and block not in self._kept
 
-    # --- known content ----------------------------------------------------------------------------------------------
+    # --- kept content -----------------------------------------------------------------------------------------------
 
     def is_kept(self, block: int) -> bool:
-        """Whether its content is known, and so must not change."""
+        """Whether the prefix cache keeps its content, which must not change then."""
         return block in self._kept
 
     def keep(self, block: int) -> None:
-        """Makes a used block one whose content is known."""
+        """Marks a used block as kept."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is not used and has no content to keep")
         self._kept.add(block)
 
     def forget(self, block: int) -> None:
-        """The content is of no more interest: a cached block becomes free, a used one will."""
+        """Ends ``keep``: a cached block becomes free now, a used one when its references are dropped."""
         self._kept.discard(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
-    def coldest(self) -> int:
-        """The cached block whose last use is longest ago."""
+    def least_recently_used(self) -> int:
+        """The cached block that was used the longest time ago."""
         return next(iter(self._cached))
 
     def touch(self, block: int) -> None:
-        """Counts as a use of a block that may be cached."""
+        """Marks a block as used now, if it is cached."""
         if block in self._cached:
             self._cached.move_to_end(block)

@@ -1,4 +1,4 @@
-"""The block tables of one level: all on the device, or all on the host."""
+"""Block tables over one pool, of the device or of the host."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Iterable
 
 from octavo.memory.block_pool import BlockPool
 
-#: Stands in a table for a block that is out of the window and was given back. Only blocks of that kind are before it.
+#: Entry of a table for a block that was freed because it is outside the window; so are all blocks before it.
 NO_BLOCK = -1
 
 
 def held_blocks(table: list[int]) -> list[int]:
-    """The table without the blocks given back at its beginning; the table itself if there are none."""
+    """The table without its leading ``NO_BLOCK`` entries; the table itself if there are none."""
     return table[table.count(NO_BLOCK) :] if table and table[0] == NO_BLOCK else table
 
 
 class BlockTables:
-    """Owns the tables whose blocks are from one pool, by sequence id, with a reference for each block of each table."""
+    """Owns the tables over one pool, by sequence id, and a reference to each block of each table."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.by_id: dict[int, list[int]] = {}
 
     def free(self, seq_id: int) -> None:
-        """Gives back all blocks of a sequence; nothing happens if it has none."""
+        """Frees all blocks of a sequence; nothing happens if it has none."""
         blocks = self.by_id.pop(seq_id, None)
         if blocks is not None:
             self.pool.release(held_blocks(blocks))
 
     def present(self, seq_ids: Iterable[int]) -> list[int]:
-        """Those of the sequences that have a table here."""
+        """The sequences that have a table here."""
         return [seq_id for seq_id in seq_ids if seq_id in self.by_id]
 
     def distinct_blocks(self, seq_ids: Iterable[int]) -> list[int]:
@@ -37,10 +37,11 @@ class BlockTables:
         tables = (self.by_id[seq_id] for seq_id in seq_ids if seq_id in self.by_id)
         return list(dict.fromkeys(block for table in tables for block in held_blocks(table)))
 
-    def hand_over(self, seq_ids: list[int], targets: dict[int, int], other: BlockTables) -> None:
-        """Makes the tables of these sequences ones of the other level.
+    def move_to(self, other: BlockTables, seq_ids: list[int], targets: dict[int, int]) -> None:
+        """Moves the tables of these sequences to ``other``.
 
-        ``targets`` gives the new block for each old one; the reference that it was allocated with is taken over.
+        ``targets`` maps each block to a newly allocated one of the other pool; the reference from that allocation is
+        dropped here, as the tables have references of their own.
         """
         for seq_id in seq_ids:
             table = self.by_id.pop(seq_id)

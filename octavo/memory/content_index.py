@@ -1,4 +1,4 @@
-"""Which blocks of one pool hold content that is known by name."""
+"""An index of the blocks of one pool by the digest of their content."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import islice
 
 from octavo.memory.block_pool import BlockPool
 
-#: How many children of a block are looked at for one that begins alike; keeps a popular parent cheap.
-_CHILDREN_LOOKED_AT = 8
+#: Children of a block that are compared in the search for a partial match; bounds the cost of a popular parent.
+_MAX_COMPARED_CHILDREN = 8
 
 
 @dataclass(slots=True, eq=False)
 class KnownBlock:
-    """A full block whose content has a name; ``parent`` names the block before it."""
+    """A full block in the prefix cache, with the digests of its content and of the block before it (``parent``)."""
 
     pool: BlockPool
     block: int
@@ -29,24 +29,24 @@ class KnownBlock:
 
 
 class ContentIndex:
-    """Finds the known blocks of one pool by digest, and the children of a digest.
+    """Finds the cached blocks of one pool by digest, and the children of a digest.
 
-    Invariant: the pool keeps exactly the blocks that are in the index, and no digest is there twice.
+    Invariant: the pool keeps exactly the blocks that are in the index, and no two of them have the same digest.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._by_digest: dict[bytes, KnownBlock] = {}
         self._by_block: dict[int, KnownBlock] = {}
-        #: Oldest first. A child may outlive its parent here, and is found again when the parent comes back.
+        #: Oldest first. A child may stay after its parent is evicted, and is found again once the parent is added.
         self._children: dict[bytes, dict[bytes, KnownBlock]] = {}
 
     def find(self, digest: bytes) -> KnownBlock | None:
-        """The block that holds this content."""
+        """The block with this digest."""
         return self._by_digest.get(digest)
 
     def add(self, known: KnownBlock) -> None:
-        """Makes a used block known, unless the same content is, or the block is known already."""
+        """Adds a used block, unless its digest or the block itself is in the index already."""
         if known.digest in self._by_digest or known.block in self._by_block:
             return
         self._pool.keep(known.block)
@@ -54,7 +54,7 @@ class ContentIndex:
         self._children.setdefault(known.parent, {})[known.digest] = known
 
     def forget(self, block: int) -> KnownBlock:
-        """Takes a known block out; if nobody holds it, it is free now."""
+        """Removes a block; it becomes free if it has no references."""
         known = self._by_block.pop(block)
         del self._by_digest[known.digest]
         siblings = self._children[known.parent]
@@ -65,37 +65,40 @@ class ContentIndex:
         return known
 
     def evict(self) -> KnownBlock:
-        """Forgets the coldest content that nobody holds; of a chain the deepest: it is found only with its parents."""
-        known = self._by_block[self._pool.coldest()]
-        while (child := self._unheld_child(known.digest)) is not None:
+        """Removes the least recently used block without references, or the last of its descendants without any.
+
+        A descendant is of no use without its parents, which come before it in every look-up.
+        """
+        known = self._by_block[self._pool.least_recently_used()]
+        while (child := self._unreferenced_child(known.digest)) is not None:
             known = child
         return self.forget(known.block)
 
-    def _unheld_child(self, digest: bytes) -> KnownBlock | None:
+    def _unreferenced_child(self, digest: bytes) -> KnownBlock | None:
         for child in self._children.get(digest, {}).values():
             if self._pool.references(child.block) == 0:
                 return child
         return None
 
-    def most_alike(self, parent: bytes, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
-        """Of the latest children of ``parent`` the one that agrees longest with this content, and how many agree."""
-        best, most = None, 0
+    def find_partial(self, parent: bytes, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
+        """The recent child of ``parent`` with the longest common prefix with ``content``, and its length in tokens."""
+        best, longest = None, 0
         children = self._children.get(parent)
         if children is not None:
-            for child in islice(reversed(children.values()), _CHILDREN_LOOKED_AT):
+            for child in islice(reversed(children.values()), _MAX_COMPARED_CHILDREN):
                 count = common_prefix(child.content, content)
-                if count > most:
-                    best, most = child, count
-        return best, most
+                if count > longest:
+                    best, longest = child, count
+        return best, longest
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all blocks."""
         for block in list(self._by_block):
             self.forget(block)
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the common beginning."""
+    """Elements at the beginning that are equal."""
     count = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

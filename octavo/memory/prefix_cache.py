@@ -1,8 +1,9 @@
-"""The prefix cache: blocks that outlive their sequence because another one may begin with the same content."""
+"""The prefix cache: full blocks are kept after their sequence ends, and reused by sequences with the same prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from octavo.memory.block_pool import BlockPool, OutOfBlocksError
@@ -13,16 +14,16 @@ from octavo.memory.prefix_chain import PrefixChain
 
 
 def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that is read when the token at position ``num_computed`` or a later one is computed."""
+    """Index of the first block that tokens from position ``num_computed`` on attend to."""
     return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
 class PrefixCache:
-    """Owns what is known about the content of one group's blocks, and gives out blocks, evicting content where it must.
+    """Owns the cached content of one KV group's blocks, and allocates its blocks, evicting content where needed.
 
-    Two levels: what is evicted on the device may move to a host block that nothing else needs, and is found there. Only
-    full blocks are known, and a known block is never written again. Each group has its own cache, so that a name, which
-    is the same in all groups, leads to the group's own block.
+    There are two levels: content evicted on the device may move to a spare host block, where it is still found. Only
+    full blocks are cached, and a cached block is never written. A digest names the same tokens in all groups; each
+    group's cache maps it to that group's block.
     """
 
     def __init__(
@@ -33,118 +34,120 @@ class PrefixCache:
         self._moves = moves
         self._window = window
         self._host_cache = host_cache
-        self._known = ContentIndex(device)
-        self._known_on_host = ContentIndex(host)
+        self._on_device = ContentIndex(device)
+        self._on_host = ContentIndex(host)
         self.num_evictions = 0
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Takes device blocks: free ones first, then the coldest cached ones.
+        """Allocates device blocks: free ones first, then the least recently used cached ones.
 
         Raises:
-            OutOfBlocksError: fewer are available; nothing was taken.
+            OutOfBlocksError: fewer are available; nothing is allocated.
         """
         check_room(self._device, count)
         for _ in range(count - self._device.num_free):
-            # What a window reads is the end of a chain, which is not the first to go: its beginning is let go earlier.
+            # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
             windowed = self._window is not None
-            evicted = self._known.forget(self._device.coldest()) if windowed else self._known.evict()
+            evicted = (
+                self._on_device.forget(self._device.least_recently_used()) if windowed else self._on_device.evict()
+            )
             self.num_evictions += 1
             if self._host_cache:
                 self._move_to_host(evicted)
         return self._device.allocate(count)
 
     def allocate_on_host(self, count: int) -> list[int]:
-        """Takes host blocks in the same way; content evicted there is lost."""
+        """As ``allocate``, on the host; content evicted there is lost."""
         check_room(self._host, count)
         for _ in range(count - self._host.num_free):
-            self._known_on_host.evict()
+            self._on_host.evict()
         return self._host.allocate(count)
 
     def _move_to_host(self, evicted: KnownBlock) -> None:
-        there = self._known_on_host.find(evicted.digest)
-        if there is not None:
-            self._host.touch(there.block)
+        on_host = self._on_host.find(evicted.digest)
+        if on_host is not None:
+            self._host.touch(on_host.block)
         elif self._host.num_available:
             taken = self.allocate_on_host(1)
-            self._known_on_host.add(evicted.copy_in(self._host, taken[0]))
+            self._on_host.add(evicted.copy_in(self._host, taken[0]))
             self._moves.swap_out(evicted.block, taken[0])
             self._host.release(taken)
 
     # --- content ----------------------------------------------------------------------------------------------------
 
     def add(self, chain: PrefixChain, index: int, block: int, content: Sequence[object]) -> None:
-        """Makes a full, computed block known as block ``index`` of the chain, unless its content is known already."""
-        self._known.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
+        """Adds a full, computed block as block ``index`` of the chain, unless its content is cached already."""
+        self._on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
     def forget(self, block: int) -> None:
-        """Makes a known device block one that may be written."""
-        self._known.forget(block)
+        """Removes a device block, which may be written then."""
+        self._on_device.forget(block)
 
     def clear(self) -> None:
-        """Forgets all content, on the device and the host."""
-        self._known.clear()
-        self._known_on_host.clear()
+        """Removes all content, on the device and the host."""
+        self._on_device.clear()
+        self._on_host.clear()
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
     def find(self, digest: bytes) -> KnownBlock | None:
-        """The block of this name, on the device or else on the host."""
-        return self._known.find(digest) or self._known_on_host.find(digest)
+        """The block with this digest, on the device or else on the host."""
+        return self._on_device.find(digest) or self._on_host.find(digest)
 
-    def find_prefix(self, chain: PrefixChain, most: int) -> list[KnownBlock | None]:
-        """Blocks of the longest beginning of the chain, at most ``most`` blocks, that can be continued from.
+    def find_prefix(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
+        """Blocks of the longest cached prefix of the chain, of at most ``max_blocks`` blocks.
 
-        All of them are known; in a windowed group those that are read after them, and None stands for the others.
+        In a windowed group a prefix is cached if the blocks in the window of the next token are; the others are None.
         """
         if self._window is not None:
-            return self._find_window(chain, most)
+            return self._find_window(chain, max_blocks)
         hits: list[KnownBlock | None] = []
-        for digest in islice(chain.digests, 1, most + 1):
+        for digest in islice(chain.digests, 1, max_blocks + 1):
             hit = self.find(digest)
             if hit is None:
                 break
             hits.append(hit)
         return hits
 
-    def _find_window(self, chain: PrefixChain, most: int) -> list[KnownBlock | None]:
-        end = index = most
+    def _find_window(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
+        end = index = max_blocks
         hits: list[KnownBlock | None] = []  # last first
         while index > first_block_read(end * chain.block_size, self._window, chain.block_size):
             index -= 1
             hit = self.find(chain.digests[index + 1])
             if hit is not None:
                 hits.append(hit)
-            else:  # any prefix that ends after this block, and not after ``end``, would read it
+            else:  # every prefix that ends after this block, up to ``end``, would read it
                 end = index
                 hits.clear()
         return [None] * index + hits[::-1]
 
     def find_partial(self, chain: PrefixChain, index: int, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
-        """The block that agrees with the first ``count`` tokens of the content, which follows ``index`` blocks."""
+        """The cached block with the longest common prefix with the content after ``index`` blocks, and its length."""
         if not content:
             return None, 0
-        if index < len(chain):  # known as a whole, if it is the last block of the sequence
+        if index < len(chain):  # the last block of the sequence may be cached as a whole
             whole = self.find(chain.digests[index + 1])
             if whole is not None:
                 return whole, len(content)
-        here, count = self._known.most_alike(chain.digests[index], content)
-        on_host, more = self._known_on_host.most_alike(chain.digests[index], content)
-        return (on_host, more) if more > count else (here, count)
+        on_device, device_count = self._on_device.find_partial(chain.digests[index], content)
+        on_host, host_count = self._on_host.find_partial(chain.digests[index], content)
+        return (on_host, host_count) if host_count > device_count else (on_device, device_count)
 
     def cost(self, hits: Sequence[KnownBlock | None]) -> int:
-        """Available device blocks that taking these uses up: cached ones held again, and room for host blocks."""
+        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in."""
         device = self._device
         return sum(hit.pool is not device or device.references(hit.block) == 0 for hit in hits if hit is not None)
 
     def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
-        """Device blocks with the content of the hits, a reference taken to each; their cost must be available.
+        """Device blocks with the content of the hits, each with a new reference; their cost must be available.
 
-        What is on the host comes in by a move. It is known on the device then, except for a block that agrees in part,
-        after the ``num_full`` that agree whole: that one is the caller's alone, to be written from where it differs.
+        Hits on the host are swapped in, and cached on the device too, except for the partial match after the first
+        ``num_full`` hits: the caller writes into its copy.
         """
-        # All hits are held before anything is allocated: that may evict on both levels.
+        # References to all hits are taken before the allocation, which may evict on both levels.
         on_host = [hit.block for hit in hits if hit is not None and hit.pool is self._host]
         self._device.share([hit.block for hit in hits if hit is not None and hit.pool is self._device])
         self._host.share(on_host)
@@ -161,7 +164,7 @@ class PrefixCache:
             blocks.append(block)
             self._moves.swap_in(hit.block, block)
             if index < num_full:
-                self._known.add(hit.copy_in(self._device, block))
+                self._on_device.add(hit.copy_in(self._device, block))
         self._host.release(on_host)
         return blocks
 
@@ -170,3 +173,50 @@ def check_room(pool: BlockPool, count: int) -> None:
     """Raises ``OutOfBlocksError`` if the pool has fewer blocks available."""
     if count > pool.num_available:
         raise OutOfBlocksError(f"{count} blocks asked for, {pool.num_available} available of {pool.num_blocks}")
+
+
+@dataclass(slots=True, eq=False)
+class PrefixMatch:
+    """The cached prefix of a token sequence."""
+
+    #: Tokens whose KV entries are cached; always fewer than ``num_queried``, so at least one is left to compute.
+    num_tokens: int
+    #: Tokens of the sequence.
+    num_queried: int
+    #: For each group the blocks found, in order, on the device or the host; None for one that a window does not reach.
+    #: The first ``num_full`` match as a whole; if there is one more, it is a partial match.
+    hits: list[list[KnownBlock | None]]
+    num_full: int
+    chain: PrefixChain
+
+
+def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
+    """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
+    size, usable = chain.block_size, len(token_ids) - 1
+    hits = [caches[0].find_prefix(chain, min(usable // size, len(chain)))]
+    end = len(hits[0])
+    if len(caches) > 1:
+        hits, end = _find_common_prefix(caches, chain, end)
+    start = end * size
+    content = chain.content(token_ids, start, min(start + size, usable))
+    partial, count = caches[0].find_partial(chain, end, content)
+    if partial is not None:
+        same = [partial, *(cache.find(partial.digest) for cache in caches[1:])]
+        if None in same:
+            count = 0
+        else:
+            for found, hit in zip(hits, same, strict=True):
+                found.append(hit)
+    return PrefixMatch(start + count, len(token_ids), hits, end, chain)
+
+
+def _find_common_prefix(
+    caches: Sequence[PrefixCache], chain: PrefixChain, end: int
+) -> tuple[list[list[KnownBlock | None]], int]:
+    """The longest prefix of at most ``end`` blocks in all caches; a shorter prefix has other blocks in its window."""
+    while True:
+        hits = [cache.find_prefix(chain, end) for cache in caches]
+        shortest = min(map(len, hits))
+        if shortest == end:
+            return hits, end
+        end = shortest

@@ -1,4 +1,4 @@
-"""Names for the content of full blocks: a chain of digests, so that a block's name covers all that is before it too."""
+"""Digests of full blocks, chained so that a block's digest covers all content before it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _DIGEST_BYTES = 16
 
 
 class FeatureSpan(NamedTuple):
-    """Tokens whose embeddings come from an input other than text, such as an image or a piece of audio."""
+    """Placeholder tokens whose embeddings come from another input, such as an image or audio."""
 
     offset: int
     length: int
-    #: Names the content of the input, and all else that decides its embeddings.
+    #: Identifies the input's content and everything else that its embeddings depend on.
     key: bytes
 
     @property
@@ -28,27 +28,27 @@ class FeatureSpan(NamedTuple):
 class PrefixChain:
     """The digests of a token sequence's full blocks.
 
-    ``digests[0]`` stands for the empty prefix and depends on the context alone: on what decides the content of every
-    block, such as a salt and an adapter (of several parts the caller makes one unambiguous name). ``digests[i + 1]``
-    names block ``i`` and is computed from its tokens, the features that they are part of, and ``digests[i]``, the name
-    of its parent. The hash is a cryptographic one: a prompt cannot be made up to hit blocks of other content.
+    ``digests[0]`` is that of the empty prefix and depends on the context alone: what all KV entries depend on, such as
+    a salt and an adapter (the caller joins several parts unambiguously). ``digests[i + 1]`` is that of block ``i``,
+    computed from its tokens, their features, and ``digests[i]``, that of its parent. The hash is cryptographic, so a
+    prompt cannot be crafted to hit blocks of other content.
     """
 
     __slots__ = ("block_size", "digests", "features")
 
     def __init__(self, context: str | bytes, block_size: int, features: Sequence[FeatureSpan] = ()) -> None:
-        """``features`` are in the order of their offsets and do not overlap."""
+        """``features`` are sorted by offset and do not overlap."""
         self.block_size = block_size
         self.features = features
         name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
         self.digests = [blake2b(name, digest_size=_DIGEST_BYTES).digest()]
 
     def __len__(self) -> int:
-        """Blocks that have a name so far."""
+        """Blocks with a digest."""
         return len(self.digests) - 1
 
     def extend(self, token_ids: list[int], num_blocks: int) -> None:
-        """Names the blocks up to ``num_blocks``; costs one hash for each that has no name yet."""
+        """Computes the digests of the first ``num_blocks`` blocks; one hash for each that has none yet."""
         digests, size, features = self.digests, self.block_size, self.features
         for start in range(len(self) * size, num_blocks * size, size):
             content = array("q", token_ids[start : start + size]).tobytes()
@@ -57,7 +57,7 @@ class PrefixChain:
             digests.append(blake2b(digests[-1] + content, digest_size=_DIGEST_BYTES).digest())
 
     def first(self, num_blocks: int) -> PrefixChain:
-        """A chain of its own that names at most the first ``num_blocks`` blocks."""
+        """A copy with at most the first ``num_blocks`` blocks."""
         chain = PrefixChain.__new__(PrefixChain)
         chain.block_size = self.block_size
         chain.features = self.features
@@ -65,9 +65,9 @@ class PrefixChain:
         return chain
 
     def content(self, token_ids: list[int], start: int, stop: int) -> Sequence[object]:
-        """What positions ``start`` to ``stop`` (of one block) hold, to be compared with those of another block.
+        """Values for positions ``start`` to ``stop`` (of one block) that compare equal where their content is equal.
 
-        The token ids; a token of a feature is equal only to the same token of a feature with the same key.
+        These are the token ids; a token of a feature equals only the same token of a feature with the same key.
         """
         tokens = token_ids[start:stop]
         if not self.features:
@@ -75,12 +75,16 @@ class PrefixChain:
         content: list[object] = list(tokens)
         for feature in self._overlapping(start, stop):
             for position in range(max(start, feature.offset), min(stop, feature.end)):
-                place = position - feature.offset
-                content[position - start] = (token_ids[position], feature.key, feature.length, place)
+                content[position - start] = (
+                    token_ids[position],
+                    feature.key,
+                    feature.length,
+                    position - feature.offset,
+                )
         return content
 
     def _feature_bytes(self, start: int) -> bytes:
-        """Keys and places of the features in the block that begins at ``start``; one byte string for each meaning."""
+        """An unambiguous encoding of the keys and positions of the features in the block that begins at ``start``."""
         return b"".join(
             array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
             for f in self._overlapping(start, start + self.block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.plan import TableChange
-from octavo.memory.block_manager import Admission, BlockManager
+from octavo.memory.block_manager import AllocStatus, BlockManager
 
 
 def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[TableChange]:
@@ -55,14 +55,14 @@ def test_growth_without_room_changes_nothing_for_the_whole_group() -> None:
 def test_the_watermark_holds_blocks_back_from_admission_only() -> None:
     manager = BlockManager(10, 4, watermark=0.15)
     assert manager.watermark_blocks == 2
-    assert manager.admission(8) is Admission.OK
-    assert manager.admission(9) is Admission.LATER
-    assert manager.admission(8, promised=1) is Admission.LATER
-    assert manager.admission(10) is Admission.LATER
-    assert manager.admission(11) is Admission.NEVER
+    assert manager.can_allocate(8) is AllocStatus.OK
+    assert manager.can_allocate(9) is AllocStatus.LATER
+    assert manager.can_allocate(8, reserved_blocks=1) is AllocStatus.LATER
+    assert manager.can_allocate(10) is AllocStatus.LATER
+    assert manager.can_allocate(11) is AllocStatus.NEVER
     assert manager.fits(10)
-    assert manager.fits(8, promised=2)
-    assert not manager.fits(8, promised=3)
+    assert manager.fits(8, reserved_blocks=2)
+    assert not manager.fits(8, reserved_blocks=3)
     assert manager.grow([(0, 0, 40)]) is not None
 
 

@@ -78,6 +78,6 @@ def test_the_end_of_a_table_is_colder_than_its_beginning_and_a_use_warms() -> No
     for block in table:
         pool.keep(block)
     pool.release(table)
-    assert pool.coldest() == table[2]
+    assert pool.least_recently_used() == table[2]
     pool.touch(table[2])
-    assert pool.coldest() == table[1]
+    assert pool.least_recently_used() == table[1]

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
-from octavo.memory.block_manager import Admission, BlockManager
+from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.memory.kv_groups import GroupBlocks, split_memory, window_blocks
 
 
@@ -108,14 +108,14 @@ def test_a_host_cache_wants_one_group() -> None:
 def test_a_windowed_group_admits_as_many_sequences_as_have_their_windows() -> None:
     window = window_blocks(6, 4)
     manager = two_groups(100, 2 * window + 2)
-    assert manager.admission(50, num_seqs=2) is Admission.OK
-    assert manager.admission(50, num_seqs=3) is Admission.NEVER
-    assert manager.admission(101, num_seqs=1) is Admission.NEVER
-    assert manager.admission(2 * window + 2, num_seqs=3) is Admission.OK  # so few blocks cannot be too many
+    assert manager.can_allocate(50, num_seqs=2) is AllocStatus.OK
+    assert manager.can_allocate(50, num_seqs=3) is AllocStatus.NEVER
+    assert manager.can_allocate(101, num_seqs=1) is AllocStatus.NEVER
+    assert manager.can_allocate(2 * window + 2, num_seqs=3) is AllocStatus.OK  # so few blocks cannot be too many
     assert manager.grow([(0, 0, 4)]) is not None
-    assert manager.admission(2 * window + 2, num_seqs=3) is Admission.LATER
-    assert manager.admission(2 * window, promised=2, num_seqs=3) is Admission.LATER
-    assert manager.fits(50, promised=10, num_seqs=2)
+    assert manager.can_allocate(2 * window + 2, num_seqs=3) is AllocStatus.LATER
+    assert manager.can_allocate(2 * window, reserved_blocks=2, num_seqs=3) is AllocStatus.LATER
+    assert manager.fits(50, reserved_blocks=10, num_seqs=2)
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------
@@ -186,4 +186,4 @@ def test_no_more_than_the_budget_is_given_out_and_the_rest_is_less_than_a_block(
     groups = [GroupBlocks(count, window=window) for count, window in zip(counts, windows, strict=True)]
     manager = BlockManager(groups, 4, max_num_batched_tokens=8)
     if counts[0]:  # what the first group admits, the others do
-        assert manager.admission(counts[0], num_seqs=2) is Admission.OK
+        assert manager.can_allocate(counts[0], num_seqs=2) is AllocStatus.OK

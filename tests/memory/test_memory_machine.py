@@ -21,8 +21,8 @@ from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
+from octavo.memory.prefix_cache import PrefixMatch
 from octavo.memory.prefix_chain import FeatureSpan
-from octavo.memory.prefix_match import PrefixMatch
 
 #: Group, salt, and all tokens up to a position, those of a feature with its key and their place in it.
 Entry = tuple[int, str, tuple[object, ...]]

@@ -605,7 +605,7 @@ def check_accounting(engine: Engine) -> None:
 def check_cache(engine: Engine) -> None:
     """What the prefix cache knows of a block is what is in it, and follows what is in its parent."""
     for kv_group in engine.blocks.groups:
-        check_index(engine, kv_group.cache._known)
+        check_index(engine, kv_group.cache._on_device)
 
 
 def check_index(engine: Engine, index: ContentIndex) -> None:
