@@ -19,7 +19,7 @@ logger = logging.getLogger("octavo")
 
 
 def resolve_device(name: str) -> str:
-    """The device that ``EngineConfig.device`` means: "cpu" or "cuda" (the process's current GPU).
+    """The device for ``EngineConfig.device``: "cpu" or "cuda" (the process's current GPU).
 
     Raises:
         ConfigError: a GPU was asked for and torch sees none.
@@ -45,20 +45,20 @@ def load_kernels(
     enforce_eager: bool = False,
     graph_capture: str = "lazy",
 ) -> Kernels:
-    """The backend called ``name``, computing on ``device`` for a network of this head size.
+    """The backend called ``name`` on ``device``, for a network of this head size.
 
-    "auto" takes the device's own kernels (Triton on a GPU, the compiled ones on a CPU) if they are there and can serve
-    the network, else, with a warning, the reference.
+    "auto" selects Triton on a GPU and the compiled kernels on a CPU if they are available and support the network, else
+    the reference, with a warning.
 
     Args:
         name: "auto" or one of ``BACKENDS``.
         device: "cpu" or a CUDA device.
         head_dim: head size of the network.
-        deterministic: on a GPU, compute in one order whatever the batch; see ``EngineConfig``, also for
+        deterministic: on a GPU, compute in an order that does not depend on the batch; see ``EngineConfig``, also for
             ``enforce_eager`` and ``graph_capture``.
 
     Raises:
-        ConfigError: there is no backend of that name, or it cannot serve.
+        ConfigError: there is no backend of that name, or it cannot be used.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"unknown kernel backend {name!r}; known: auto, {', '.join(BACKENDS)}")
@@ -88,7 +88,7 @@ def load_kernels(
 
 
 def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
-    """Why a backend cannot serve, or None."""
+    """Why a backend cannot be used, or None."""
     if name == "reference":
         return None
     if head_dim % 8:

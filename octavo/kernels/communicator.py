@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Communicator(Protocol):
-    """One rank's side of a group; every rank makes the same calls in the same order."""
+    """One rank of a group; all ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -26,15 +26,12 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x [n, width], contiguous float32, joined in order of rank: [n, size * width], on every rank."""
+        """The ranks' x [n, width], contiguous float32, concatenated in rank order: [n, size * width], on every rank."""
         ...
 
 
 class TorchCommunicator:
-    """A group of ``torch.distributed``: NCCL between GPUs, Gloo between processes that compute in plain torch.
-
-    The order of the sum is the library's.
-    """
+    """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs. The library chooses the order of sums."""
 
     def __init__(self, group: Any = None) -> None:
         """``group`` of ``torch.distributed``, which is initialised; None: all processes."""

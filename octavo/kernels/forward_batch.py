@@ -1,7 +1,7 @@
-"""What the network gets in a step: flat arrays without padding, and the one table of what they are.
+"""The inputs of the network in a step: flat arrays without padding, and a table that describes them.
 
-Copies to a device, buffers of captured graphs and their padding, recording, warm-up and tests are made from the table,
-so a new array is one line of ``ForwardBatch``.
+Copies to a device, buffers of captured graphs and their padding, recording, warm-up and tests are derived from the
+table, so a new array is one line of ``ForwardBatch``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The sizes of a batch, or the largest there will be."""
+    """The sizes of a batch, or the largest sizes of any batch."""
 
     #: T.
     tokens: int
     #: S.
     sequences: int
-    #: N: rows whose logits are wanted.
+    #: N: rows that logits are computed for.
     sampled: int
     #: Longest context in tokens.
     max_seq_len: int
     block_size: int
-    #: G: groups of layers with block tables of their own.
+    #: G: KV groups.
     groups: int = 1
 
     def shape(self, dims: str) -> tuple[int, ...]:
@@ -45,14 +45,14 @@ class BatchSize:
 
 
 class Array(NamedTuple):
-    """An array of the batch."""
+    """Description of an array of the batch."""
 
     #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks.
     dims: str
     dtype: torch.dtype
-    #: What stands where there is no token or sequence: nothing is written or read for it. None: its own index.
+    #: Value in padding rows, for which the cache is neither read nor written; None: the index.
     padding: int | None = 0
-    #: What is added to it when every sequence goes one token further within its block.
+    #: Increment when every sequence advances by one token within its block.
     advance: int = 0
     name: str = ""
 
@@ -66,27 +66,26 @@ class Array(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Which tokens a step computes, of which sequences they are, and where their KV entries lie.
+    """The tokens that a step computes, their sequences, and the slots of their KV entries.
 
-    Sequence ``s`` owns rows ``query_start_loc[s]:query_start_loc[s + 1]`` of the step's tokens; their positions are
-    consecutive.
+    The tokens of sequence ``s`` are rows ``query_start_loc[s]:query_start_loc[s + 1]``, with consecutive positions.
     """
 
     #: int64 [T]
     token_ids: Annotated[Tensor, Array("T", torch.int64)]
     #: int64 [T]: position of each token in its sequence.
     positions: Annotated[Tensor, Array("T", torch.int64, advance=1)]
-    #: int64 [G, T]: block * block_size + offset of each token in each KV group; a negative one is not written anywhere.
+    #: int64 [G, T]: block * block_size + offset of each token in each KV group; negative: not written.
     slot_mapping: Annotated[Tensor, Array("GT", torch.int64, padding=-1, advance=1)]
-    #: int64 [N]: the tokens whose logits are wanted, in any order and as often as they are.
+    #: int64 [N]: rows of the tokens that logits are computed for, in any order, possibly repeated.
     sampled_rows: Annotated[Tensor, Array("N", torch.int64, padding=None)]
     #: int32 [S + 1]
     query_start_loc: Annotated[Tensor, Array("s", torch.int32, padding=None)]
-    #: int32 [S]: tokens in context, those of this step included.
+    #: int32 [S]: context lengths, with the tokens of this step.
     seq_lens: Annotated[Tensor, Array("S", torch.int32, advance=1)]
-    #: int32 [G, S, B]; entries past a sequence's own blocks, or outside a group's window, are never read.
+    #: int32 [G, S, B]; entries past a sequence's last block, or outside a group's window, are never read.
     block_tables: Annotated[Tensor, Array("GSB", torch.int32)]
-    #: The first sequences of the batch that have one token each.
+    #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
     #: Whether ``sampled_rows`` are all tokens in order.
@@ -94,7 +93,7 @@ class ForwardBatch:
 
     @classmethod
     def of(cls, arrays: Sequence[Tensor], *, num_decodes: int, max_seq_len: int, all_sampled: bool) -> ForwardBatch:
-        """The batch of these arrays, in the order of ``ARRAYS``."""
+        """A batch from arrays in the order of ``ARRAYS``."""
         named: dict[str, Any] = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
         return cls(**named, num_decodes=num_decodes, max_seq_len=max_seq_len, all_sampled=all_sampled)
 
@@ -112,15 +111,15 @@ ARRAYS: tuple[Array, ...] = tuple(
 
 
 class ForwardOutput(NamedTuple):
-    """What the network gives."""
+    """The outputs of the network."""
 
-    #: Hidden states [T, E] after the last norm.
+    #: Hidden states [T, E] after the final norm.
     hidden: Tensor
-    #: float32 [N, vocab] of the sampled rows; None where there is no head.
+    #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Tensor | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first rows of each."""
+        """The first ``tokens`` rows of ``hidden`` and the first ``sampled`` rows of ``logits``."""
         return ForwardOutput(self.hidden[:tokens], None if self.logits is None else self.logits[:sampled])
 
 
@@ -129,7 +128,7 @@ Forward = Callable[[ForwardBatch], ForwardOutput]
 
 
 def padding_batch(size: BatchSize, device: torch.device | str = "cpu") -> ForwardBatch:
-    """A batch of padding alone: one token for each sequence, all of them sampled, none of them real."""
+    """A batch of padding rows only: one token for each sequence, all of them sampled."""
     arrays = [array.filled(size, device) for array in ARRAYS]
     return ForwardBatch.of(arrays, num_decodes=size.sequences, max_seq_len=size.max_seq_len, all_sampled=True)
 
@@ -144,18 +143,18 @@ def make_batch(
     token_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> ForwardBatch:
-    """The batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; each samples at its end.
+    """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
-    For warm-up, measurements and tests; the engine's steps are made by ``runner.input_batch``.
+    For warm-up, benchmarks and tests; ``runner.input_batch`` makes the engine's batches.
 
     Args:
-        query_lens: tokens to compute of each sequence; those with one token come first.
-        seq_lens: tokens in context of each.
+        query_lens: tokens to compute of each sequence; sequences with one token come first.
+        seq_lens: context length of each.
         block_tables: [G, S, B], or [S, B] for one group.
-        block_size: tokens of a block.
-        starts: position of the first token to compute; by default those computed are the last ones.
-        token_ids: [T]; 0 if they are not given.
-        device: where the arrays are.
+        block_size: tokens per block.
+        starts: position of each sequence's first token to compute; by default its last tokens are computed.
+        token_ids: [T]; zeros by default.
+        device: of the arrays.
     """
     tables = block_tables if block_tables.dim() == 3 else block_tables[None]
     offsets = [0, *itertools.accumulate(query_lens)]

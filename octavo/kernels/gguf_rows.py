@@ -1,4 +1,4 @@
-"""Rows of a quantised tensor as a GGUF file holds them."""
+"""Rows of a quantised tensor in the format of GGUF files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from octavo.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class GGUFRows:
-    """A matrix [N, K] in a file's own blocks; what a loader hands on in place of a tensor."""
+    """A matrix [N, K] in GGUF blocks, which a loader passes to layers instead of a tensor."""
 
-    #: The file's name of the type, as in ``Q4_0``.
+    #: Name of the GGUF type, such as ``Q4_0``.
     kind: str
     #: uint8 [N, bytes of a row]
     rows: np.ndarray
     #: K.
     columns: int
-    #: Values of a block, which cannot be split.
+    #: Values in a block, which cannot be split.
     block: int
 
     @property

@@ -1,6 +1,6 @@
-"""The arithmetic that a model is made of, as one interface with several backends.
+"""The interface of kernel backends: all operations on activations.
 
-A backend is chosen once at start. Layers hold the backend and call it; nothing else computes on tensors of activations.
+One backend is chosen at start; layers hold it and call it.
 Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV heads, D head size, E hidden size.
 """
 
@@ -24,37 +24,37 @@ from octavo.kernels.sampling import SamplingBackend
 
 @dataclass(slots=True)
 class LayerCache:
-    """KV cache of one layer. The layout belongs to the backend that made it."""
+    """KV cache of one layer, in the layout of the backend that made it."""
 
     key: Tensor
     value: Tensor
-    #: Which of the batch's block tables and slot mappings are this layer's.
+    #: KV group of the layer: index of its block tables and slot mapping in the batch.
     group: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How the tokens of a layer attend to the context of their sequence."""
+    """The attention of a layer."""
 
-    #: Times the product of a query and a key.
+    #: Scores are query * key * scale.
     scale: float
-    #: A token attends to itself and the ``window - 1`` tokens before it; None: to all before it.
+    #: A token attends to itself and the ``window - 1`` tokens before it; None: to itself and all tokens before it.
     window: int | None = None
-    #: Scores become ``soft_cap * tanh(score / soft_cap)``; None: they do not.
+    #: If given, scores become ``soft_cap * tanh(score / soft_cap)``.
     soft_cap: float | None = None
-    #: A slope for each query head of this rank, times (position of the key - position of the query), is added to its
-    #: scores (Press et al. 2021); after the soft cap.
+    #: ALiBi (Press et al. 2021): a slope for each query head of this rank; slope * (position of the key - position of
+    #: the query) is added to the scores, after the soft cap.
     alibi_slopes: tuple[float, ...] | None = None
-    #: A token attends to none after it; else, which goes without a window, to the whole context.
+    #: Whether a token attends to no later token. If not, it attends to the whole context, without a window.
     causal: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
-            raise UnsupportedModelError(f"a window of {self.window} tokens goes with causal attention only")
+            raise UnsupportedModelError(f"a window of {self.window} tokens needs causal attention")
 
 
 class Kernels(ABC):
-    """A backend. All tensors are contiguous unless said otherwise; outputs are new tensors unless said otherwise."""
+    """A backend. Unless stated otherwise, tensors are contiguous and outputs are new tensors."""
 
     name: str
     #: Whether torch takes no part in a step, so that there is no gradient for it to keep track of.
@@ -63,30 +63,29 @@ class Kernels(ABC):
     group: Communicator | None = None
 
     def describe(self) -> str:
-        """What computes, for people."""
+        """The backend and its settings, for logs."""
         return self.name
 
     @abstractmethod
     def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """How many threads compute; None takes one for each processor that this process may use.
+        """Sets the number of compute threads; None: one for each processor that this process may use.
 
-        With ``pin`` each keeps to a processor of its own, on backends that compute with threads of their own.
+        ``pin`` binds each thread to a processor, on backends that have their own threads.
         """
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """What ``forward`` does, for batches of at most this size, with less work around the kernels.
+        """``forward`` for batches of at most this size, recorded to reduce the work outside kernels.
 
-        ``forward`` may be called here, with inputs that mean nothing. The captured function may return the same memory
-        each time it is called.
+        ``forward`` may be called here with dummy inputs. The captured function may return the same memory every time.
         """
         return forward
 
     def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """The rows of hidden [T, E] whose logits are wanted: [N, E]; what is computed of them has N rows."""
+        """The sampled rows of hidden [T, E]: [N, E]; results computed from them have N rows."""
         return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
 
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
-        """Calls a function of the host on x [T, ...], which it may change in place, at this point of every step."""
+        """Calls a Python function on x [T, ...], which it may change in place, at this point of every step."""
         function(x)
         return x
 
@@ -95,19 +94,19 @@ class Kernels(ABC):
         return x if self.group is None else self.group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x, contiguous float32 [T, width], joined in order of rank: [T, size * width]."""
+        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
         return x if self.group is None else self.group.all_gather(x)
 
     @abstractmethod
     def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:
-        """What chooses tokens from logits [n, vocab_size] and scores them."""
+        """The sampling backend for logits [n, vocab_size]."""
 
     @abstractmethod
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one KV cache block of one layer: keys, values, scales and padding.
 
         Raises:
-            ConfigError: the backend has no such cache.
+            ConfigError: the backend does not support such a cache.
         """
 
     @abstractmethod
@@ -115,19 +114,19 @@ class Kernels(ABC):
         """The KV cache of ``layers`` layers of one group, all zero.
 
         Raises:
-            ConfigError: the backend has no such cache.
+            ConfigError: the backend does not support such a cache.
         """
 
     def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """As ``make_group_cache``, in host memory, for blocks that are swapped out."""
+        """As ``make_group_cache``, in host memory, for swapped blocks."""
         return self.make_group_cache(spec, layers, blocks, block_size)
 
     def make_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """The KV cache with so many blocks of each group: one entry a layer, in the order of layers."""
+        """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
         return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
 
     def make_host_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """As ``make_cache``, in host memory, for blocks that are swapped out."""
+        """As ``make_cache``, in host memory, for swapped blocks."""
         return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
 
     @abstractmethod
@@ -139,25 +138,25 @@ class Kernels(ABC):
         *,
         gated: bool = False,
     ) -> PackedWeight:
-        """Takes matrices with the same input into the form that products want; the caller drops its own.
+        """Packs matrices with the same input for products; the caller then drops the unpacked ones.
 
         Args:
-            parts: [n_i, K] each, whose outputs stand one after the other; all tensors, or all blocks of a file, which
-                keep their bits.
+            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are GGUF blocks, which
+                are not requantised.
             bias: [sum of n_i].
-            quantization: "int8", "int4" or "fp8": how tensors are quantised. None or "gguf": they are not.
-            gated: the two parts are a gate and what it gates. Said here and not in the call, as a backend may pack
-                both side by side, so that a tile of the product holds what the activation needs.
+            quantization: "int8", "int4" or "fp8" quantises tensors; None or "gguf" does not.
+            gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
+                both so that a tile of the product holds both inputs of the activation.
 
         Raises:
-            ConfigError: the backend has no such products.
+            ConfigError: the backend does not support the format.
         """
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of table [rows, E] for ids int64 [T]: float32 [T, E], as the residual stream begins with them.
+        """Rows of table [rows, E] for ids int64 [T]: float32 [T, E].
 
-        Row 0 is that of id ``first``. An id that the table does not hold, as another rank does, gives zeros.
+        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, give zeros.
         """
 
     @abstractmethod
@@ -167,13 +166,14 @@ class Kernels(ABC):
         x has any float type, and any strides over the other dimensions; the result has the weight's.
         """
 
-    @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
 
         cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
-        paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
+        paired with i + R/2 (the "half" layout of Hugging Face checkpoints). Backends that override
+        ``rotary_and_cache`` need not have it.
         """
+        raise NotImplementedError(f"{type(self).__name__} rotates in rotary_and_cache only")
 
     @abstractmethod
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -188,7 +188,7 @@ class Kernels(ABC):
         return q
 
     def check_attention(self, spec: AttentionSpec) -> None:  # noqa: B027
-        """Called when a layer is made, so that no step meets an attention that the backend does not compute.
+        """Called when a layer is created, to refuse attention that the backend does not support.
 
         Raises:
             UnsupportedModelError: it does not; the message says what.
@@ -198,22 +198,22 @@ class Kernels(ABC):
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
 
-        A query's position is that of ``batch.positions``: consecutive within a sequence, and not necessarily the last
-        of its context, of which ``batch.seq_lens`` says how far it may be read.
+        The positions of queries, ``batch.positions``, are consecutive within a sequence, but need not be the last of
+        its context, which has ``batch.seq_lens`` tokens.
         """
 
     @abstractmethod
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies block to block (source, target), in every layer.
+        """Copies blocks (source, target) in every layer.
 
-        A source may have several targets. All sources are read before any target is written; no target comes twice.
+        A source may have several targets, a target has one source. All sources are read before any target is written.
         """
 
     @abstractmethod
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) of one cache to another, in every layer.
+        """Copies blocks (source, target) from one cache to another, in every layer.
 
-        Both are caches of this backend, of the same shapes and types but for their number of blocks.
+        Both are caches of this backend, with equal shapes and types except for the number of blocks.
         """
 
 

@@ -1,7 +1,7 @@
-"""Random numbers of sampling: a hash of (seed, position, token id), so that no generator state exists.
+"""Random numbers for sampling: a hash of (seed, position, token id), without generator state.
 
-The number that a token gets at a position of a request depends on nothing else: not on the batch, not on the filters,
-not on how often the request was preempted. The integer part is the contract; all of it wraps modulo 2**64 or 2**32::
+The number of a token at a position of a request depends on nothing else: not on the batch, the filters or preemptions.
+The integer part is the contract; all of it wraps modulo 2**64 or 2**32::
 
     G          = 0x9E3779B97F4A7C15
     mix64(x)   : x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31

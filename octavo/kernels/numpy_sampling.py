@@ -1,9 +1,8 @@
-"""Sampling in numpy, row by row: the truth that faster backends are compared with.
+"""Sampling in numpy, row by row: the reference for faster backends.
 
-A token is chosen by an exponential race among those that survive the filters.
-Token ``i`` with tempered logit ``z_i`` and exponential noise ``E_i`` wins with ``argmin(log(E_i) - z_i)``, which is the
-Gumbel-max trick (Maddison, Tarlow & Minka 2014, section 2): token ``i`` is drawn with probability ``softmax(z)_i``. The
-race is decided in float64; equal scores go to the better rank, or the lower id where nothing is ranked.
+A token is chosen by the Gumbel-max trick (Maddison, Tarlow & Minka 2014, section 2) among those that pass the filters:
+the token with the least ``log(E_i) - z_i``, of tempered logits ``z_i`` and exponential noise ``E_i``, has probability
+``softmax(z)_i``. Scores are float64; among equal scores the better rank wins, or the lower id without filters.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from octavo.kernels.sampling import FILTERS, FLOOR, Filters, HostLogprobs, Sampl
 
 #: One unit in the exponent of a float32, seen as an integer.
 _EXPONENT = 2.0**23
-#: Far above the rounding errors of the float32 scores (in powers of two), far below what would let many tokens through.
+#: Margin of the float32 bound (in powers of two): far above its rounding errors, and small enough to keep few tokens.
 _MARGIN = 0.01
-#: So many scores are computed outright.
+#: Up to this many tokens, all exact scores are computed.
 _FEW = 512
 
 
 class NumpySampling(SamplingBackend):
-    """In numpy; owns scratch memory for one row."""
+    """The numpy backend; owns scratch memory for one row."""
 
     def __init__(self, vocab_size: int) -> None:
         self._drawer = Drawer(vocab_size)
@@ -50,13 +49,13 @@ class NumpySampling(SamplingBackend):
         values: NDArray[np.float32] = logits.numpy()
         if mask is not None:
             values[~allowed_tokens(mask, values.shape[1])] = -np.inf
-        # numpy: its argmax over CPU memory is 13 times as fast as torch's, and in both the lowest id wins a tie.
+        # numpy's argmax is 13 times as fast as torch's on a CPU; in both the lowest id wins a tie.
         tokens = values.argmax(axis=-1)
         tops = values[np.arange(len(values)), tokens]
-        with np.errstate(over="ignore"):  # overflows to infinity are meant: such a token is out of the race
+        with np.errstate(over="ignore"):  # scores may overflow to infinity: such a token cannot win
             for i in np.flatnonzero((filters["temperature"] > 0.0) & np.isfinite(tops)).tolist():
                 tokens[i] = self._drawer.draw(values[i], tops[i], Filters(*filters[i].item()), keys[i])
-        tokens[np.isnan(tops)] = -1  # argmax finds NaN where there is one
+        tokens[np.isnan(tops)] = -1  # argmax returns the index of a NaN
         tokens[np.isposinf(tops)] = -2
         tokens[np.isneginf(tops)] = -3
         return torch.from_numpy(tokens)
@@ -77,7 +76,7 @@ def allowed_tokens(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool
 
 
 class Drawer:
-    """Draws tokens of rows; owns nothing but scratch memory for one row."""
+    """Samples tokens of single rows; owns scratch memory for one row."""
 
     def __init__(self, vocab_size: int) -> None:
         self._mixed = noise.mixed_ids(vocab_size)
@@ -88,7 +87,7 @@ class Drawer:
         self._scratch = np.empty(vocab_size, np.uint32)
 
     def draw(self, logits: NDArray[np.float32], top: np.float32, filters: Filters, key: NDArray[np.uint32]) -> int:
-        """A token of the row: logits [vocab_size] with the finite maximum ``top``, hash key uint32 [2]."""
+        """Samples a token: logits [vocab_size] with the finite maximum ``top``, hash key uint32 [2]."""
         distance = distances(logits, top, out=self._distance)
         mixed = self._mixed
         ids = None
@@ -97,20 +96,20 @@ class Drawer:
             distance, mixed = distance[ids], mixed[ids]
         bits = noise.random_bits(key, mixed, self._bits[: mixed.size], self._scratch[: mixed.size])
         if mixed.size > _FEW:
-            near = self._contenders(bits, distance, filters.temperature)
-            winner = near[_scores(bits[near], distance[near], filters.temperature).argmin()]
+            candidates = self._candidates(bits, distance, filters.temperature)
+            winner = candidates[_scores(bits[candidates], distance[candidates], filters.temperature).argmin()]
         else:
             winner = _scores(bits, distance, filters.temperature).argmin()
         return int(winner if ids is None else ids[winner])
 
-    def _contenders(
+    def _candidates(
         self, bits: NDArray[np.uint32], distance: NDArray[np.float32], temperature: float
     ) -> NDArray[np.int64]:
-        """A few indices, the winner of the race among them.
+        """A few indices that include the token with the least score.
 
         As ``E >= v``, the score of a token is at least ``log(v) + distance / temperature``, and the bits of a float32
-        read as an integer are a piecewise linear log2 that is never above it (and 0.09 below at most). So a bound from
-        below costs no logarithm, and the tokens whose bound is above the true score of one token are out.
+        read as an integer are a piecewise linear approximation of log2 from below (by at most 0.09). So a lower bound
+        of each score needs no logarithm, and tokens with a bound above the exact score of one token cannot win.
         """
         size = distance.size
         slope = np.float32(_EXPONENT / math.log(2.0) / temperature)
@@ -128,7 +127,7 @@ class Drawer:
 
 
 def _scores(bits: NDArray[np.uint32], distance: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    """Finishing times of the race, as logarithms; the smallest wins."""
+    """``log(E) + distance / temperature`` of each token; the least wins."""
     return np.log(noise.exponential(bits)) + distance.astype(np.float64) / temperature
 
 
@@ -137,9 +136,8 @@ def position_logprobs(logits: NDArray[np.float32], token: int, k: int) -> Positi
 
     A row is computed alone, so its bits do not depend on the batch or on the number of threads.
 
-    The rank is 1 + the number of tokens with a greater logit. All numbers are finite: none is below ``FLOOR``, and
-    where the logits have no finite maximum (NaN, say) there are no probabilities, so the token gets ``FLOOR`` and the
-    last rank, and no token is named beside it.
+    The rank is 1 + the number of tokens with a greater logit. All numbers are finite: none is below ``FLOOR``, and if
+    the logits have no finite maximum (NaN, say) the token gets ``FLOOR`` and the last rank, without top tokens.
     """
     top = logits.max()
     if not math.isfinite(top):

@@ -1,4 +1,4 @@
-"""The weight of a linear layer in the form that a backend multiplies by."""
+"""The interface of packed weights of linear layers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-#: What may be done to each element of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by its tanh form
-#: (Hendrycks & Gimpel 2016), and the positive part.
+#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), or relu.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 class PackedWeight(ABC):
-    """A weight [N, K] and its bias as ``Kernels.pack`` made them; there is a class for each backend and format."""
+    """A weight [N, K] with its bias, made by ``Kernels.pack``; there is a class for each backend and format."""
 
-    #: Whether the first half of the N rows is a gate's and the second half what it gates.
+    #: Whether the first half of the N rows is a gate projection and the second half the up projection.
     gated: bool
 
     @abstractmethod
@@ -30,15 +29,14 @@ class PackedWeight(ABC):
     ) -> Tensor:
         """activation(x W^T + bias + add); of a gated weight activation(gate) * up, each a half of the columns.
 
-        A row of zeros in ``add`` leaves the row's bits as they are without ``add``, gated or not, on the backends that
-        give a row the same bits in any batch.
+        On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
 
         Args:
-            x: [T, K], rows strided.
-            out_dtype: of the result; x's type if None. float32 for logits, of which the best two often tie in bfloat16.
-            add: float32 [T, N]: the residual stream, or what an adapter adds to the product. A float32 result of the
-                same shape may take its memory.
-            activation: of a gated weight always, of others as the network has it.
+            x: [T, K], rows may be strided.
+            out_dtype: of the result; x's type if None. float32 for logits, as the best two often tie in bfloat16.
+            add: float32 [T, N]: the residual stream, or an adapter's product. A float32 result of the same shape may
+                reuse its memory.
+            activation: required for a gated weight, optional for others.
 
         Returns:
             [T, N]; [T, N / 2] of a gated weight.
@@ -47,7 +45,7 @@ class PackedWeight(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory that the weight and its bias take."""
+        """Bytes of the weight and its bias."""
 
 
 def stack_rows(parts: Sequence[Tensor]) -> Tensor:

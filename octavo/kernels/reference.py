@@ -1,8 +1,7 @@
-"""The arithmetic in plain torch: slow, short, and the truth that faster backends are compared with.
+"""The reference backend in plain torch: slow, short, and the standard for faster backends.
 
-Attention computes in float32 whatever the type of its inputs. Entries of the cache that lie past a sequence's end are
-kept out by zeroing their values as well as masking their scores: a stale NaN in a reused block must not reach a
-sequence that never wrote it (0 * NaN is NaN).
+Attention computes in float32 for all input types. Cache entries past a sequence's end are excluded by zeroing their
+values as well as masking their scores: a stale NaN in a reused block must not affect a sequence (0 * NaN is NaN).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class PlainWeight(PackedWeight):
-    """A weight of this backend: nothing is packed."""
+    """A weight of this backend, as it is in the checkpoint."""
 
     #: [N, K], and [N] or None.
     weight: Tensor
@@ -53,7 +52,7 @@ class PlainWeight(PackedWeight):
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
-        """Computed in float32 and rounded once, but for a plain product in the type of x."""
+        """Computed in float32 and rounded once, except a plain product in the type of x."""
         out_dtype = out_dtype or x.dtype
         if out_dtype == x.dtype and add is None and activation is None:
             return F.linear(x, self.weight, self.bias)
@@ -71,7 +70,7 @@ class PlainWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        """Of both tensors."""
+        """Bytes of both tensors."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
@@ -84,19 +83,19 @@ class ReferenceKernels(Kernels):
         self.device = torch.device(device)
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Torch's threads, which cannot be pinned; None leaves them as torch chose them."""
+        """Sets torch's threads, which cannot be pinned; None leaves their number unchanged."""
         if count is not None:
             torch.set_num_threads(count)
 
     def make_sampling_backend(self, vocab_size: int) -> NumpySampling:
-        """Numpy, on the host."""
+        """The numpy backend, on the host."""
         return NumpySampling(vocab_size)
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Keys and values without padding.
 
         Raises:
-            ConfigError: the cache would not hold floating-point numbers; this backend has no scales.
+            ConfigError: the dtype is not a floating-point type; this backend has no scales.
         """
         dtype = torch_dtype(spec.dtype)
         if not dtype.is_floating_point:
@@ -116,7 +115,7 @@ class ReferenceKernels(Kernels):
         *,
         gated: bool = False,
     ) -> PlainWeight:
-        """Keeps tensors as they are, stacked."""
+        """Stacks the tensors."""
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if len(tensors) < len(parts) or quantization not in (None, "gguf"):
             raise ConfigError(
@@ -130,7 +129,7 @@ class ReferenceKernels(Kernels):
         return masked_embedding(ids, table, first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalised and multiplied in float32, rounded to the weight's type."""
+        """Computed in float32, rounded to the weight's type."""
         return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(weight.dtype)
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,10 +138,10 @@ class ReferenceKernels(Kernels):
         heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
         x = torch.cat((q, k), dim=1)
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        # Both are computed before either is written: of float32 tensors, first and second are views of x.
-        turned = first * cos - second * sin
+        # Both are computed before either is written: if x is float32, first and second are views of it.
+        rotated = first * cos - second * sin
         x[..., half : 2 * half] = second * cos + first * sin
-        x[..., :half] = turned
+        x[..., :half] = rotated
         rotated_q, rotated_k = x.split(heads, dim=1)
         return rotated_q, rotated_k
 
@@ -176,7 +175,7 @@ class ReferenceKernels(Kernels):
         self.swap_blocks(caches, caches, pairs)
 
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """A gather and a scatter for each array."""
+        """A gather and a scatter for each tensor."""
         if not pairs:
             return
         read, written = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
@@ -188,16 +187,16 @@ class ReferenceKernels(Kernels):
 def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
     """``Kernels.embedding`` in plain torch."""
     ids = ids - first
-    elsewhere = (ids < 0) | (ids >= table.shape[0])
-    return F.embedding(ids.masked_fill(elsewhere, 0), table).float().masked_fill_(elsewhere.unsqueeze(1), 0.0)
+    outside = (ids < 0) | (ids >= table.shape[0])
+    return F.embedding(ids.masked_fill(outside, 0), table).float().masked_fill_(outside.unsqueeze(1), 0.0)
 
 
 def _decode(
     q: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor, lens: Tensor, max_len: int, spec: AttentionSpec
 ) -> Tensor:
-    """One query a sequence: q [S, H, D], tables [S, max_blocks], positions and lens [S] to [S, H, D].
+    """One query per sequence: q [S, H, D], tables [S, max_blocks], positions and lens [S] to [S, H, D].
 
-    One batched computation, or as few as keep the gathered keys within ``_MAX_ELEMENTS``.
+    Computed in slices of the batch, of at most ``_MAX_ELEMENTS`` gathered elements.
     """
     block_size, kv_heads, head_dim = cache.key.shape[1:]
     num_blocks = -(-max_len // block_size)
@@ -244,7 +243,7 @@ def _decode_slice(
 def _prefill(
     q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, seq_len: int, spec: AttentionSpec
 ) -> Tensor:
-    """Neighbouring tokens of one sequence: q [L, H, D], table [max_blocks], positions [L] to [L, H, D]."""
+    """Consecutive tokens of one sequence: q [L, H, D], table [max_blocks], positions [L] to [L, H, D]."""
     length, heads, head_dim = q.shape
     if not length:
         return q.clone()
@@ -254,7 +253,7 @@ def _prefill(
     last = first_query + length if spec.causal else seq_len
     blocks = table[origin // block_size : -(-last // block_size)]
     shape = (1, blocks.shape[0] * block_size, kv_heads, head_dim)
-    # [K, context, D], from position `origin` on and no further than a query sees.
+    # [K, context, D], from position `origin` to the last one that a query attends to.
     key = _as_heads(cache.key.index_select(0, blocks).view(shape)[:, : last - origin])[0]
     value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : last - origin])[0]
     query = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, length, head_dim).float() * spec.scale
@@ -267,7 +266,7 @@ def _prefill(
         seen = slice(oldest - origin, newest - origin)
         columns = torch.arange(oldest, newest, device=q.device)
         distance = columns - positions[start:end].unsqueeze(1)
-        # The query heads of a KV head are rows of one product, so that no key is copied for each of them.
+        # The query heads of a KV head are rows of one product, so keys are not repeated.
         rows_of_head = query[:, :, start:end].reshape(kv_heads, -1, head_dim)
         scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
         weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, columns >= seq_len, spec)
@@ -277,9 +276,10 @@ def _prefill(
 
 
 def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec) -> Tensor:
-    """The softmax of scores [.., K, G, queries, keys], which are overwritten, of the keys that a query sees.
+    """The masked softmax of scores [.., K, G, queries, keys], which are overwritten.
 
-    ``distance`` from query to key and ``beyond``, keys past the context, are broadcast against the scores.
+    ``distance`` (position of the key - position of the query) and ``beyond`` (whether the key is past the context) are
+    broadcast against the scores.
     """
     if spec.soft_cap:
         scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
@@ -294,7 +294,7 @@ def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSp
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take no memory before they are written: torch writes its zeros, calloc does not."""
+    """Zeros; on a CPU they use no memory until they are written (calloc, where torch writes zeros)."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:  # torch cannot view an empty array as another type
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -303,6 +303,6 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """[S, L, K, D] to float32 [S, K, L, D], contiguous and the caller's own."""
+    """[S, L, K, D] to a new, contiguous float32 [S, K, L, D]."""
     out = torch.empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3], dtype=torch.float32, device=x.device)
     return out.copy_(x.transpose(1, 2))

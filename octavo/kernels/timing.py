@@ -1,4 +1,4 @@
-"""A backend that measures another: seconds spent inside kernels."""
+"""A wrapper of a backend that measures the seconds spent inside kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from octavo.kernels.interface import Kernels
 
 
 class KernelClock:
-    """Wraps every kernel of a backend and adds up the time spent inside.
+    """Wraps every kernel of a backend and sums the time spent inside.
 
-    A call is counted once, whatever it calls: a backend's own methods are unwrapped, and what a captured forward calls
-    is part of it.
+    Nested calls are counted once: calls within the backend are not wrapped, and a captured forward counts as a whole.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -22,7 +21,7 @@ class KernelClock:
         self.seconds = 0.0
 
     def time(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, counted as a kernel."""
+        """The function, timed as a kernel."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before, start = self.seconds, time.perf_counter()
@@ -34,7 +33,7 @@ class KernelClock:
         return timed
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """The backend's capture; its replay is one kernel, and a forward that it returns as it is calls timed ones."""
+        """The backend's capture. A replay is timed as one kernel; an uncaptured forward calls timed kernels."""
         captured = self._kernels.capture(forward, largest)
         return captured if captured is forward else self.time(captured)
 
@@ -43,5 +42,5 @@ class KernelClock:
         if not callable(attribute):
             return attribute
         timed = self.time(attribute)
-        setattr(self, name, timed)  # the next look-up does not come here
+        setattr(self, name, timed)  # found without __getattr__ next time
         return timed

@@ -1,4 +1,4 @@
-"""The tree of layers: how a checkpoint's tensors find the layer that they belong to."""
+"""The base class of layers: a tree that maps a checkpoint's tensors to layers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ WeightKind = Literal["linear", "head", "embedding", "vector"]
 
 
 class Weight(NamedTuple):
-    """What a layer holds on this rank once it is loaded."""
+    """A weight of a layer on this rank once it is loaded."""
 
     name: str
-    #: Of a matrix [outputs, inputs].
+    #: [outputs, inputs] of a matrix.
     shape: tuple[int, ...]
-    #: A matrix of a layer or of the head, a table of which a step reads a few rows, or a norm or bias.
+    #: "linear" and "head" are matrices of products, "embedding" a table, "vector" a norm or bias.
     kind: WeightKind
     #: As in ``NUMBER_BYTES``.
     dtype: str
-    #: Whether these numbers may be the memory of another weight, as those of a tied head are.
+    #: Whether it may share the memory of another weight, as a tied head does.
     is_tied: bool = False
 
 
 class Layer:
     """A node of the network.
 
-    Not a ``torch.nn.Module``: its attribute look-up costs more than some of our kernels at batch 1. A layer that holds
-    weights lists in ``expected`` the tensors it still waits for, by their name in the checkpoint below the layer's own
-    name, with the shape they have there (the whole, not this rank's share), and in ``holds`` what it makes of them.
+    Not a ``torch.nn.Module``: its attribute look-up costs more than some kernels at batch 1. A layer with weights lists
+    in ``expected`` the checkpoint's tensors that are not loaded yet, by their name below the layer's name, with their
+    whole shape (not this rank's share), and in ``holds`` the weights that it makes of them.
     """
 
     def __init__(self) -> None:
@@ -43,26 +43,26 @@ class Layer:
         self._children: list[tuple[str, Layer]] = []
 
     def attach(self, name: str, child: LayerT) -> LayerT:
-        """Hangs a child into the tree under the dotted ``name``; empty: its tensors stand directly under this layer."""
+        """Adds a child under the dotted ``name``; if it is empty, the child's tensors are named as this layer's."""
         self._children.append((name, child))
         return child
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, Layer, str]]:
-        """(checkpoint name, layer, name for the layer's ``load``) of every tensor still expected in this tree."""
+        """(checkpoint name, layer, name for the layer's ``load``) of every tensor that is not loaded yet."""
         for shard in self.expected:
             yield f"{prefix}{shard}", self, shard
         for name, child in self._children:
             yield from child.tensors(f"{prefix}{name}." if name else prefix)
 
     def weights(self, prefix: str = "") -> Iterator[Weight]:
-        """What the layers of this tree hold on this rank, loaded or not, under dotted names."""
+        """The weights of this rank in this tree, loaded or not, under dotted names."""
         for weight in self.holds:
             yield weight._replace(name=f"{prefix}{weight.name}")
         for name, child in self._children:
             yield from child.weights(f"{prefix}{name}." if name else prefix)
 
     def load(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """Takes one whole tensor of the checkpoint, of any floating type or in blocks.
+        """Loads one whole tensor of the checkpoint, of any floating type or in GGUF blocks.
 
         After the last one the layer is ready.
 
@@ -78,8 +78,8 @@ class Layer:
             self.complete()
 
     def place(self, shard: str, tensor: Any) -> None:
-        """Copies this rank's share of a tensor of the right shape to where it belongs."""
+        """Copies this rank's share of a tensor of the expected shape into the layer's weight."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Called when the last expected tensor is in place."""
+        """Called after the last expected tensor is placed."""

@@ -1,4 +1,4 @@
-"""Where a layer lives: the backend that computes it, its type and device, and its share of the network."""
+"""What layers are built with: kernel backend, dtype, device, and the rank's share of the network."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from octavo.kernels.interface import Kernels
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of a network shares. The ranks' collectives are those of ``kernels``."""
+    """Common to all layers of a network. Collectives of the ranks are operations of ``kernels``."""
 
     kernels: Kernels
     #: Type of weights and activations.
     dtype: torch.dtype
     device: torch.device | str = "cpu"
-    #: How the matrices of linear layers and of the head are held: "int8", "int4", "gguf" (as the file has them), or
-    #: None: in ``dtype``.
+    #: Format of the matrices of linear layers and of the head: "int8", "int4", "gguf" (as in the file), or None
+    #: (``dtype``).
     quantization: str | None = None
     #: Type of the KV cache, as in ``KVSpec.dtype``; "auto": ``dtype``.
     kv_cache_dtype: str = "auto"
     tp_rank: int = 0
     tp_size: int = 1
-    #: Layers that this pipeline stage computes, of all of the network's; None: all.
+    #: Indices of the network's layers that this pipeline stage computes; None: all.
     layers: range | None = None
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class LayerContext:
 
     @property
     def dtype_name(self) -> str:
-        """``dtype`` as options name it, as in "bfloat16"."""
+        """Name of ``dtype``, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -43,10 +43,10 @@ class LayerContext:
         return self.dtype_name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers of this stage, of ``num_layers`` in all.
+        """The layers of this stage, in a network of ``num_layers``.
 
         Raises:
-            ConfigError: there are no such layers.
+            ConfigError: ``layers`` is not a range within the network.
         """
         layers = range(num_layers) if self.layers is None else self.layers
         if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
@@ -54,10 +54,10 @@ class LayerContext:
         return layers
 
     def share(self, size: int, what: str) -> int:
-        """``size / tp_size``.
+        """``size / tp_size``; ``what`` names the quantity in the error.
 
         Raises:
-            ConfigError: the ranks cannot share ``size`` equally.
+            ConfigError: ``size`` is not divisible by ``tp_size``.
         """
         if size % self.tp_size:
             raise ConfigError(f"{what} ({size}) cannot be shared by {self.tp_size} tensor-parallel workers")

@@ -1,7 +1,7 @@
 """Linear layers and their shares in a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
-Checkpoint tensors are copied into one unpacked matrix as they come; when the last has come the backend packs the matrix
-and the unpacked one is dropped, so that no more than one layer is held twice.
+Checkpoint tensors are copied into one unpacked matrix as they are read; after the last one the backend packs the matrix
+and the unpacked one is freed, so at most one layer is in memory twice.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from octavo.layers.context import LayerContext
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix of the checkpoint and the share of it that this rank holds."""
+    """A matrix of the checkpoint and this rank's share of it."""
 
-    #: Its name, as in ``q_proj``; empty where the layer's own name is the matrix's.
+    #: Such as ``q_proj``; empty if the matrix has the layer's name.
     name: str
-    #: Rows (outputs) in the checkpoint, and those taken.
+    #: Rows (outputs) in the checkpoint, and those of this rank.
     full_rows: int
     rows: slice
-    #: Columns (inputs) taken.
+    #: Columns (inputs) of this rank.
     columns: slice
 
     @property
     def size(self) -> int:
-        """Rows taken."""
+        """Rows of this rank."""
         return int(self.rows.stop - self.rows.start)
 
     def tensor_name(self, kind: str) -> str:
@@ -42,12 +42,12 @@ class Part:
 
 
 class ParallelLinear(Layer):
-    """One matrix product whose matrix is stacked from the rows of one or more checkpoint matrices."""
+    """One matrix product; the matrix is the rows of one or more checkpoint matrices."""
 
-    #: Whether the two matrices are a gate and what it gates.
+    #: Whether the two matrices are gate and up projections.
     _gated = False
-    #: What the stacked matrix is called in ``weights``, with a dot, where the layer has no name of its own.
-    stem = ""
+    #: Prefix of the stacked matrix's name in ``weights``, with a dot, if the layer is attached without a name.
+    prefix = ""
 
     def __init__(
         self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
@@ -65,9 +65,9 @@ class ParallelLinear(Layer):
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
         dtype = context.quantization or context.dtype_name
-        self.holds.append(Weight(f"{self.stem}weight", (self.out_features, local_in_features), "linear", dtype))
+        self.holds.append(Weight(f"{self.prefix}weight", (self.out_features, local_in_features), "linear", dtype))
         if bias:
-            self.holds.append(Weight(f"{self.stem}bias", (self.out_features,), "vector", context.dtype_name))
+            self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype_name))
         self._context = context
         self._local_in_features = local_in_features
         self._weight: Tensor | None = None
@@ -100,7 +100,7 @@ class ParallelLinear(Layer):
         if self._weight is None:
             parts: Sequence[Tensor | GGUFRows] = [self._blocks[name] for name in self._offsets]
         else:
-            for name, blocks in self._blocks.items():  # a file may hold one part quantised and another not
+            for name, blocks in self._blocks.items():  # in some files only a part of the matrices is quantised
                 start = self._offsets[name]
                 self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
             parts = self._weight.tensor_split(list(self._offsets.values())[1:])
@@ -113,9 +113,9 @@ class ParallelLinear(Layer):
 
 
 class MergedColumnParallelLinear(ParallelLinear):
-    """Matrices with the same input in one product; each rank holds an equal share of every one's outputs.
+    """Matrices with the same input in one product; each rank holds an equal share of the outputs of each matrix.
 
-    The output is each part's share, one after the other, in the order of ``parts`` (name, outputs).
+    The outputs of the parts (name, outputs) follow each other in order.
     """
 
     def __init__(self, context: LayerContext, parts: list[tuple[str, int]], in_features: int, bias: bool) -> None:
@@ -131,7 +131,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first two matrices of a gated feed-forward network and the activation between them."""
 
     _gated = True
-    stem = "gate_up_proj."
+    prefix = "gate_up_proj."
 
     def __init__(
         self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
@@ -154,7 +154,7 @@ class QKVParallelLinear(ParallelLinear):
         ConfigError: the ranks cannot share the heads equally.
     """
 
-    stem = "qkv_proj."
+    prefix = "qkv_proj."
 
     def __init__(
         self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
@@ -181,7 +181,7 @@ class QKVParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Each rank holds an equal share of the inputs; the results are summed over the ranks.
 
-    What is added once belongs to rank 0, or it would be summed as often as there are ranks: bias and residual.
+    Rank 0 alone adds bias and residual, which would otherwise be summed once per rank.
     """
 
     def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
@@ -202,6 +202,6 @@ class RowParallelLinear(ParallelLinear):
         return self(x)
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """As every linear layer does; ranks other than 0 pass the bias over."""
+        """As every linear layer does; ranks other than 0 ignore the bias."""
         if shard != "bias" or self._adds_bias:
             super().place(shard, tensor)

@@ -1,12 +1,12 @@
 """Tables of rotary position embeddings (Su et al. 2021) for the scalings that Hugging Face checkpoints name.
 
-A table is computed once, for positions 0 to ``ModelConfig.max_position - 1``, and never depends on what is in a batch.
-Two scalings are defined by the length of the text that is being processed: ``dynamic`` raises the base with it and
-``longrope`` changes its factors at the length of pretraining. Following them would change the rotation of keys that
-are already in the cache, and one request's answer with its neighbours' lengths. Here both are decided by
-``max_position``: within the model's original length it gives the unscaled (``dynamic``) or short (``longrope``)
-table, beyond it the table for a text of ``max_position`` tokens. Whoever serves shorter texts only should say so
-(``dataclasses.replace(config, max_position=...)``): the table is then the better one for them, and smaller.
+A table is computed once, for positions 0 to ``ModelConfig.max_position - 1``, and does not depend on the batch. Two
+scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and ``longrope`` changes
+its factors at the length of pretraining. Following them would change the rotation of keys that are already cached,
+and make a request's answer depend on the lengths of others. Here both depend on ``max_position``: within the model's
+original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the one for a text of
+``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a more accurate and
+smaller table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 def rotary_table(config: ModelConfig, device: torch.device | str) -> Tensor:
     """Cosines, then sines, of every position: float32 [max_position, R], R the rotated dimensions of a head.
 
-    Both are multiplied by the scaling's attention factor.
+    Both are multiplied by the attention factor of the scaling.
 
     Raises:
         UnsupportedModelError: the rope type is unknown.
@@ -63,7 +63,7 @@ def _original_length(config: ModelConfig, rope: RopeConfig) -> int:
 
 
 def _configured_length(config: ModelConfig, rope: RopeConfig) -> int:
-    """What config.json calls max_position_embeddings."""
+    """max_position_embeddings of config.json."""
     return int(rope.scaling.get("max_position_embeddings") or config.max_position)
 
 
@@ -77,14 +77,14 @@ def _linear(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _proportional(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
-    """The first share of the pairs rotates, at the frequencies of the whole head; the rest stands still."""
+    """Rotates the first share of the pairs, at the frequencies of the whole head; the others are not rotated."""
     dim = 2 * int(rope.partial_rotary_factor * config.head_dim // 2)
     moving = 1.0 / _wave(rope.theta, dim, config.head_dim) / float(rope.scaling.get("factor", 1.0))
     return torch.cat((moving, torch.zeros(config.head_dim // 2 - dim // 2))), 1.0
 
 
 def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
-    """NTK-aware scaling whose base grows with the length (see the module for which length is meant)."""
+    """NTK-aware scaling: the base grows with the length, which is ``max_position`` here (see the module)."""
     dim, factor, known = _rotated(config, rope), _factor(rope), _configured_length(config, rope)
     length = max(config.max_position, known)
     base = rope.theta * ((factor * length / known) - (factor - 1)) ** (dim / (dim - 2))
@@ -138,7 +138,7 @@ def _longrope(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: long waves slowed by a factor, short ones kept, those between blended."""
+    """Llama 3.1: low frequencies are divided by a factor, high ones are kept, those between are interpolated."""
     scaling, original = rope.scaling, _original_length(config, rope)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     factor, frequencies = _factor(rope), 1.0 / _wave(rope.theta, _rotated(config, rope))

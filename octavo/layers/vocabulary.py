@@ -1,4 +1,4 @@
-"""The two ends of a network: token ids to vectors, vectors to logits; both share the vocabulary between ranks."""
+"""Embedding and language-model head; both are split along the vocabulary between tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.layers.context import LayerContext
 
 
 class _VocabularyShare(Layer):
-    """A table [vocab, E] of which each rank holds an equal run of rows; past the vocabulary's end they are zero."""
+    """This rank's rows of a table [vocab, E]; all ranks have equally many, those past the vocabulary are zero."""
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class VocabParallelEmbedding(_VocabularyShare):
         self._heads: list[ParallelLMHead] = []
 
     def tie(self, head: ParallelLMHead) -> None:
-        """Lets ``head`` have this table as its matrix, as soon as it is loaded."""
+        """Makes this table the matrix of ``head``, once it is loaded."""
         self._heads.append(head)
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -54,14 +54,14 @@ class VocabParallelEmbedding(_VocabularyShare):
         return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start))
 
     def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """Copies this rank's rows; the table is never quantised, as nothing would be faster."""
+        """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""
         self.table = self._take(tensor)
         for head in self._heads:
             head.pack(self.table, tensor)
 
 
 class ParallelLMHead(_VocabularyShare):
-    """The last matrix product; with ``tied`` its matrix is the embedding's and no tensor is expected."""
+    """The language-model head; with ``tied`` its matrix is the embedding's and no tensor is expected."""
 
     def __init__(
         self, context: LayerContext, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
@@ -69,7 +69,7 @@ class ParallelLMHead(_VocabularyShare):
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
         self._vocab_size = vocab_size
-        # Where the other matrices have 4 bits this one has 8: its errors go straight into the logits.
+        # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
         self._quantization = {"int8": "int8", "int4": "int8", "gguf": "gguf"}.get(context.quantization or "")
         dtype = self._quantization or context.dtype_name
         is_tied = tied is not None and self._quantization is None
@@ -89,7 +89,7 @@ class ParallelLMHead(_VocabularyShare):
         self.pack(self._take(tensor), tensor)
 
     def pack(self, table: Tensor, source: Tensor | GGUFRows) -> None:
-        """Takes this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor that they are from."""
+        """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
         if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
             self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))])
         else:

@@ -1,1 +1,1 @@
-"""From the name of a model to its files, and from checkpoint files to weights."""
+"""Resolving a model's name to its files, and reading checkpoints into networks."""

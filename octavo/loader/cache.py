@@ -1,4 +1,4 @@
-"""The folder where fetched and converted models are kept, and how something gets into it whole or not at all."""
+"""The cache folder of fetched and converted models; entries are created atomically."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def cache_dir() -> Path:
 
 
 def publish(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Makes the folder ``target`` once: ``fill`` writes into a folder beside it, which is then renamed.
+    """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
 
-    A folder of that name is therefore always complete. Of several processes one does the work and the others wait for
-    it. What an interrupted run left behind is removed by the next one.
+    So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
+    others wait. The next call removes a temporary folder that an interrupted process left.
 
     Raises:
         DownloadError: the cache cannot be written to.
@@ -38,7 +38,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     if target.is_dir():
         return target
     with _locked(target):
-        if target.is_dir():  # another process was faster
+        if target.is_dir():  # made by another process while this one waited
             return target
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -57,7 +57,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the file lock that belongs to ``target``."""
+    """Holds the file lock of ``target``."""
     from filelock import FileLock, Timeout
 
     try:

@@ -1,4 +1,4 @@
-"""Fetching a model from the Hugging Face hub: descriptions, tokenizers and safetensors, never anything executable."""
+"""Fetching models from the Hugging Face hub: JSON files, tokenizers and safetensors, never executable files."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from octavo.core.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-#: Second copies of the weights in other layouts, which many repositories carry.
+#: Copies of the weights in other layouts, which many repositories have.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
-    """The folder of a snapshot; one that was downloaded before is used when the hub cannot be reached.
+    """The folder of a snapshot; an earlier download is used if the hub cannot be reached.
 
-    Without ``weights`` what describes the model and its tokenizer is fetched alone.
+    Without ``weights`` only configuration and tokenizer files are fetched.
 
-    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` mean what they mean to huggingface_hub.
+    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` have their meaning in huggingface_hub.
 
     Raises:
         ModelNotFoundError: no such repository or revision.

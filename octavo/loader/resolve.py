@@ -1,4 +1,4 @@
-"""From the name that a user types to a Hugging Face style folder on disk."""
+"""Resolves a model name or path to a Hugging Face style folder on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.loader.builtin import BUILTIN, fetch_builtin
 from octavo.loader.cache import cache_dir, publish
 from octavo.loader.shapes import SHAPES, shape_folder
 
-#: Raised by one whenever the converter writes something else for the same file, so that old results are not reused.
+#: Incremented when the converter's output for the same file changes, so that old results are not reused.
 CONVERTER_VERSION = 1
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -24,7 +24,7 @@ _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub i
 def resolve_model(
     name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True, weights: bool = True
 ) -> Path:
-    """The folder with config.json, tokenizer.json and safetensors for whatever ``name`` names.
+    """The folder with config.json, tokenizer.json and safetensors of a model.
 
     Args:
         name: a folder with config.json, a .gguf file, a built-in name, the name of a shape (see ``shapes``), or a hub
@@ -33,7 +33,7 @@ def resolve_model(
             Folders keep their own.
         revision: branch, tag or commit of a hub id.
         progress: shows downloads on standard error.
-        weights: false where they are not read (``load_format="dummy"``): they are then not fetched from the hub.
+        weights: false if they are not needed (``load_format="dummy"``): then they are not fetched from the hub.
 
     Raises:
         ModelNotFoundError: nothing of that name exists.
@@ -60,12 +60,12 @@ def resolve_model(
 
 
 def pull(name: str, progress: bool = True) -> Path:
-    """Fetches and converts a model ahead of its first use, so that later starts need no network; returns its folder."""
+    """Fetches and converts a model before its first use, so that later starts need no network; returns its folder."""
     return resolve_model(name, progress=progress)
 
 
 def gguf_source(name: str) -> Path | None:
-    """The GGUF file that ``resolve_model`` makes the folder of ``name`` from; None if it is not made from one."""
+    """The GGUF file that ``resolve_model`` converts for ``name``; None if the model is not a GGUF file."""
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         return None
@@ -75,15 +75,15 @@ def gguf_source(name: str) -> Path | None:
 
 
 def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:
-    """The folder that a GGUF file was converted to, converting it now if that was not done before.
+    """The folder of a converted GGUF file, which is converted if it is not in the cache.
 
-    The result is found by a fingerprint of the file, so nothing is done twice, and a moved file is recognised.
+    The cache key is a fingerprint of the file's content, so a moved file is recognised.
     """
     with path.open("rb") as f:
         magic = f.read(4)
     if magic != b"GGUF":
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
-    # float16 cannot hold what some checkpoints have; the layers convert what it can.
+    # Values of some checkpoints exceed float16; layers convert bfloat16 where float16 is wanted.
     dtype = "float32" if dtype == "float32" else "bfloat16"
     safe = re.sub(r"[^\w.-]", "_", label or path.stem)[:80]
     target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
@@ -97,9 +97,9 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
 
 
 def _fingerprint(path: Path) -> str:
-    """Recognises a file's content without reading all of it: size, time of change, and 4 KiB at 66 places.
+    """A hash of the file's size, modification time, and 4 KiB at 66 offsets.
 
-    Hashing a large file whole would cost more than loading it. Two files that agree in all of these are taken for one.
+    Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
     """
     stat = path.stat()
     digest = hashlib.sha256(f"{CONVERTER_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())

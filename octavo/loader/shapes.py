@@ -1,4 +1,4 @@
-"""Shapes of well-known models that can be named for measurements: a config.json, no weights and no vocabulary."""
+"""Shapes of well-known models for benchmarks: a config.json without weights and vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.loader.cache import cache_dir, publish
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
-    """What the models of Llama 3.1 and 3.2 have in common."""
+    """config.json of a Llama 3.1 or 3.2 model."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -38,7 +38,7 @@ def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
     }
 
 
-#: Name to the content of config.json. To be run with load_format="dummy".
+#: Name to the content of config.json, for load_format="dummy".
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b-shape": _llama3(
         32.0,

@@ -1,7 +1,7 @@
 """Streams the tensors of a safetensors checkpoint into a network, one at a time.
 
-Files are mapped, not read at once. On the CPU they are mapped anew now and then: besides the network itself, one tensor
-and a few MB of pages read before it are in memory. To a GPU several files are copied at once, each by a thread.
+Files are memory-mapped. On the CPU they are remapped every few MB, so besides the network only one tensor and a few MB
+of pages are in memory. To a GPU several files are copied concurrently, each by a thread.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Largest index that is read, in bytes.
 _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-#: A file is mapped anew whenever this many bytes of it have been read: pages of a mapping count as the process's memory
-#: until it is dropped.
+#: A file is remapped after this many bytes: pages of a mapping count as the process's memory until it is dropped.
 _MAPPED_BYTES = 16 << 20
-#: Files that are copied to a GPU at once: reading from a file system and copying take turns within one.
-_FILES_AT_ONCE = 4
+#: Files that are copied to a GPU concurrently, as one thread alternates between reading and copying.
+_MAX_THREADS = 4
 
 
 def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], elsewhere: Container[str] = ()
+    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], other_stages: Container[str] = ()
 ) -> None:
-    """Gives each (name, whole tensor) to the layer that expects it; afterwards the network is ready.
+    """Loads all weights of a network from (name, whole tensor) pairs.
 
     Args:
-        network: a network none of whose weights are loaded.
+        network: a network without loaded weights.
         tensors: in any order, each name once, under the names that the layers expect.
-        elsewhere: names of tensors that other pipeline stages expect: passed over if no layer here does.
+        other_stages: names of tensors that other pipeline stages expect; skipped if no layer here expects them.
 
     Raises:
-        WeightError: a tensor is missing, unexpected, doubled, or of the wrong shape or type; the message names it.
+        WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
     """
-    takers = {name: (layer, shard) for name, layer, shard in network.tensors()}
-    missing = dict.fromkeys(takers)
+    expected = {name: (layer, shard) for name, layer, shard in network.tensors()}
+    missing = dict.fromkeys(expected)
     for name, tensor in tensors:
-        if name not in takers:
-            if name in elsewhere:
+        if name not in expected:
+            if name in other_stages:
                 continue
             raise WeightError(
                 f"tensor {name!r} belongs to no layer of this network; is config.json of this checkpoint?"
@@ -60,7 +59,7 @@ def load_weights(
             raise WeightError(f"tensor {name!r} occurs twice")
         if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
             raise WeightError(f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16")
-        layer, shard = takers[name]
+        layer, shard = expected[name]
         try:
             layer.load(shard, tensor)
         except WeightError as e:
@@ -75,7 +74,7 @@ def load_weights(
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
 
-    A tensor is a view of the mapped file: copy what is to be kept.
+    A tensor is a view of the mapped file and valid until the next one is requested.
 
     Raises:
         WeightError: a file is missing, truncated or no safetensors file, or lacks a tensor that the index says it has.
@@ -88,20 +87,20 @@ def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[tuple[str, Tensor]]:
-    """As ``read_safetensors``, with the tensors on ``device`` and the caller's own; in no fixed order.
+    """As ``read_safetensors``, with new tensors on ``device``, in no fixed order.
 
-    Close the generator if it is left before its end: threads read ahead of it.
+    Threads read ahead: close the generator if it is not exhausted.
     """
     files = queue.SimpleQueue[tuple[Path, set[str]]]()
     for entry in _files(folder).items():
         files.put(entry)
-    threads = min(files.qsize(), _FILES_AT_ONCE)
-    # None: a thread has come to its end.
+    threads = min(files.qsize(), _MAX_THREADS)
+    # None: a thread has ended.
     read = queue.Queue[tuple[str, Tensor] | WeightError | None](maxsize=threads)
-    left = threading.Event()
+    closed = threading.Event()
 
-    def hand_on(item: tuple[str, Tensor] | WeightError | None) -> bool:
-        while not left.is_set():
+    def put(item: tuple[str, Tensor] | WeightError | None) -> bool:
+        while not closed.is_set():
             try:
                 read.put(item, timeout=0.1)
                 return True
@@ -114,14 +113,14 @@ def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[t
             while True:
                 file, expected = files.get_nowait()
                 for item in _tensors_to(file, expected, device):
-                    if not hand_on(item):
+                    if not put(item):
                         return
         except queue.Empty:
-            hand_on(None)
+            put(None)
         except WeightError as e:
-            hand_on(e)
+            put(e)
         except Exception as e:
-            hand_on(WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}"))
+            put(WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}"))
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
     for worker in workers:
@@ -137,7 +136,7 @@ def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[t
             else:
                 yield item
     finally:
-        left.set()
+        closed.set()
         for worker in workers:
             worker.join()
 
@@ -147,14 +146,18 @@ def _tensors_to(file: Path, expected: set[str], device: torch.device | str) -> I
         names = _names(file, expected)
         with safe_open(file, framework="pt", device=str(device)) as handle:
             for name in names:
-                # On the CPU, where this is tested, a tensor is a view of the mapped file.
+                # On the CPU (tests only) a tensor is a view of the mapped file.
                 yield name, handle.get_tensor(name)
     except (SafetensorError, OSError) as e:
         raise _unreadable(file, e) from None
 
 
 def _names(file: Path, expected: set[str]) -> list[str]:
-    """The tensors in a file, ``expected`` among them."""
+    """The tensors in a file.
+
+    Raises:
+        WeightError: one of ``expected`` is not among them.
+    """
     with safe_open(file, framework="pt") as handle:
         names = list(handle.keys())
     absent = expected.difference(names)
@@ -184,9 +187,9 @@ def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _return_freed_memory() -> None:
-    """Gives the system what unpacked matrices took: freed, they leave holes in glibc's heap that it keeps.
+    """Returns the memory of freed matrices to the system.
 
-    The next matrix of the same size does not fit into such a hole, as it is aligned.
+    glibc keeps it otherwise, and an aligned matrix of the same size does not fit into the free chunk.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -194,7 +197,7 @@ def _return_freed_memory() -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The checkpoint's files, each with the tensors that the index expects in it."""
+    """The checkpoint's files, each with the tensors that the index lists for it."""
     if (folder / SINGLE_FILE).is_file():
         return {folder / SINGLE_FILE: set()}
     if (folder / INDEX_FILE).is_file():

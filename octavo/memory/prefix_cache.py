@@ -36,7 +36,6 @@ class PrefixCache:
         self._host_cache = host_cache
         self._on_device = ContentIndex(device)
         self._on_host = ContentIndex(host)
-        self.num_evictions = 0
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,6 @@ class PrefixCache:
             evicted = (
                 self._on_device.forget(self._device.least_recently_used()) if windowed else self._on_device.evict()
             )
-            self.num_evictions += 1
             if self._host_cache:
                 self._move_to_host(evicted)
         return self._device.allocate(count)

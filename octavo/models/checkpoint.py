@@ -1,8 +1,7 @@
-"""How the tensors of a checkpoint become those that a network's layers expect.
+"""Maps the tensors of a checkpoint to those that a network's layers expect.
 
-A network lists entries in ``Network.checkpoint_map``. The stream of (name, tensor) pairs passes through each of them in
-turn; a pair that an entry does not name is handed on as it is. A network whose checkpoints use the names of its layers
-needs none.
+``Network.checkpoint_map`` is a list of entries, each of which transforms the stream of (name, tensor) pairs; pairs that
+an entry does not match pass unchanged. Checkpoints that use the names of the layers need no entries.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Entry(Protocol):
-    """One kind of change of names or tensors."""
+    """One transformation of names or tensors."""
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """The changed stream."""
+        """The transformed stream."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Passes over tensors whose name the pattern finds, if the network does not expect them."""
+    """Skips tensors with names that contain a match of the pattern, unless the network expects them."""
 
     pattern: str
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """All but these."""
+        """The remaining tensors."""
         return ((name, tensor) for name, tensor in pairs if name in shapes or not re.search(self.pattern, name))
 
 
 @dataclass(frozen=True)
 class Rename:
-    """Replaces what the pattern finds in a name, as ``re.sub`` does."""
+    """Replaces matches of the pattern in names, as ``re.sub`` does."""
 
     pattern: str
     replacement: str
@@ -55,16 +54,16 @@ class Rename:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor of the checkpoint holds the rows of several: ``Split("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
+    """Splits a tensor of the checkpoint by rows: ``Split("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
 
-    ``whole`` and ``parts`` are components of dotted names. Each part has as many rows as the network expects.
+    ``whole`` and ``parts`` are components of dotted names. Each part gets as many rows as the network expects.
     """
 
     whole: str
     parts: tuple[str, ...]
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """The parts, in their order."""
+        """The parts, in order."""
         for name, tensor in pairs:
             before, found, after = _partition(name, self.whole)
             if not found:
@@ -84,16 +83,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Join:
-    """The rows of several tensors of the checkpoint are one of the network's, in the order of ``parts``.
+    """Concatenates the rows of several tensors of the checkpoint, in the order of ``parts``.
 
-    ``parts`` and ``whole`` are components of dotted names. Parts are kept in memory until the last of them comes.
+    ``parts`` and ``whole`` are components of dotted names. Parts are kept in memory until the last one is read.
     """
 
     parts: tuple[str, ...]
     whole: str
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """The wholes, each when its last part has come."""
+        """The concatenated tensors, each after its last part is read."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in pairs:
             for part in self.parts:
@@ -107,7 +106,7 @@ class Join:
             held = waiting.setdefault(whole, {})
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
-            held[part] = _values(tensor).clone()  # a view of a file may be gone when the others come
+            held[part] = _values(tensor).clone()  # the file of a view may be unmapped before the last part is read
             if len(held) == len(self.parts):
                 del waiting[whole]
                 yield whole, torch.cat([held[part] for part in self.parts])
@@ -118,24 +117,24 @@ class Join:
 
 @dataclass(frozen=True)
 class Transform:
-    """Changes each tensor whose name the pattern finds: ``Transform(r"c_attn\\.weight$", transpose)``."""
+    """Applies a function to tensors with names that match: ``Transform(r"c_attn\\.weight$", transpose)``."""
 
     pattern: str
     function: Callable[[Tensor], Tensor]
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """The changed tensors under their names."""
+        """The transformed tensors under the same names."""
         for name, tensor in pairs:
             yield name, self.function(_values(tensor)) if re.search(self.pattern, name) else tensor
 
 
 def transpose(tensor: Tensor) -> Tensor:
-    """A matrix that the checkpoint holds as [in, out], as GPT-2's Conv1D does."""
+    """[in, out] to [out, in], for checkpoints such as those of GPT-2's Conv1D."""
     return tensor.t()
 
 
 def _partition(name: str, component: str) -> tuple[str, bool, str]:
-    """What stands before and after a component of a dotted name, and whether it is there."""
+    """The text before a component of a dotted name, whether the component occurs, and the text after it."""
     match = re.search(rf"(?:^|(?<=\.)){re.escape(component)}(?=\.|$)", name)
     return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
 

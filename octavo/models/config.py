@@ -1,6 +1,6 @@
-"""config.json and generation_config.json of a Hugging Face folder, in their transformers 4 and 5 spellings.
+"""Readers of config.json and generation_config.json, in the spellings of transformers 4 and 5.
 
-What every family shares is read here; the rest by ``Network.read_config`` of the family.
+Values that all families have are read here; the others by ``Network.read_config`` of each family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The facts of ``folder``/config.json, and the end-of-sequence ids of generation_config.json too.
+    """The model configuration of ``folder``/config.json, with the special token ids of generation_config.json.
 
     Raises:
         ConfigError: config.json is missing, is no JSON object, or a value is missing, of the wrong type or impossible.
@@ -112,8 +112,8 @@ def _refuse_quantized(raw: dict[str, Any]) -> None:
         )
 
 
-def common_facts(reader: ConfigReader) -> dict[str, Any]:
-    """Arguments of ``ModelConfig`` that every decoder's file spells alike: vocabulary, special tokens, types."""
+def common_fields(reader: ConfigReader) -> dict[str, Any]:
+    """Fields of ``ModelConfig`` that all decoders name alike: vocabulary, special tokens, dtype."""
     return {
         "vocab_size": reader.positive("vocab_size"),
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
@@ -124,7 +124,7 @@ def common_facts(reader: ConfigReader) -> dict[str, Any]:
 
 
 def refuse_activations(reader: ConfigReader, *supported: str) -> None:
-    """Raises UnsupportedModelError if hidden_act is none of ``supported``, of which the first is the default."""
+    """Raises UnsupportedModelError if hidden_act is not in ``supported``; the first entry is the default."""
     activation = reader.raw.get("hidden_act", supported[0])
     if activation not in supported:
         raise UnsupportedModelError(f"activation hidden_act={activation!r} is not supported; supported: {supported[0]}")
@@ -135,7 +135,7 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
     scaling = reader.table("rope_parameters") or reader.table("rope_scaling")
     if any(isinstance(value, dict) for value in scaling.values()):
         raise UnsupportedModelError("rope parameters that differ between layer types are not supported")
-    # "type" is the older name; a file that has both means rope_type.
+    # "type" is the older name; rope_type takes precedence.
     old_name = scaling.pop("type", None)
     rope_type = scaling.pop("rope_type", None) or old_name or "default"
     if rope_type not in ROPE_TYPES:
@@ -149,15 +149,15 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
     scaling = {k: v for k, v in scaling.items() if k not in ("rope_theta", "partial_rotary_factor")}
     scaling["max_position_embeddings"] = reader.positive("max_position_embeddings")
     if rope_type in ("llama3", "longrope", "yarn") and reader.raw.get("original_max_position_embeddings"):
-        # Phi-3 and its kin keep it outside, where it takes precedence.
+        # Phi-3 and similar models have it at the top level, where it takes precedence.
         scaling["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings")
     return RopeConfig(theta=theta, rope_type=rope_type, partial_rotary_factor=partial, scaling=scaling)
 
 
 def longest_context(rope: RopeConfig) -> int:
-    """The length in tokens up to which a model is meant to work.
+    """Longest context in tokens that a model supports.
 
-    That is max_position_embeddings, or more where the scaling (linear, dynamic, yarn) extends it.
+    That is max_position_embeddings, or more if the scaling (linear, dynamic, yarn) extends it.
     """
     configured: int = rope.scaling["max_position_embeddings"]
     factor = rope.scaling.get("factor")
@@ -168,7 +168,7 @@ def longest_context(rope: RopeConfig) -> int:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    """What the weights are saved as; files that do not say are taken for float32, as transformers 4 did."""
+    """The dtype of the saved weights; float32 if the file does not name one, as in transformers 4."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UnsupportedModelError(f"weights of type {dtype!r} are not supported; supported: {', '.join(_DTYPES)}")
@@ -176,7 +176,7 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def _merged_ids(name: str, *sources: dict[str, Any]) -> tuple[int, ...]:
-    """The ids of all sources without doubles, those of the first source first."""
+    """The ids of all sources without duplicates, those of the first source first."""
     ids: list[int] = []
     for source in sources:
         value = source.get(name)

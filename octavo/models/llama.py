@@ -1,6 +1,6 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3 differ in biases, head norms and windows only.
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3, which differ in biases, head norms and windows only.
 
-Reads top down: a network is layers; a layer is attention and an MLP, with a norm before each and a residual around it.
+A network is a stack of layers; a layer is attention and an MLP, each with a norm before it and a residual around it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Entry
-from octavo.models.config import ConfigReader, common_facts, longest_context, read_rope, refuse_activations
+from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
 from octavo.models.network import Network
 
 
 class LlamaForCausalLM(Network):
     """A decoder-only transformer with its language-model head."""
 
-    # Old checkpoints saved the rotary table; tied ones may repeat the embedding as the head.
+    # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
     checkpoint_map: ClassVar[tuple[Entry, ...]] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -97,12 +97,12 @@ class LlamaForCausalLM(Network):
             qk_norm=architecture == "Qwen3ForCausalLM",
             rope=rope,
             sliding_windows=_windows(architecture, reader, layers),
-            **common_facts(reader),
+            **common_fields(reader),
         )
 
 
 class DecoderLayer(Layer):
-    """Attention, then the MLP, each of them added to the residual stream, of which it sees the norm."""
+    """Attention, then the MLP; each has the norm of the residual stream as its input and is added to the stream."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class DecoderLayer(Layer):
         self.mlp = self.attach("mlp", MLP(config, context))
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """The residual stream after this layer, float32 [T, E]; the memory of the one before may be reused."""
+        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
         residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
@@ -168,7 +168,7 @@ class MLP(Layer):
 
 
 def _attention_biases(architecture: str, reader: ConfigReader) -> tuple[bool, bool]:
-    """Bias on q, k and v; on the output. Qwen2 has the first always, Mistral none, the others as they say."""
+    """(bias on q, k and v; bias on the output): Qwen2 has the first only, Mistral none, others attention_bias."""
     if architecture == "Qwen2ForCausalLM":
         return True, False
     if architecture == "MistralForCausalLM":
@@ -180,7 +180,7 @@ def _attention_biases(architecture: str, reader: ConfigReader) -> tuple[bool, bo
 def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     raw = reader.raw
     if architecture == "MistralForCausalLM":
-        # Absent means the 4096 of the first Mistral; null means none.
+        # Absent: 4096, as in the first Mistral; null: no window.
         given = "sliding_window" not in raw or raw["sliding_window"] is not None
         return (reader.positive("sliding_window", 4096) if given else None,) * layers
     if architecture == "LlamaForCausalLM" or not reader.flag("use_sliding_window"):

@@ -1,4 +1,4 @@
-"""What every network is to the rest of the engine: an embedding, layers with KV caches, and a head."""
+"""The interface of networks: an embedding, layers with KV caches, and a head."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from octavo.models.config import ConfigReader
 
 
 class Network(Layer, ABC):
-    """One rank's share of a network: the layers of its pipeline stage, of each its tensor-parallel part.
+    """One rank's share of a network: its tensor-parallel part of the layers of its pipeline stage.
 
-    The first stage holds the embedding, the last one the last norm and the head. What a checkpoint calls the tensors is
-    in ``checkpoint_map``; what it says of the shape is read by ``read_config``.
+    The first stage has the embedding, the last one the final norm and the head. ``checkpoint_map`` maps the tensors of
+    checkpoints, ``read_config`` reads their config.json.
     """
 
-    #: From the names and tensors of a checkpoint to those that the layers expect; see ``octavo.models.checkpoint``.
+    #: Maps the checkpoint's names and tensors to those that the layers expect; see ``octavo.models.checkpoint``.
     checkpoint_map: ClassVar[tuple[Entry, ...]] = ()
 
-    #: What each layer of this stage caches, on this rank.
+    #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
 
     @classmethod
     @abstractmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json that names ``architecture``.
+        """The model configuration of a config.json with this architecture.
 
         Raises:
             ConfigError: a value is missing, of the wrong type or impossible.
-            UnsupportedModelError: the network cannot compute what the file asks for.
+            UnsupportedModelError: the network does not support a value.
         """
 
     @abstractmethod
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        """The network without weights; its layers and ``kv_specs`` are there."""
+        """Creates the layers, without weights, and ``kv_specs``."""
         super().__init__()
         self.config = config
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
-        """The batch's tokens to hidden states [T, E], of a network that is one stage; writes keys and values."""
+        """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [T] to the residual stream float32 [T, E]; of the first stage."""
+        """Token ids int64 [T] to the residual stream float32 [T, E]; first stage only."""
 
     @abstractmethod
     def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
         """The residual stream float32 [T, E] through the layers of this stage, which write their keys and values.
 
-        The last stage returns hidden states [T, E] after the last norm, the others the residual stream for the next.
+        The last stage returns hidden states [T, E] after the final norm, other stages the residual stream for the next.
         ``kv_caches`` has an entry for each of ``kv_specs``. The memory of ``residual`` may be reused.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, E] to logits float32 [n, vocab]; of the last stage."""
+        """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; of the last stage.
+        """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.
 
         The vectors of sequences whose prompts end in the batch count.
         """

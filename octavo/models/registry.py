@@ -1,4 +1,4 @@
-"""Which network serves which architecture; a network is imported when it is asked for."""
+"""The registry of networks by architecture; a network's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def supported_architectures() -> list[str]:
 
 
 def architecture_of_type(model_type: str) -> str | None:
-    """The architecture that a config.json of this model_type means if it names none."""
+    """The architecture for a config.json that has this model_type and no architectures."""
     return next((name for name, (known, _, _) in NETWORKS.items() if known == model_type), None)
 
 
 def network_class(architecture: str) -> type[Network]:
-    """The network that serves an architecture.
+    """The network class of an architecture.
 
     Raises:
-        UnsupportedModelError: no network does.
+        UnsupportedModelError: there is none.
     """
     if architecture not in NETWORKS:
         raise UnsupportedModelError(
@@ -47,10 +47,10 @@ def network_class(architecture: str) -> type[Network]:
 
 
 def make_network(config: ModelConfig, context: LayerContext) -> Network:
-    """The network of ``config.architecture``, still without weights.
+    """The network of ``config.architecture``, without weights.
 
     Raises:
-        UnsupportedModelError: no network serves the architecture.
-        ConfigError: the configuration contradicts itself, or the ranks or stages cannot share the network.
+        UnsupportedModelError: there is no network for the architecture.
+        ConfigError: the configuration contradicts itself, or cannot be divided among the ranks or stages.
     """
     return network_class(config.architecture)(config, context)

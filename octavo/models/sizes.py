@@ -1,6 +1,6 @@
-"""Bytes and operations of a network, counted from what its layers hold and cache; nothing else computes them.
+"""Bytes and operations of a network, derived from its weights and KV specs; no other module computes them.
 
-A network counts before it is loaded as after, and without memory for its weights too: ``outline_network``.
+They need no loaded weights: ``outline_network`` makes a network without memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.models.registry import make_network
 
 
 def outline_network(config: ModelConfig, context: LayerContext) -> Network:
-    """The network that ``context`` would have, without memory: it can be counted, and neither loaded nor run.
+    """The network for ``context`` on torch's meta device: its sizes can be computed, it cannot be loaded or run.
 
     Raises:
         As ``make_network``.
@@ -29,7 +29,7 @@ def outline_network(config: ModelConfig, context: LayerContext) -> Network:
 
 
 def outline(config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Network:
-    """As ``outline_network`` for one rank that holds all of the network; types under the names of the options."""
+    """As ``outline_network``, for one rank with the whole network; types are values of the engine's options."""
     context = LayerContext(
         ReferenceKernels("meta"), getattr(torch, dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype
     )
@@ -37,32 +37,32 @@ def outline(config: ModelConfig, dtype: str, quantization: str | None = None, kv
 
 
 def matrices(network: Network) -> list[Weight]:
-    """The matrices that every step multiplies with: those of the layers and the head."""
+    """The matrices of the layers and the head, which every step reads."""
     return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
 
 
 def size_bytes(*weights: Weight) -> int:
-    """Bytes of these, the scales of quantised ones left out."""
+    """Bytes of these weights without scales of quantised ones."""
     return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
 
 
 def weight_bytes(network: Network) -> int:
-    """Bytes of the weights in memory: a lower bound, as scales and what a backend adds to align are left out."""
+    """Bytes of the weights in memory, without scales and padding of the backend (a lower bound)."""
     return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
 
 
 def weight_bytes_read(network: Network) -> int:
-    """Bytes of weights that every step reads at least: each matrix once."""
+    """Least bytes of weights that a step reads: each matrix once."""
     return size_bytes(*matrices(network))
 
 
 def kv_bytes_per_token(network: Network) -> int:
-    """Bytes that a token has in the KV cache of all layers of this rank, without padding."""
+    """Bytes of a token's KV entries in all layers of this rank, without padding."""
     return sum(spec.bytes_per_token for spec in network.kv_specs)
 
 
 def layer_weights(network: Network) -> int:
-    """Numbers in the matrices of all layers; the table of embeddings and the head are not among them."""
+    """Elements of the matrices of all layers, without the embedding and the head."""
     return sum(math.prod(weight.shape) for weight in network.weights() if weight.kind == "linear")
 
 

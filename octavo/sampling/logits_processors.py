@@ -1,8 +1,8 @@
-"""What a request changes in its logits before the choice: processors, masks, bias and penalties.
+"""Logits processors of a request: custom callables, allowed tokens, bad words, minimum tokens, bias and penalties.
 
-A sequence has one small object for each thing that its request asks for, of one of two kinds: an edit of the row of
-logits on the host, or a mask of tokens, which every backend applies where the logits are. Masks commute with edits, as
--inf stays -inf under bias and penalties and custom processors come first, so all of them are applied with the choice.
+A sequence has one object for each of them, of one of two kinds: an edit of the row of logits on the host, or a mask of
+tokens, which a backend applies on the logits' device. Masks commute with edits, as -inf stays -inf under bias and
+penalties and custom processors come first; so all masks are applied last, when tokens are chosen.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class RowError(Exception):
-    """One sequence cannot go on; the message says why."""
+    """One sequence cannot continue; the message says why."""
 
 
 class SequenceProcessor:
-    """Something that one sequence asks for; not to be confused with ``LogitsProcessor``, a callable of the user's.
+    """A processor of one sequence (``LogitsProcessor`` is a user's callable).
 
-    It gets the tokens so far, int32 [n], prompt included, which are the next token's context. Calls come with ever more
-    tokens of one sequence, of which a stateful one may count those that are new.
+    It is called with the known tokens, int32 [n], prompt included. Each call has all tokens of the call before, so a
+    stateful processor may count the new ones only.
     """
 
-    #: Whether it reads the tokens so far: where not, they may be unknown and only their number counts.
+    #: Whether it reads the token ids; if not, only their number matters and the ids may be unknown yet.
     reads_tokens = False
 
     def fork(self) -> Self:
-        """One for a copy of the sequence that goes on from here; itself where it has no state."""
+        """A processor for a copy of the sequence; the same one if it has no state."""
         return self
 
 
@@ -51,24 +51,24 @@ class LogitsEdit(SequenceProcessor, ABC):
         """Edits logits [vocab_size] in place.
 
         Raises:
-            RowError: the sequence cannot go on.
+            RowError: the sequence cannot continue.
         """
 
 
 class TokenMask(SequenceProcessor, ABC):
-    """Allows some tokens only."""
+    """Restricts the next token to some tokens."""
 
     @abstractmethod
     def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
-        """The tokens allowed next, packed (see ``mask_words``); None allows all. The caller does not change it.
+        """The tokens allowed next, packed (see ``mask_words``) and not to be modified; None allows all.
 
         Raises:
-            RowError: the sequence cannot go on.
+            RowError: the sequence cannot continue.
         """
 
 
 class LogitsProcessors:
-    """All that one sequence asks for, in the order that ``SamplingParams`` documents."""
+    """The processors of one sequence, in the order that ``SamplingParams`` documents."""
 
     def __init__(self, task: Generate, token_ids: list[int], num_prompt: int, vocab_size: int) -> None:
         """For a sequence of these tokens, of which the first ``num_prompt`` are the prompt."""
@@ -92,33 +92,33 @@ class LogitsProcessors:
             self._edits.append(Penalties(params, token_ids[:num_prompt], vocab_size))
 
     def __bool__(self) -> bool:
-        """Whether the sequence asks for anything."""
+        """Whether there are any."""
         return bool(self._edits or self._masks)
 
     @property
     def edits_logits(self) -> bool:
-        """Whether ``edit`` does anything."""
+        """Whether ``edit`` changes logits."""
         return bool(self._edits)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether any reads the tokens so far, and not their number alone."""
+        """Whether any of them reads the token ids, and not their number alone."""
         return any(processor.reads_tokens for processor in (*self._edits, *self._masks))
 
     def fork(self) -> LogitsProcessors:
-        """Those of a copy of the sequence that goes on from here."""
+        """The processors of a copy of the sequence."""
         child = copy.copy(self)
         child._edits = [edit.fork() for edit in self._edits]
         child._masks = [mask.fork() for mask in self._masks]
         return child
 
     def edit(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
-        """Every edit in turn; see ``LogitsEdit.apply``."""
+        """Applies all edits in order; see ``LogitsEdit.apply``."""
         for edit in self._edits:
             edit.apply(logits, token_ids)
 
     def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
-        """What every mask allows; see ``TokenMask.bitmask``."""
+        """The tokens that all masks allow; see ``TokenMask.bitmask``."""
         allowed = None
         for mask in self._masks:
             bits = mask.bitmask(token_ids)
@@ -128,7 +128,7 @@ class LogitsProcessors:
 
 
 class CustomProcessors(LogitsEdit):
-    """The request's own callables, one after the other."""
+    """The callables of ``SamplingParams.logits_processors``, in order."""
 
     reads_tokens = True
 
@@ -137,9 +137,9 @@ class CustomProcessors(LogitsEdit):
         self._processors = [(f, _takes_prompt(f)) for f in processors]
 
     def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
-        """See ``LogitsEdit``; one that raises, or returns something else than logits, is a ``RowError``."""
+        """See ``LogitsEdit``; a callable that raises, or returns something other than logits, is a ``RowError``."""
         outputs = token_ids[len(self._prompt) :].tolist()
-        # A copy: a processor may keep or spoil what it was given.
+        # A copy, as a processor may keep or modify its argument.
         current = torch.from_numpy(logits.copy())
         for processor, takes_prompt in self._processors:
             try:
@@ -148,7 +148,7 @@ class CustomProcessors(LogitsEdit):
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 raise RowError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
-        # +inf is how some processors force a token; a finite number does the same and has no NaN in its wake.
+        # Some processors force a token by +inf; the largest finite number has the same effect and yields no NaN.
         np.minimum(current.numpy(), _LARGEST, out=logits)
 
 
@@ -161,18 +161,18 @@ def _checked(result: object, vocab_size: int) -> Tensor:
 
 
 def _takes_prompt(processor: LogitsProcessor) -> bool:
-    """Whether the processor cannot be called with two arguments, so it wants the prompt tokens too."""
+    """Whether the processor cannot be called with two arguments, so it expects the prompt tokens too."""
     try:
         inspect.signature(processor).bind(None, None)
     except TypeError:
         return True
-    except ValueError:  # no signature to be had
+    except ValueError:  # a builtin without a signature
         return False
     return False
 
 
 class AllowedTokens(TokenMask):
-    """Some tokens (None: all of the vocabulary) but for the banned ones."""
+    """Allows the allowed tokens (None: all) except the banned ones."""
 
     def __init__(self, allowed_ids: list[int] | None, banned_ids: NDArray[np.int64], vocab_size: int) -> None:
         allowed = np.full(vocab_size, allowed_ids is None)
@@ -187,7 +187,7 @@ class AllowedTokens(TokenMask):
 
 
 class BadPhrases(TokenMask):
-    """No last token of a phrase whose other tokens are the latest output."""
+    """Forbids the last token of a phrase if the latest output is the rest of the phrase."""
 
     reads_tokens = True
 
@@ -205,7 +205,7 @@ class BadPhrases(TokenMask):
 
 
 class MinTokens(TokenMask):
-    """No stop token before the sequence has some number of tokens, prompt included."""
+    """Forbids stop tokens until the sequence has ``min_tokens`` tokens, prompt included."""
 
     def __init__(self, min_tokens: int, stop_ids: NDArray[np.int64], vocab_size: int) -> None:
         self._min_tokens = min_tokens
@@ -232,8 +232,8 @@ class LogitBias(LogitsEdit):
 class Penalties(LogitsEdit):
     """Repetition, frequency and presence penalties.
 
-    Owns the distinct tokens in the order first met and how often each was generated (0 for prompt tokens). Invariant:
-    the sequence's first ``_counted`` tokens are in the counts.
+    Owns the distinct tokens in order of occurrence and how often each was generated (0 for prompt tokens). Invariant:
+    the counts include the sequence's first ``_counted`` tokens.
     """
 
     reads_tokens = True
@@ -247,30 +247,30 @@ class Penalties(LogitsEdit):
         self._ids = np.zeros(64, np.int64)
         self._counts = np.zeros(64, np.int32)
         self._counted = len(prompt)
-        if self._repetition != 1.0:  # the other two look at the output alone
+        if self._repetition != 1.0:  # the other two penalties apply to output tokens only
             for token in dict.fromkeys(prompt):
-                self._place(token)
+                self._index_of(token)
 
     def fork(self) -> Self:
-        """With counts of its own."""
+        """A copy with separate counts."""
         child = copy.copy(self)
         child._index, child._ids, child._counts = dict(self._index), self._ids.copy(), self._counts.copy()
         return child
 
-    def _place(self, token: int) -> int:
-        """Index of the token in the arrays, where it gets a place if it has none."""
-        place = self._index.setdefault(token, len(self._index))
-        if place == len(self._ids):
+    def _index_of(self, token: int) -> int:
+        """Index of the token in the arrays, which are extended for a new token."""
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        return place
+        self._ids[index] = token
+        return index
 
     def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
-        """Counts the tokens that are new, then edits the logits of all those counted."""
+        """Counts the new tokens, then edits the logits of all counted ones."""
         for token in token_ids[self._counted :].tolist():
-            place = self._place(token)
-            self._counts[place] += 1
+            index = self._index_of(token)
+            self._counts[index] += 1
         self._counted = len(token_ids)
         ids, counts = self._ids[: len(self._index)], self._counts[: len(self._index)]
         if len(ids) and int(ids.max()) >= self._vocab_size:
@@ -279,7 +279,7 @@ class Penalties(LogitsEdit):
         values = logits[ids].astype(np.float64)
         values = np.where(values > 0.0, values / self._repetition, values * self._repetition)
         values -= self._frequency * counts + self._presence * (counts > 0)
-        # A tiny or huge penalty must not make infinities, except of tokens that are masked already.
+        # Extreme penalties must not produce infinities, except for tokens that are masked already.
         logits[ids] = np.where(np.isneginf(values), -np.inf, np.clip(values, -_LARGEST, _LARGEST))
 
 

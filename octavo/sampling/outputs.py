@@ -1,4 +1,4 @@
-"""What the sampler gives: tokens on the device at once, everything else once it is waited for."""
+"""Outputs of the sampler: tokens on the device immediately, host values after ``wait``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from octavo.kernels.sampling import NO_TOKEN, HostCopy, PendingLogprobs
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What came of the rows of a step; the dictionaries are by index in the batch, not by row.
+    """Sampled tokens of a step. The keys of the dictionaries are indices in the batch, not rows of the table.
 
-    ``token_ids`` int64 [n] holds 0 where ``errors`` names the index: that sequence has no token and ends.
+    ``token_ids`` int64 [n] is 0 at the indices in ``errors``: such a sequence has no token and ends.
     """
 
     token_ids: NDArray[np.int64]
@@ -26,9 +26,9 @@ class SamplerOutput:
 
 
 class PendingSamplerOutput:
-    """The choice of a step's tokens, which the device may still be busy with.
+    """The sampled tokens of a step, which the device may still be computing.
 
-    Holds all that was asked for when it was started: nothing of it depends on what becomes of the rows afterwards.
+    It holds all inputs of the step, so later changes of the rows do not affect it.
     """
 
     __slots__ = ("_copy", "_failed", "_scored", "tokens")
@@ -39,14 +39,14 @@ class PendingSamplerOutput:
         failed: dict[int, str] | None = None,
         scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = (),
     ) -> None:
-        #: int64 [n] on the logits' device, in the order of its current stream; a negative one is no token.
+        #: int64 [n] on the logits' device, ready in stream order; negative where there is no token (``NO_TOKEN``).
         self.tokens = tokens
         self._copy = HostCopy(tokens) if tokens.is_cuda else None
         self._failed = failed
         self._scored = scored
 
     def wait(self) -> SamplerOutput:
-        """What came of it, on the host; may be called again."""
+        """The output on the host; may be called repeatedly."""
         chosen: NDArray[np.int64] = (self.tokens if self._copy is None else self._copy.wait()).numpy()
         output = SamplerOutput(chosen)
         if self._failed or min(chosen.tolist(), default=0) < 0:

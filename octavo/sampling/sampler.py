@@ -1,4 +1,4 @@
-"""From logits to tokens, for the rows of one step."""
+"""The sampler: from the logits of one step to tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from octavo.core.plan import NewSequence, PositionLogprobs
+from octavo.core.plan import NewSequence
 from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.logits_processors import LogitsProcessors, RowError
-from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
+from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.token_table import TokenTable
 
 
 class Sampler:
-    """Chooses the next token of each row as its request asks.
+    """Samples the next token of each row by the sampling parameters of its request.
 
-    Owns what each row of the persistent batch asks for, and reads the tokens so far from the table. Invariant: the
-    result of a row depends on its logits, its tokens and its request only, bit for bit, and not on the other rows.
+    Owns the sampling state of each row of the persistent batch, and reads token ids from the table. Invariant: the
+    result of a row depends bit for bit on its logits, its tokens and its request only, and not on the other rows.
     """
 
     def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend) -> None:
-        """For the rows of the table, on the backend's device."""
+        """State for the rows of ``tokens``; tokens are chosen on the backend's device."""
         self._vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
         rows = tokens.num_rows
-        #: Rows that ask for more than the most likely token; a set, as most often there are none.
+        #: Rows that need more than the most likely token; a set, as it is usually empty.
         self._special: set[int] = set()
         self._num_logprobs = np.full(rows, -1, np.int64)
         self._seeds = np.zeros(rows, np.uint64)
-        self._filters = np.zeros(rows, FILTERS)  # a temperature of 0 where nothing is drawn
+        self._filters = np.zeros(rows, FILTERS)  # temperature 0: greedy
         self._processors: dict[int, LogitsProcessors] = {}
-        #: Rows whose processors read the tokens so far.
+        #: Rows whose processors read token ids.
         self._token_readers: set[int] = set()
         self._masks = np.empty((0, mask_words(vocab_size)), np.uint32)
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """The sequence joins at this row, for the first time or back from preemption with its outputs."""
+        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens."""
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
@@ -71,7 +71,7 @@ class Sampler:
                 self._token_readers.add(row)
 
     def fork(self, parent: int, child: int, seed: int) -> None:
-        """A copy of the sequence at row ``parent`` joins at row ``child``, where it draws by its own seed."""
+        """Adds a copy of the sequence at row ``parent`` at row ``child``, with another seed."""
         self.remove(child)
         for state in (self._num_logprobs, self._filters):
             state[child] = state[parent]
@@ -82,7 +82,7 @@ class Sampler:
             self._set_processors(child, self._processors[parent].fork())
 
     def remove(self, row: int) -> None:
-        """Forgets what the row asked for, if anything."""
+        """Clears the state of the row, if it has any."""
         self._special.discard(row)
         self._token_readers.discard(row)
         self._num_logprobs[row] = -1
@@ -92,26 +92,24 @@ class Sampler:
     def needs_tokens(self, rows: NDArray[np.int64]) -> bool:
         """Whether the ids of all tokens of these rows must be in the table when ``start`` is called.
 
-        True where one has penalties, bad words of several tokens or custom processors. For others (minimum tokens,
-        allowed tokens, bias, bad words of one token, filters) the number of tokens is enough.
+        True if a row has penalties, bad words of several tokens or custom processors. For everything else (minimum
+        tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
         """
         return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
 
     def start(
         self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
     ) -> PendingSamplerOutput:
-        """Chooses a token for each row; the caller appends it to the table.
+        """Samples a token for each row; the caller appends it to the table.
 
-        Rows may be added, removed and given other tokens before the result is waited for: it does not change. Rows that
-        ``needs_tokens`` names must have the ids of the tokens before each position in the table; for others it does not
-        matter which they are.
+        Rows may be added, removed and changed before ``wait``: the result stays the same. For rows of which
+        ``needs_tokens`` is true the table must hold the ids of all tokens before each position.
 
         Args:
             logits: [n, vocab_size]; may be changed in place.
-            rows: [n], the row of each. One may come several times, with other positions (to verify drafts, say).
-            positions: [n], where in its sequence each token chosen stands; ``tokens.num_tokens[rows]`` unless given.
-                Tokens of the table before ``tokens.num_tokens[row]`` are taken for good: those from there to the
-                position may be replaced later.
+            rows: [n], the row of each. A row may occur several times, with different positions (to verify drafts).
+            positions: [n], position of each sampled token in its sequence; by default ``tokens.num_tokens[rows]``.
+                Tokens of the table from ``tokens.num_tokens[row]`` up to the position may be replaced later (drafts).
         """
         backend = self._backend
         logits = backend.prepare(logits)
@@ -128,7 +126,7 @@ class Sampler:
             return PendingSamplerOutput(tokens, None, self._logprobs(tokens, logits, which, which, counts))
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
         changed = np.array([i for i in processed if scored[i]], np.int64)
-        # Logprobs are the model's own: of rows that are about to change they need a copy.
+        # Logprobs are computed from the model's logits: rows that are about to be changed are copied.
         originals = logits[backend.to_device(changed)] if len(changed) else logits
         failed, mask = self._process(logits, row_list, positions.tolist(), processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
@@ -138,49 +136,41 @@ class Sampler:
         found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts)
         return PendingSamplerOutput(tokens, failed, found)
 
-    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> SamplerOutput:
-        """``start`` and ``wait`` in one."""
-        return self.start(logits, rows).wait()
-
     def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
-        """Logprobs of known tokens.
+        """Logprobs of given tokens.
 
         Args:
-            logits: [n, vocab_size], those that the model gave at the positions before the targets.
+            logits: [n, vocab_size], the model's logits at the positions before the targets.
             targets: [n] token ids.
-            k: number of most likely tokens to name at each position.
+            k: number of most likely tokens to return at each position.
         """
         tokens, backend = np.asarray(targets, np.int64), self._backend
         every = np.arange(len(tokens))
         return backend.logprobs(backend.prepare(logits), every, backend.to_device(tokens), np.full_like(tokens, k))
 
-    def prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> list[PositionLogprobs]:
-        """``start_prompt_logprobs`` and ``wait`` in one."""
-        return self.start_prompt_logprobs(logits, targets, k).wait()
-
     def _logprobs(
         self,
         tokens: Tensor,
         logits: Tensor,
-        places: NDArray[np.int64],
-        which: NDArray[np.int64],
+        logits_rows: NDArray[np.int64],
+        indices: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> list[tuple[NDArray[np.int64], PendingLogprobs]]:
-        """Logprobs of the tokens chosen at indices ``which`` of the batch, whose logits are at these places."""
-        if not len(which):
+        """Logprobs of the tokens at these indices of the batch, from these rows of ``logits``."""
+        if not len(indices):
             return []
-        own = tokens if len(which) == len(tokens) else tokens[self._backend.to_device(which)]
-        return [(which, self._backend.logprobs(logits, places, own, counts[which]))]
+        scored = tokens if len(indices) == len(tokens) else tokens[self._backend.to_device(indices)]
+        return [(indices, self._backend.logprobs(logits, logits_rows, scored, counts[indices]))]
 
     def _process(
         self, logits: Tensor, rows: list[int], positions: list[int], indices: list[int]
     ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
-        """Does what the processors at these indices of the batch ask for, except that it does not apply the masks.
+        """Edits the logits at these indices of the batch, and collects their masks without applying them.
 
-        Rows to be edited go from a device to the host and come back, so that one arithmetic chooses for all rows.
+        On a device, rows are edited on the host and copied back, so that all rows are sampled by the same kernels.
 
         Returns:
-            The errors of those that failed, and the mask of all rows (see ``SamplingBackend.choose``), if any.
+            Error messages by index, and the masks of all rows (see ``SamplingBackend.choose``), if there are any.
         """
         edited = [i for i in indices if self._processors[rows[i]].edits_logits]
         editable: dict[int, NDArray[np.float32]] = {}
@@ -188,8 +178,8 @@ class Sampler:
             values = logits.numpy()
             editable = {i: values[i] for i in edited}
         elif edited:
-            places = self._backend.to_device(np.array(edited, np.int64))
-            copies = logits[places].cpu()
+            device_rows = self._backend.to_device(np.array(edited, np.int64))
+            copies = logits[device_rows].cpu()
             editable = dict(zip(edited, copies.numpy(), strict=True))
         failed: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint32]] = {}
@@ -198,7 +188,7 @@ class Sampler:
                 row, position = rows[i], positions[i]
                 processors, known = self._processors[row], self._tokens.ids[row, :position]
                 if position > self._tokens.num_tokens[row]:
-                    processors = processors.fork()  # what may be replaced must not be counted for good
+                    processors = processors.fork()  # tokens that may be replaced must not be counted
                 try:
                     if i in editable:
                         processors.edit(editable[i], known)
@@ -209,18 +199,18 @@ class Sampler:
                     if bits is not None:
                         masks[i] = bits
         if edited and not logits.is_cpu:
-            logits[places] = copies.to(logits.device)
-        return failed, self._joined(masks, len(rows))
+            logits[device_rows] = copies.to(logits.device)
+        return failed, self._stack_masks(masks, len(rows))
 
-    def _joined(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:
-        """The masks of some rows as one of all, if any; overwritten by the next."""
+    def _stack_masks(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:
+        """The masks by index as an array of all rows, which the next call overwrites; None if there are none."""
         if not masks:
             return None
         if len(self._masks) < num_rows:
             self._masks = np.empty((num_rows, mask_words(self._vocab_size)), np.uint32)
-        joined = self._masks[:num_rows]
+        stacked = self._masks[:num_rows]
         if len(masks) < num_rows:
-            joined.fill(0xFFFFFFFF)
+            stacked.fill(0xFFFFFFFF)
         for i, bits in masks.items():
-            joined[i] = bits
-        return joined
+            stacked[i] = bits
+        return stacked

@@ -1,4 +1,4 @@
-"""Token ids of every running sequence, as arrays that the input batch and the sampler read."""
+"""Token ids of all running sequences, as arrays that the input batch and the sampler read."""
 
 from __future__ import annotations
 

@@ -15,9 +15,18 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from octavo.kernels import noise
-from octavo.kernels.filters import best, distances, filtered_logits
+from octavo.kernels.filters import best, distances, survivors
 from octavo.kernels.numpy_sampling import Drawer, NumpySampling, position_logprobs
 from octavo.kernels.sampling import FILTERS, FLOOR, Filters, pack_mask
+
+
+def filtered_logits(logits: NDArray[np.float32], filters: Filters) -> NDArray[np.float64]:
+    """Tempered logits with maximum 0; -inf for tokens that the filters remove."""
+    distance = distances(logits, logits.max())
+    ids = np.arange(distance.size) if filters.keep_all(distance.size) else survivors(distance, filters)
+    result = np.full(logits.shape, -np.inf)
+    result[ids] = -(distance[ids].astype(np.float64) / filters.temperature)
+    return result
 
 
 def filters(size: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:

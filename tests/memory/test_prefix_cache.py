@@ -255,9 +255,7 @@ def test_free_blocks_go_before_cached_ones_and_old_content_before_new() -> None:
     leave(manager, old)
     leave(manager, new)
     manager.grow([(0, 0, 8)])
-    assert manager.groups[0].cache.num_evictions == 0
     manager.grow([(1, 0, 4)])
-    assert manager.groups[0].cache.num_evictions == 1
     assert match(manager, [*old, 1]).num_tokens == 0
     assert match(manager, [*new, 1]).num_tokens == 4
 
@@ -398,7 +396,6 @@ def test_content_that_is_on_the_host_already_is_not_moved_again() -> None:
     manager.free(1)
     manager.take_moves()
     manager.grow([(2, 0, 1)])
-    assert manager.groups[0].cache.num_evictions == 2
     assert len(manager.take_moves().swap_out) == 1
 
 

@@ -19,7 +19,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.checkpoint import Drop, Entry, Join, Rename, Split, Transform, transpose
-from octavo.models.config import ConfigReader, common_facts, read_model_config
+from octavo.models.config import ConfigReader, common_fields, read_model_config
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import NETWORKS
 from octavo.models.sizes import outline, weight_bytes
@@ -61,7 +61,7 @@ class FusedLlama(LlamaForCausalLM):
             head_dim=8,
             max_position=64,
             num_vocabulary_files=reader.positive("vocabulary_files"),
-            **common_facts(reader),
+            **common_fields(reader),
         )
 
 

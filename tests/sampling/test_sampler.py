@@ -84,7 +84,7 @@ class Rows:
         self.tokens.num_tokens[row] += 1
 
     def step(self, logits: Tensor, rows: list[int]) -> SamplerOutput:
-        output = self.sampler.sample(logits.clone(), np.array(rows))
+        output = self.sampler.start(logits.clone(), np.array(rows)).wait()
         for row, token in zip(rows, output.token_ids.tolist(), strict=True):
             self.append(row, token)
         return output
@@ -209,11 +209,11 @@ def test_bias_does_not_bring_a_forbidden_token_back() -> None:
 
 
 def captured(params: SamplingParams, logits: Tensor, prompt: list[int], outputs: list[int]) -> NDArray[np.float32]:
-    """The row as the adjustments leave it: ``sample`` may work in place."""
+    """The row after the edits, which ``start`` makes in place."""
     rows = Rows()
     rows.add(0, params, prompt=prompt, outputs=outputs)
     batch = logits[None].clone()
-    rows.sampler.sample(batch, np.array([0]))
+    rows.sampler.start(batch, np.array([0])).wait()
     return batch[0].numpy()
 
 
@@ -356,7 +356,7 @@ def test_rows_that_only_want_the_most_likely_token_in_batches_of_any_size() -> N
         for i, kind in failing.items():
             logits[i, i] = math.nan if kind == "NaN" else math.inf
             expected[i] = 0
-        output = rows.sampler.sample(logits, np.arange(count))
+        output = rows.sampler.start(logits, np.arange(count)).wait()
         assert sorted(output.errors) == sorted(failing)
         assert all(kind in output.errors[i] for i, kind in failing.items())
         earlier.append((output, expected))
@@ -367,14 +367,14 @@ def test_prompt_logprobs_is_position_by_position() -> None:
     logits = gaussian(4, VOCAB)
     targets = np.array([3, 1, 4, 1], np.int32)
     sampler = Rows().sampler
-    found = sampler.prompt_logprobs(logits, targets, 2)
+    found = sampler.start_prompt_logprobs(logits, targets, 2).wait()
     for row, token, logprobs in zip(logits.numpy(), targets.tolist(), found, strict=True):
         expected = position_logprobs(row, token, 2)
         assert (logprobs.token_id, logprobs.rank, logprobs.top_ids) == (token, expected.rank, expected.top_ids)
         assert logprobs.logprob == pytest.approx(expected.logprob, abs=1e-5)
         assert logprobs.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-5)
-    assert sampler.prompt_logprobs(logits, torch.from_numpy(targets), 2) == found
-    assert sampler.prompt_logprobs(logits[1:2], targets[1:2], 2) == found[1:2]
+    assert sampler.start_prompt_logprobs(logits, torch.from_numpy(targets), 2).wait() == found
+    assert sampler.start_prompt_logprobs(logits[1:2], targets[1:2], 2).wait() == found[1:2]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_prompt_logprobs_is_position_by_position() -> None:
 def test_logprobs_are_the_same_finite_numbers_whatever_the_logits(logits: list[float]) -> None:
     sampler = Rows(vocab=3).sampler
     row = torch.tensor([logits])
-    found = sampler.prompt_logprobs(row, [1], 5)[0]
+    found = sampler.start_prompt_logprobs(row, [1], 5).wait()[0]
     expected = position_logprobs(row[0].numpy(), 1, 5)
     assert (found.rank, found.top_ids) == (expected.rank, expected.top_ids)
     assert [found.logprob, *found.top_logprobs] == pytest.approx([expected.logprob, *expected.top_logprobs], abs=1e-6)

@@ -1,1 +1,1 @@
-"""Octavo's C++ kernels for CPUs, as a backend."""
+"""The CPU backend, with kernels in C++."""

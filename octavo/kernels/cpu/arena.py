@@ -1,4 +1,4 @@
-"""Buffers of a recorded step: fixed in place, and used again as soon as the recording drops them."""
+"""Buffers of a recorded step: at fixed addresses, and reused once the recording drops them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Arena:
-    """Hands out tensors whose memory lives as long as the arena.
+    """Allocates tensors with memory that lives as long as the arena.
 
-    A recorded operation holds addresses, so its buffers must never move. When the last tensor on a buffer is gone, no
-    later operation of the recording can mean it, and the buffer is handed out again: recording runs in the order in
-    which the operations will run, so the reuse is right then too.
+    A recorded operation holds addresses, so its buffers must never move. When the last tensor of a buffer is gone, no
+    later operation of the recording can use it, and the buffer is reused: operations are replayed in the order in which
+    they are recorded, so the reuse is correct in replays too.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class Arena:
             buffer = np.empty(size + 64, dtype=np.uint8)
             self._owned.append(buffer)
         start = -buffer.ctypes.data % 64
-        # The storage of the tensor, and of all its views, keeps this view of the buffer alive and nothing else does.
+        # Only the storage of the tensor and of its views keeps this view of the buffer alive.
         view = buffer[start : start + size]
         weakref.finalize(view, free.append, buffer)
         return torch.from_numpy(view).view(dtype).view(shape)
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._owned)

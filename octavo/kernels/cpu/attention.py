@@ -1,8 +1,8 @@
 """The KV cache of the CPU kernels.
 
-A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp says
-how a block is laid out inside (transposed panels of 16 tokens; the scales of an int8 cache included). So blocks of
-every kind of cache are copied and swapped as bytes.
+A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp
+describes the layout of a block (transposed panels of 16 tokens, with the scales of an int8 cache). So blocks of all
+types of caches are copied and swapped as bytes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
 
 @functools.cache
 def _slopes(slopes: tuple[float, ...]) -> Tensor:
-    """In memory that stays, as operations hold its address."""
+    """The slopes as a tensor that is never freed, as operations hold its address."""
     return torch.tensor(slopes, dtype=torch.float32)
 
 
@@ -117,7 +117,7 @@ def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
 
 
 def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks (source, target) of one cache to another of the same kind, in every layer."""
+    """Copies blocks (source, target) from one cache to another of the same type, in every layer."""
     if not pairs:
         return
     to = _by_block_size(targets)
@@ -127,7 +127,7 @@ def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: lis
 
 
 def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
-    """Caches whose blocks have equal bytes: groups of layers may differ in that."""
+    """Caches by the bytes of their blocks, which differ between KV groups."""
     groups: dict[int, list[LayerCache]] = {}
     for cache in caches:
         groups.setdefault(cache.key.stride(0), []).append(cache)
@@ -145,9 +145,9 @@ def _check(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:
 
 
 def _untouched_zeros(size: int) -> Tensor:
-    """uint8 zeros that take no memory before they are written, in large pages if the system has them.
+    """uint8 zeros that use no memory until they are written, in huge pages if the system has them.
 
-    Blocks lie anywhere in the cache: with small pages each needs its own entry in the processor's table of pages.
+    A sequence's blocks are anywhere in the cache: with small pages each would need an entry in the TLB.
     """
     if size == 0:
         return torch.zeros(0, dtype=torch.uint8)

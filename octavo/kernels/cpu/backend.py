@@ -1,9 +1,9 @@
 """The CPU backend: C++ operations, run one by one or recorded once and replayed for every step.
 
 Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call
-costs a few. So the network's forward runs once with recording on; each kernel then appends an operation with fixed
-buffers to a tape, for as many rows as a step may have, and from then on a step is one call that runs the tape for the
-rows it has. It is the processor's counterpart of a captured CUDA graph, but one tape serves every number of rows.
+costs a few. So the network's forward runs once with recording on: each kernel appends an operation with fixed buffers,
+large enough for any step, to a tape; after that a step is one call that runs the tape for the rows it has. This is
+similar to a captured CUDA graph, but one tape serves every number of rows.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch
 
 
 class CpuKernels(Kernels):
-    """Kernels of ``octavo._cpu``. Every result of a row is the same whatever other rows there are."""
+    """Kernels of ``octavo._cpu``. The results of a row do not depend on other rows."""
 
     name = "cpu"
     computes_outside_torch = True
     group: SharedMemoryCommunicator | None = None
 
     def __init__(self) -> None:
-        """Takes the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
+        """Selects the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
 
         Raises:
             ConfigError: this processor cannot run that instruction set.
@@ -61,7 +61,7 @@ class CpuKernels(Kernels):
         return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads{', pinned' if _cpu.threads_pinned() else ''})"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Threads of our pool. Torch keeps one: its others would spin beside ours after each of its operations."""
+        """Sets the threads of the kernels' pool. Torch gets one: others would spin after each of its operations."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         _cpu.set_threads(count or available or 1, pin)
         torch.set_num_threads(1)
@@ -69,12 +69,12 @@ class CpuKernels(Kernels):
     # --- recording --------------------------------------------------------------------------------------------------
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """Records ``forward``, for any batch of at most this size; the result replays it.
+        """Records ``forward`` for batches of at most this size, and returns a function that replays it.
 
-        What the replay returns is overwritten by the next replay.
+        A replay overwrites the output of the one before.
 
         Raises:
-            UnrecordableError: ``forward`` computes something in torch.
+            UnrecordableError: ``forward`` calls a torch operation that is not a view.
         """
         self._recording = recording = Recording(self._arena, largest)
         try:
@@ -90,14 +90,14 @@ class CpuKernels(Kernels):
         return self._recording.new(shape, dtype, self._recording.rows_of(like))
 
     def _do(self, op: Any, step: Any, x: Tensor) -> None:
-        """Runs an operation over the rows of x, or adds it to the tape."""
+        """Runs an operation over the rows of x, or records it."""
         if self._recording is None:
             op.run(step)
         else:
             self._recording.append(op, x)
 
     def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """A copy of the rows; recorded, what is computed of it runs over the sampled rows."""
+        """A copy of the rows; recorded operations on it run over the sampled rows."""
         if self._recording is None:
             return super().take_sampled(hidden, batch)
         out = self._recording.new_sampled(hidden)
@@ -107,12 +107,12 @@ class CpuKernels(Kernels):
         return out
 
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
-        """A step's rows of x are what the function gets."""
+        """The function gets the step's rows of x."""
         self._do(_cpu.host_call(lambda rows: function(x[:rows])), _cpu.Step(x.shape[0]), x)
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Through shared memory, added in order of rank."""
+        """Through shared memory, summed in rank order."""
         if self.group is not None:
             self._do(self.group.all_reduce_op(x), _cpu.Step(x.shape[0]), x)
         return x
@@ -128,7 +128,7 @@ class CpuKernels(Kernels):
     # --- kernels ----------------------------------------------------------------------------------------------------
 
     def make_sampling_backend(self, vocab_size: int) -> CompiledSampling:
-        """All rows in one call, on the threads of the other kernels."""
+        """All rows in one call, on the kernels' threads."""
         return CompiledSampling()
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
@@ -149,7 +149,7 @@ class CpuKernels(Kernels):
         *,
         gated: bool = False,
     ) -> CpuWeight:
-        """Packs for the register tiles: in the tensors' type, in codes of 8 or 4 bits, or in a file's own bits."""
+        """Packs for the register tiles: in the tensors' type, in 8 or 4 bits, or with the bits of GGUF blocks."""
         blocks = [part for part in parts if isinstance(part, GGUFRows)]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if blocks:
@@ -159,7 +159,7 @@ class CpuKernels(Kernels):
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
 
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of the table, widened; recorded, the ids are the step's token ids or its positions."""
+        """Rows of the table as float32; while recording, ids must be the batch's token ids or positions."""
         out = self._new(ids, (ids.shape[0], table.shape[1]), torch.float32)
         op = _cpu.embedding(
             table.data_ptr(),
@@ -215,7 +215,7 @@ class CpuKernels(Kernels):
         self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-        """Folds each sequence's context in pieces of fixed positions, in order."""
+        """Accumulates each sequence's context in pieces at fixed positions, in order."""
         out = self._new(q, tuple(q.shape), q.dtype)
         self._do(attention.attention_op(q, cache, out, spec), step_of(batch), q)
         return out

@@ -1,4 +1,4 @@
-"""Collectives of ranks on one machine through shared memory, as operations that a tape can hold."""
+"""Collectives of ranks on one machine through shared memory, as operations of a tape."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 
-#: Floats that a rank publishes at once, by default (1 MiB).
+#: Default number of floats that a rank exchanges at once (1 MiB).
 SLOT_FLOATS = 1 << 18
 
 
 class SharedMemoryCommunicator:
-    """One rank's side of a group (see ``kernels.communicator.Communicator``). Sums are in the order of the ranks."""
+    """One rank of a group (see ``kernels.communicator.Communicator``). Sums are in rank order."""
 
     def __init__(self, memory: Any, rank: int, size: int, *, timeout: float = 60.0) -> None:
-        """``memory`` is a writable buffer that all ranks map, all zero and aligned to 64 bytes (a page, say).
+        """Joins the group of the ranks that map ``memory``.
 
         Args:
-            memory: of at least ``bytes_for(size)`` bytes.
+            memory: writable, zero at first, aligned to 64 bytes, of at least ``bytes_for(size)`` bytes.
             rank: this rank.
             size: ranks in the group.
             timeout: seconds that a rank waits for the others before a collective fails with a RuntimeError.
@@ -33,12 +33,12 @@ class SharedMemoryCommunicator:
 
     @staticmethod
     def bytes_for(size: int, slot_floats: int = SLOT_FLOATS) -> int:
-        """Bytes of shared memory for ``size`` ranks; a row of an ``all_gather`` may have ``slot_floats`` numbers."""
+        """Bytes of shared memory for ``size`` ranks and ``all_gather`` of rows of at most ``slot_floats`` floats."""
         return int(_cpu.Communicator.bytes_for(size, slot_floats))
 
     @classmethod
     def of_threads(cls, size: int, *, timeout: float = 60.0) -> list[SharedMemoryCommunicator]:
-        """A group of threads of this process: the sides of all ranks."""
+        """The communicators of a group whose ranks are threads of this process."""
         memory = mmap.mmap(-1, cls.bytes_for(size))
         return [cls(memory, rank, size, timeout=timeout) for rank in range(size)]
 
@@ -47,7 +47,7 @@ class SharedMemoryCommunicator:
         return _cpu.all_reduce(self._group, x.data_ptr(), x.stride(0))
 
     def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
-        """The operation that joins x [T, width] to out [T, size * width], float32 and contiguous."""
+        """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
         return _cpu.all_gather(self._group, x.data_ptr(), out.data_ptr(), x.shape[1])
 
     def all_reduce(self, x: Tensor) -> Tensor:

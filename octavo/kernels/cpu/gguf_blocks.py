@@ -1,7 +1,7 @@
-"""Quantised blocks of GGUF files as codes and scales, bit for bit.
+"""Exact conversion of GGUF blocks to codes and scales.
 
-Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Four types are kept in their own bits; others
-are for the caller to dequantise.
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Four types are converted; callers dequantise
+the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
         columns: K.
 
     Raises:
-        ConfigError: the type is not kept in its bits, or the rows do not have the bytes of K values.
+        ConfigError: the type is not one of ``KEPT_TYPES``, or the rows do not have the bytes of K values.
     """
     if kind not in _READERS:
         raise ConfigError(f"GGUF type {kind} is not kept in its bits; kept: {', '.join(_READERS)}")
@@ -43,7 +43,7 @@ def _halves(blocks: np.ndarray, start: int) -> Tensor:
 
 
 def _nibbles(packed: np.ndarray) -> Tensor:
-    """Codes of runs of bytes [N, B, run]: first the low halves of a run, then the high ones; uint8 [N, K]."""
+    """Codes of runs of bytes [N, B, run]: first the low nibbles of a run, then the high ones; uint8 [N, K]."""
     n, blocks, run = packed.shape
     codes = np.empty((n, blocks, 2, run), dtype=np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
@@ -94,5 +94,5 @@ _READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
     "Q4_1": (32, 20, _q4_1),
     "Q4_K": (256, 144, _q4_k),
 }
-#: Types that are computed in their own bits.
+#: Types that products compute without requantisation.
 KEPT_TYPES = frozenset(_READERS)

@@ -1,8 +1,8 @@
-"""Weights of linear layers in the form that the C++ products read, and the products.
+"""Packed weights of the CPU backend, and their products.
 
-Activations that are multiplied with quantised weights are quantised row by row as they come, to 8 bits with a float32
-scale for each 32 neighbouring values: one scale a row would lose accuracy wherever a few channels are far greater than
-the rest, as they are before ``down_proj``. Within 32 values the products are exact integers; see csrc/cpu/quant.hpp.
+For quantised weights, activations are quantised row by row to 8 bits, with a float32 scale for each 32 consecutive
+values: one scale per row would lose accuracy where a few channels are far greater than the others, as before
+``down_proj``. Within 32 values the products are exact integers; see csrc/cpu/quant.hpp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 
 
 class CpuWeight(PackedWeight):
-    """A weight of the CPU kernels; subclasses make the operation that multiplies by it."""
+    """A weight of the CPU kernels; subclasses create the operation of its product."""
 
     def __init__(self, kernels: CpuKernels, outputs: int, gated: bool) -> None:
         self.gated = gated
@@ -53,7 +53,7 @@ class CpuWeight(PackedWeight):
         return out
 
     def operation(self, x: Tensor, out: Tensor, add: Tensor | None = None, activation: Activation | None = None) -> Any:
-        """The operation that computes as many rows of out as the step has tokens.
+        """The operation that computes a row of out for each token of the step.
 
         It holds addresses: the caller keeps x, out, add and this weight alive.
         """
@@ -71,11 +71,11 @@ class CpuWeight(PackedWeight):
 
     @abstractmethod
     def _operation(self, *arguments: Any) -> Any:
-        """The compiled operation with these arguments, which are the same for all formats."""
+        """The compiled operation; the arguments are the same for all formats."""
 
 
 class DenseWeight(CpuWeight):
-    """Float32 or bfloat16, in groups of 16 outputs; of a gated weight a group holds 8 of the gate and 8 of up."""
+    """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
 
     def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
         """Copies weight [N, K] and bias [N] (any float type).
@@ -90,7 +90,7 @@ class DenseWeight(CpuWeight):
         floats = None if bias is None else bias.float().contiguous()
         address = 0 if floats is None else floats.data_ptr()
         rows, columns = weight.shape
-        # The stride of a single row says nothing.
+        # The stride of a single row is undefined.
         row_stride = weight.stride(0) if rows > 1 else columns
         self.packed = _cpu.pack_linear(
             weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated
@@ -106,15 +106,15 @@ class DenseWeight(CpuWeight):
 
 
 class QuantizedWeight(CpuWeight):
-    """Matrices with the same input, each in codes of its own format."""
+    """Quantised matrices with the same input; each may have another format."""
 
     def __init__(
         self, kernels: CpuKernels, parts: list[Codes], bias: Tensor | None = None, gated: bool = False
     ) -> None:
-        """Packs the codes [n_i, K] and takes the bias [sum of n_i].
+        """Packs the codes [n_i, K] and the bias [sum of n_i].
 
         Raises:
-            ConfigError: they differ in K, K is no multiple of what a format needs, or the bias has another size.
+            ConfigError: they differ in K, a format does not support K, or the bias has another size.
         """
         inputs = {part.codes.shape[1] for part in parts}
         if len(inputs) != 1:
@@ -137,12 +137,12 @@ class QuantizedWeight(CpuWeight):
 
 
 def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
-    """The codes of a floating matrix [n, k].
+    """The codes of a floating-point matrix [n, k].
 
-    "int8": one scale a row. "int4": one for 32 neighbours; where k is no multiple of 32, "int8" instead.
+    "int8" has a scale per row; "int4" one for 32 values, or is "int8" if k is no multiple of 32.
 
     Raises:
-        ConfigError: another kind.
+        ConfigError: any other kind.
     """
     if kind not in ("int8", "int4"):
         raise ConfigError(f"the CPU kernels have quantization int8 and int4, not {kind!r}; fp8 is for GPUs")
@@ -151,10 +151,9 @@ def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
 
 
 def codes_of_blocks(part: GGUFRows) -> Codes:
-    """The codes of a file's matrix: in its own bits, or of types that are not computed in them in 8 bits.
+    """The codes of a GGUF matrix: the bits of the file for ``KEPT_TYPES``, else requantised to 8 bits.
 
-    The other types have 2 to 6 bits, so that with a scale for each 32 neighbours the second rounding is far below the
-    first.
+    The other types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
     """
     if part.kind in KEPT_TYPES:
         return gguf_weight(part.kind, part.rows, part.columns)
@@ -164,7 +163,7 @@ def codes_of_blocks(part: GGUFRows) -> Codes:
 def _pack_codes(weight: Codes) -> Any:
     n, k = weight.codes.shape
     tensors = (weight.codes, weight.scales, weight.minima, weight.group_scales, weight.group_minima)
-    # Held until the packing is done.
+    # Keeps the tensors alive until the packing is done.
     held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     try:
         return _cpu.PackedQuant(weight.format, n, k, *(0 if tensor is None else tensor.data_ptr() for tensor in held))

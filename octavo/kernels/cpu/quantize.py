@@ -1,9 +1,9 @@
-"""Weights to codes of 8 or 4 bits, at load.
+"""Quantisation of weights to 8 or 4 bits, at load.
 
 Formats (their names are the compiled kernels' own):
 
 =============  ====================================================================  ===============
-name           a weight is                                                           bits a weight
+name           value of a weight                                                     bits per weight
 =============  ====================================================================  ===============
 ``q8_channel`` code in -127 .. 127 times a float32 scale of its row                  8 + 32 / K
 ``q8_32``      int8 code times a float16 scale of 32 neighbours (GGUF's Q8_0)        8.5
@@ -14,7 +14,7 @@ name           a weight is                                                      
 ``q4_k``       code times d * s minus dmin * m; s and m of 32, d and dmin of 256     4.625
 =============  ====================================================================  ===============
 
-Neighbours are values of one row, along K.
+Scales and minima of 32 (or 128, 256) are those of so many consecutive values of a row, along K.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [N, K] in codes; what its format does not have is None."""
+    """A quantised matrix [N, K]; fields that its format does not have are None."""
 
     format: str
-    #: [N, K]; 8 bits: int8; 4 bits: uint8, one a byte.
+    #: [N, K]; 8 bits: int8; 4 bits: uint8, one per byte.
     codes: Tensor
     #: float16 [N, K / group]; q8_channel: float32 [N].
     scales: Tensor
@@ -48,7 +48,7 @@ class Codes:
     group_minima: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """The weights that the codes stand for, float32 [N, K]."""
+        """The values, float32 [N, K]."""
         n, k = self.codes.shape
         scales = self.scales.float().view(n, -1)
         minima = None if self.minima is None else self.minima.float()
@@ -63,9 +63,9 @@ class Codes:
 
 
 def quantize_weight(weight: Tensor, kind: str, group: int | None) -> Codes:
-    """Quantises a floating weight [N, K].
+    """Quantises a floating-point weight [N, K].
 
-    8 bits: the greatest magnitude of a group is 127 times its scale. 4 bits: of ten scales tried, that of least squared
+    8 bits: the scale is the greatest magnitude of the group / 127. 4 bits: the one of ten scales with the least squared
     error.
 
     Args:

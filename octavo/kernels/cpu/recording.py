@@ -1,4 +1,4 @@
-"""A forward while it is recorded: its tape, its buffers, and the guard against what the tape cannot hold."""
+"""Recording of a forward: its tape, its buffers, and the check that all operations can be recorded."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a ty
 
 
 class Recording:
-    """Owns the tape, and knows of each buffer over which rows it reaches: tokens, sampled positions or encoder tokens.
+    """Owns the tape, and for each buffer what its rows are: tokens, sampled positions or encoder tokens.
 
-    The tape holds this backend's operations only. An operation of torch would be done once, here, on memory without
-    meaning, and never again; so all but views of memory raise.
+    The tape holds this backend's operations only. A torch operation would run once, while recording, on uninitialised
+    memory, and not in replays; so torch operations other than views raise an error.
     """
 
     def __init__(self, arena: Arena, largest: BatchSize) -> None:
         self.tape = _cpu.Tape()
         self._arena = arena
-        # Only shapes and identities of its arrays mean anything: a step brings arrays of its own.
+        # Only the shapes and identities of its arrays are used: each step has its own arrays.
         self.batch = padding_batch(largest)
         self._sampled = largest.sampled
-        #: By the address of a buffer; those that are not here (made by the caller) have a row for each token.
+        #: By the address of a buffer; others (made by the caller) have a row for each token.
         self._rows: dict[int, Any] = {}
 
     def record(self, forward: Forward) -> ForwardOutput:
-        """What ``forward`` returns, its operations recorded.
+        """Calls ``forward`` and records its operations.
 
         Raises:
-            UnrecordableError: it computes something in torch.
+            UnrecordableError: it calls a torch operation that is not a view.
         """
-        with _NothingButViews():
+        with _OnlyViews():
             return forward(self.batch)
 
     def is_positions(self, ids: Tensor) -> bool:
         """Whether these are the step's positions, and not its token ids.
 
         Raises:
-            UnrecordableError: they are neither, so the tape could not find them in a step.
+            UnrecordableError: they are neither, so a replay could not find them in the batch.
         """
         if ids is not self.batch.token_ids and ids is not self.batch.positions:
             raise UnrecordableError("the ids of a recorded embedding must be the step's token ids or positions")
         return ids is self.batch.positions
 
     def rows_of(self, x: Tensor) -> Any:
-        """Over which rows x reaches, a ``_cpu.Rows``."""
+        """What the rows of x are, a ``_cpu.Rows``."""
         return self._rows.get(x.untyped_storage().data_ptr(), _cpu.Rows.tokens)
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Any) -> Tensor:
-        """A buffer whose first dimension are these rows."""
+        """A buffer with these rows as its first dimension."""
         out = self._arena.take(shape, dtype)
         self._rows[out.untyped_storage().data_ptr()] = rows
         return out
@@ -66,13 +66,13 @@ class Recording:
         return self.new((self._sampled, *like.shape[1:]), like.dtype, _cpu.Rows.sampled)
 
     def append(self, op: Any, x: Tensor) -> None:
-        """Adds an operation over the rows of x."""
+        """Records an operation over the rows of x."""
         self.tape.append(op, self.rows_of(x))
 
     def replay(self, output: ForwardOutput, forward: Forward) -> Forward:
-        """What runs the tape for a step and gives the step's rows of ``output``, which the next step overwrites.
+        """A function that runs the tape for a step and returns its rows of ``output``, which the next step overwrites.
 
-        It holds ``forward`` too: the tape knows weights by their addresses only.
+        It keeps a reference to ``forward``, as the tape holds only the addresses of weights.
         """
         tape = self.tape
 
@@ -84,7 +84,7 @@ class Recording:
 
 
 def step_of(batch: ForwardBatch) -> Any:
-    """The step as operations see it, a ``_cpu.Step``."""
+    """The batch as a ``_cpu.Step``, the argument of operations."""
     tables, slots = batch.block_tables, batch.slot_mapping
     return _cpu.Step(
         len(batch.token_ids),
@@ -104,8 +104,8 @@ def step_of(batch: ForwardBatch) -> Any:
     )
 
 
-class _NothingButViews(TorchDispatchMode):
-    """Lets views pass and refuses every other operation of torch by its name."""
+class _OnlyViews(TorchDispatchMode):
+    """Allows views and raises an error for every other torch operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_view(func):
@@ -117,6 +117,6 @@ class _NothingButViews(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the operation returns another view of its argument and writes nothing."""
+    """Whether the operation returns a view of its argument and writes nothing."""
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

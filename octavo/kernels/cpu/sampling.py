@@ -1,6 +1,6 @@
-"""Tokens and logprobs of whole rows of logits at once, by ``octavo._cpu``.
+"""The sampling backend of ``octavo._cpu``.
 
-Each row is computed alone, by one thread: its result depends neither on the other rows nor on the number of threads.
+Each row is computed by one thread: its result depends neither on the other rows nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def choose_tokens(
     Args:
         logits: [n, vocab], contiguous in the last dimension.
         filters: [n], records of float64 temperature (0 takes the most likely token), int64 top_k, float64 top_p and
-            float64 min_p, in this order; a filter that is off has the value that keeps everything.
+            float64 min_p, in this order; a disabled filter has the value that keeps all tokens.
         keys: [n, 2], hash keys of the rows.
-        mask: [n, ``mask_words(vocab)``]; the logits of tokens whose bit is clear become -inf in place.
+        mask: [n, ``mask_words(vocab)``]; the logits of tokens with a clear bit become -inf in place.
 
     Returns:
         [n] token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
@@ -52,10 +52,10 @@ def choose_tokens(
 
 
 class CompiledSampling(SamplingBackend):
-    """By ``octavo._cpu``: all rows in one call, on the threads that the kernels use.
+    """All rows in one call of ``octavo._cpu``, on the kernels' threads.
 
-    Owns the arguments of a choice where no row draws, and their addresses: to ask numpy for those takes longer than
-    the kernel does for one row.
+    Owns the arguments for greedy rows and their addresses: numpy takes longer to return addresses than the kernel does
+    for one row.
     """
 
     def __init__(self) -> None:
@@ -105,12 +105,12 @@ def token_logprobs(
         logits: [rows, vocab], contiguous in the last dimension.
         indices: [n] rows of ``logits``.
         tokens: [n] token ids.
-        counts: [n] numbers of most likely tokens to name, each at most vocab.
+        counts: [n] numbers of most likely tokens to return, each at most vocab.
 
     Returns:
         Logprobs [n]; ranks [n], 1 + the number of greater logits; ids [n, max(counts)] and logprobs
-        [n, max(counts)] of the most likely tokens in order of rank, of which row i has the first ``counts[i]``. Where a
-        row's greatest logit is not finite, or there is a NaN, the logprob is NaN and the rest has no meaning.
+        [n, max(counts)] of the most likely tokens in order of rank, ``counts[i]`` of them in row i. If a row's greatest
+        logit is not finite, or there is a NaN, the logprob is NaN and the rest is undefined.
 
     Raises:
         ValueError: a token or a count is not within the vocabulary.
@@ -134,7 +134,7 @@ def token_logprobs(
 
 
 def _stride(logits: NDArray[np.float32]) -> int:
-    """Elements from a row to the next."""
+    """Elements between the beginnings of consecutive rows."""
     if logits.dtype != np.float32 or logits.strides[1] != 4 * (logits.shape[1] > 0):
         raise ValueError(f"logits must be float32 and contiguous in the last dimension, not {logits.dtype}")
     return logits.strides[0] // 4

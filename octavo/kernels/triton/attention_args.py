@@ -1,4 +1,4 @@
-"""What all attention kernels are given, and how large their tiles may be."""
+"""Common arguments of the attention kernels, and their tile sizes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A layer's keys and values, and how they are attended to."""
+    """A layer's keys and values, and the attention's constants."""
 
     kv_heads: int
-    #: Query heads of a KV head.
+    #: Query heads per KV head.
     group: int
-    #: A power of two that holds the head size and is no smaller than a product's least dimension.
+    #: The head size rounded up to a power of two, at least the smallest dimension of a product (16).
     dim: int
-    #: Products are taken in float32 rather than in 16 bits.
+    #: Whether products are computed in float32 rather than 16 bits.
     wide: bool
-    #: Keys, values, and their scales or none.
+    #: Keys, values, and their scales or None.
     pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-    #: Which of the batch's block tables are the layer's.
+    #: KV group of the layer: index of its block tables in the batch.
     kv_group: int
-    #: Elements from a block to the next: of numbers, of scales.
+    #: Elements between consecutive blocks, of keys and values, and of scales.
     strides: tuple[int, int]
-    #: As ``attend`` takes it.
+    #: Argument of ``attend``.
     scale: float
-    #: Arguments of kernels that are known when they are compiled.
+    #: Compile-time constants of kernels.
     constants: dict[str, Any]
 
 
@@ -46,7 +46,7 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
     """For queries q [T, H, D]."""
     kv_heads, head_dim = cache.key.shape[1], cache.key.shape[3]
     quantized = cache.dtype in QUANTIZED
-    # bfloat16 and float16 do not hold each other's numbers; a quantised cache's fit in either.
+    # Neither of bfloat16 and float16 includes the other's values; both include those of a quantised cache.
     compute = q.dtype if quantized else torch.promote_types(q.dtype, cache.dtype)
     group = q.shape[1] // kv_heads
     dim = max(16, triton.next_power_of_2(head_dim))
@@ -74,24 +74,24 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
 
 
 def head_tiles(context: Context, rows: int) -> tuple[int, int]:
-    """(query heads of a tile of so many rows, all of one KV head; tiles that a KV head's queries need)."""
+    """(query heads, all of one KV head, in a tile of ``rows`` rows; tiles per KV head)."""
     heads = min(context.group, rows)
     return heads, math.ceil(context.group / heads)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Shape of a program: tiles of ``rows`` queries and ``keys`` keys, and the launch they want."""
+    """Tile sizes of a program, ``rows`` queries and ``keys`` keys, and its launch options."""
 
     rows: int
     keys: int
     warps: int
-    #: Tiles of keys and values on their way or in use; all but one of them lie in shared memory, or, where the matrix
-    #: unit reads them there (tiles of 64 rows and more), all of them.
+    #: Pipeline stages: tiles of keys and values in flight or in use. All but one of them are in shared memory; all of
+    #: them if the matrix unit reads them there (tiles of 64 rows and more).
     stages: int
 
     def fitted(self, context: Context, device: torch.device) -> Tiling:
-        """The same, with fewer stages or smaller tiles as the device's shared memory demands."""
+        """This tiling, with fewer stages or smaller tiles if the device's shared memory is too small."""
         tiling = self
         while tiling._bytes(context) > _shared_memory(device):
             if tiling.stages > 2:
@@ -113,7 +113,7 @@ class Tiling:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of it that a program may have; the interpreter stands for a Hopper GPU."""
+    """Bytes of shared memory of a program; under the interpreter those of a Hopper GPU."""
     if device.type != "cuda":
         return 232448
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -122,5 +122,5 @@ def _shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors; the interpreter is one."""
+    """Multiprocessors of the device; 1 under the interpreter."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -1,11 +1,11 @@
-"""Attention in one fixed order: a row's bits are the same in any batch, as a decode or within a prefill.
+"""Batch-invariant attention: a row's bits are the same in any batch, as a decode or within a prefill.
 
-The context is cut into pieces at fixed positions. A piece is attended to from nothing, tile by tile, by tiles of one
-shape whatever the step is, and pieces are merged in the order of their positions. So a row's arithmetic is its own:
-what its tile holds beside it does not matter to a matrix product, and a tile of keys that the row does not see, or a
-piece of them, changes nothing of its state (a weight of exactly 0, factors of exactly 1). Where there is little else
-to do, pieces are attended to by different programs and merged in a second launch by the same formula. Nothing is
-contracted to a fused multiply-add, which compilers choose by what stands around.
+The context is cut into pieces at fixed positions. Each piece is computed from a zero state, tile by tile, with tiles of
+one shape in all steps, and pieces are merged in order of position. So a row's arithmetic does not depend on other rows:
+the other rows of its tile do not affect its part of a matrix product, and tiles or pieces of keys that are masked for
+the row leave its state unchanged (weights of exactly 0, factors of exactly 1). For small batches, pieces are computed
+by different programs and merged in a second launch by the same formula. Fused multiply-add is off, as the compiler
+would choose it by context.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from octavo.kernels.triton.rounding import rounded
 
 #: Tokens of a piece.
 PIECE = 512
-#: Bytes of pieces' states that a split is worth.
-_MOST_BYTES = 64 << 20
+#: Largest memory for the states of pieces, in bytes; above it they are not split among programs.
+_MAX_BYTES = 64 << 20
 
 
 def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
@@ -38,7 +38,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
     columns = context.kv_heads * head_chunks
     flat_rows, pieces = q.shape[0] * q.shape[1], -(-batch.max_seq_len // PIECE)
     parts = count_parts(tiles * columns, batch.max_seq_len, PIECE, q.device)
-    if flat_rows * pieces * context.dim * 4 > _MOST_BYTES:
+    if flat_rows * pieces * context.dim * 4 > _MAX_BYTES:
         parts = 1
     partial = sums = None
     if parts > 1:
@@ -91,7 +91,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
 
 
 def _tiling(context: Context) -> Tiling:
-    """One for a model on a device, whatever the batch: it is part of the order."""
+    """The tiling, which does not depend on the batch, as it determines the order of sums."""
     if context.wide:
         return Tiling(32, 32, 8, 1)
     return Tiling(64, 32, 8, 2) if context.dim > 128 else Tiling(64, 64, 4, 3)
@@ -155,7 +155,7 @@ def _pieces_kernel(
         begin = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
     end = tl.minimum(oldest + TOKENS, first_query + queries)
     first = begin // PIECE_TOKENS
-    # A sequence of no tokens has one piece, without keys.
+    # An empty sequence has one piece, without keys.
     count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)
     share = (count + tl.num_programs(2) - 1) // tl.num_programs(2)
     first += tl.program_id(2) * share
@@ -209,7 +209,7 @@ def _merge_kernel(
     PIECE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (t, k): token t, the query heads of KV head k; the pieces that the token sees, in order."""
+    """Program (t, k): merges the pieces that token t attends to, in order, for the query heads of KV head k."""
     token = tl.program_id(0)
     low = 0
     high = sequences

@@ -1,4 +1,4 @@
-"""The GPU backend: Triton kernels, and cuBLAS (through torch) for products where any order will do."""
+"""The GPU backend: Triton kernels, and cuBLAS (through torch) for products that need not be batch-invariant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.reference import masked_embedding
-from octavo.kernels.triton import attention, cache, norm, rotary, rotary_cache
+from octavo.kernels.triton import attention, cache, norm, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
 from octavo.kernels.triton.quantize import quantize
@@ -24,9 +24,9 @@ from octavo.kernels.triton.sampling_backend import TritonSampling
 class TritonKernels(Kernels):
     """Kernels for one GPU; under Triton's interpreter, for tests, they compute on the CPU.
 
-    ``deterministic`` takes every product and every attention in one fixed order whatever the batch, so that a row's
-    result is bit for bit the same in any company. Without it cuBLAS chooses by the number of rows: a run repeats, a
-    batch does not bind.
+    ``deterministic`` computes products and attention in an order that does not depend on the batch, so that a row's
+    result is bit for bit the same in any batch. Without it cuBLAS chooses the order by the number of rows: a repeated
+    run gives the same bits, another batch may not.
     """
 
     name = "triton"
@@ -54,18 +54,18 @@ class TritonKernels(Kernels):
         return f"triton ({where}{', deterministic' if self.deterministic else ''})"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Torch's threads on the host; None leaves them as torch chose them. There is nothing to pin."""
+        """Sets torch's threads on the host, which cannot be pinned; None leaves their number unchanged."""
         if count is not None:
             torch.set_num_threads(count)
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """Decode steps as CUDA graphs, by their number of sequences; the other steps as they are."""
+        """Captures decode steps as CUDA graphs, by their number of sequences; other steps run eagerly."""
         if not self._graphed:
             return forward
         return GraphedForward(forward, CudaGraphs(), largest, device=self.device, at_start=self._capture_at_start)
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
-        """On the device: nothing goes to the host but what was chosen."""
+        """On the device: only the results are copied to the host."""
         return TritonSampling(vocab_size, self.device)
 
     # --- cache ------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class TritonKernels(Kernels):
         return cache.block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """Views of one pool in which a block of all layers of the group is one piece."""
+        """Views of one pool, in which a block of all layers of the group is contiguous."""
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
         return [*cache.make_cache(*shape, self.device)]
 
@@ -99,7 +99,7 @@ class TritonKernels(Kernels):
         cache.copy_blocks(caches, pairs)
 
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Queues copies on the current stream, one for each run of neighbours."""
+        """Queues copies on the current stream, one for each run of consecutive blocks."""
         cache.swap_blocks(sources, targets, pairs)
 
     # --- products ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class TritonKernels(Kernels):
         *,
         gated: bool = False,
     ) -> PackedWeight:
-        """Keeps tensors as they are, stacked, or quantises them to "int8", "int4" or "fp8"."""
+        """Stacks the tensors, or quantises them to "int8", "int4" or "fp8"."""
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if len(tensors) < len(parts):
             raise ConfigError(
@@ -126,7 +126,7 @@ class TritonKernels(Kernels):
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of the table, widened."""
+        """Rows of the table as float32."""
         if self.group is not None:
             return masked_embedding(ids, table, first)
         return torch.nn.functional.embedding(ids, table).float()
@@ -135,12 +135,8 @@ class TritonKernels(Kernels):
         """The norm over the last dimension."""
         return norm.rms_norm(x, weight, eps)
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates both in place."""
-        return rotary.rotary(q, k, positions, cos_sin)
-
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses what the kernels do not compute."""
+        """Refuses ALiBi and attention that is not causal."""
         if spec.alibi_slopes is not None:
             raise UnsupportedModelError(
                 "the triton kernels have no attention with ALiBi slopes; use kernels='reference'"
@@ -149,5 +145,5 @@ class TritonKernels(Kernels):
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-        """Decodes with their context split among programs, prefills in tiles of queries."""
+        """Decodes with contexts split among programs, prefills in tiles of queries."""
         return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)

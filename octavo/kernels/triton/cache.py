@@ -1,8 +1,8 @@
-"""The KV cache of the GPU kernels: one pool of bytes a group of layers, in which a block of all of them is one piece.
+"""The KV cache of the GPU kernels: a pool of bytes for each KV group, in which a block of all layers is contiguous.
 
 A block is ``layers`` times a layer's part, and a layer's part is keys, values and, for quantised caches, the scales of
 keys and of values: ``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens
-of a block that one head reads lie side by side, and blocks are copied and swapped in large pieces whatever their type.
+of a block are contiguous for each head, and blocks of all types are copied and swapped in large pieces.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import LayerCache
 
-#: Types of a cache whose numbers are kept as they are.
+#: Types of caches without scales.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-#: Types of a cache with a scale for each token and head, and the number that the largest of a head is scaled to.
+#: Types of caches with a scale for each token and head, and the value that the largest magnitude is scaled to.
 QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 #: A layer's part of a block begins at a multiple of this, and each array in it at a multiple of ``_VECTOR``: loads of
@@ -37,17 +37,17 @@ _COPY_WORDS = 2048
 class TritonLayerCache(LayerCache):
     """``key`` and ``value`` are strided views [blocks, kv_heads, block_size, head_dim] of the pool."""
 
-    #: float32 views [blocks, kv_heads, block_size], or none: what a token's numbers are multiplied with.
+    #: Scales of quantised caches: float32 views [blocks, kv_heads, block_size].
     key_scale: Tensor | None
     value_scale: Tensor | None
-    #: uint8 [blocks, bytes of a block in all layers of the group]; the same tensor in all of these.
+    #: uint8 [blocks, bytes of a block in all layers of the group]; the same tensor in all layers.
     pool: Tensor
     dtype: torch.dtype
     block_size: int
 
 
 def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of one layer: keys, values, scales, and what aligns them.
+    """Bytes of one block of one layer: keys, values, scales and padding.
 
     Raises:
         ConfigError: there is no such type of cache.
@@ -64,7 +64,7 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[TritonLayerCache]:
-    """The cache of every layer, all zero. On a CPU memory that is never written to is never taken.
+    """The cache of every layer, all zero. On a CPU it uses no memory until it is written.
 
     Raises:
         ConfigError: there is no such type of cache, or the GPU has no such type.

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a step is one launch instead of several hundred.
 
-A graph has fixed shapes and fixed addresses. So there is one for each of a short list of batch sizes, all of them read
-from the same buffers, and a batch is padded to the next size: a padding row has slot -1 (nothing is written) and an
-empty context (nothing is read), see ``forward_batch``. Graphs share one pool of memory, as no two of them run at once.
+A graph has fixed shapes and addresses. So there is one for each of a list of batch sizes, all with the same input
+buffers, and a batch is padded to the next size: a padding row has slot -1 (nothing is written) and an empty context
+(nothing is read), see ``forward_batch``. Graphs share one memory pool, as no two of them run at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatc
 
 logger = logging.getLogger("octavo")
 
-#: Records what a function does on the device, and gives what does it again and what the function returned, whose memory
-#: each repetition writes.
+#: Records the work of a function on the device, and returns a function that replays it and the recorded function's
+#: output, which each replay overwrites.
 Record = Callable[[Callable[[], ForwardOutput]], tuple[Callable[[], None], ForwardOutput]]
-#: Dimensions of which a decode step has one for each row.
+#: Dimensions that equal the number of rows in a decode step.
 _ROWS = frozenset("TSN")
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: close to each other where a step is short, so that little of it is padding."""
+    """Batch sizes with a graph: closer to each other for small batches, where padding costs more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_seqs, 32)]
     return [size for size in sizes if size < max_seqs] + [max_seqs]
 
 
 class GraphedForward:
-    """A network's forward that replays decode steps and passes the others on.
+    """A network's forward that replays decode steps and runs others eagerly.
 
-    Owns the graphs and their inputs. Invariant: from row ``_filled`` on, the inputs are padding. What a replay returns
-    is overwritten by the next one, so work that reads it must be queued on the same stream before that.
+    Owns the graphs and their inputs. Invariant: from row ``_filled`` on, the inputs are padding. A replay overwrites
+    the last output, so work that reads an output must be queued on the same stream before the next replay.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GraphedForward:
         device: torch.device | str,
         at_start: bool = False,
     ) -> None:
-        """Captures all graphs at once if ``at_start``, else each when its size is first met."""
+        """Captures all graphs now if ``at_start``, else each at the first batch of its size."""
         self._forward = forward
         self._record = record
         self._sizes = graph_sizes(largest.sequences)
@@ -60,7 +60,7 @@ class GraphedForward:
         #: Seconds that capturing has taken so far.
         self.capture_seconds = 0.0
         if at_start:
-            # The largest first: the others then fit into its memory.
+            # The largest first, so that the others fit into its memory.
             for size in reversed(self._sizes):
                 self._capture(size)
             logger.info("captured %d CUDA graphs in %.1f s", len(self._sizes), self.capture_seconds)
@@ -86,10 +86,10 @@ class GraphedForward:
         return output.first(rows, rows)
 
     def _fill(self, batch: ForwardBatch, rows: int) -> None:
-        """Copies the step's inputs to where the graphs read them, and makes padding of what a larger step left."""
+        """Copies the step's inputs to the graphs' buffers, and clears rows that a larger step has filled."""
         pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for array, buffer, given in zip(ARRAYS, self._inputs.arrays(), batch.arrays(), strict=True):
-            if array.padding is not None:  # else it is its own index in every decode step
+            if array.padding is not None:  # else the values are the indices in every decode step
                 targets, sources = pairs.setdefault(array.dtype, ([], []))
                 targets.append(buffer[tuple(slice(n) for n in given.shape)])
                 sources.append(given)
@@ -111,7 +111,7 @@ class GraphedForward:
         return buffer[tuple(rows if dim in _ROWS else slice(None) for dim in dims)]
 
     def _capture(self, size: int) -> None:
-        """Records a step of ``size`` rows, all of them padding: what is run for it touches no block."""
+        """Records a step of ``size`` padding rows, which read and write no block."""
         start = time.perf_counter()
         self._clear(0)
         batch = replace(self._inputs, num_decodes=size)
@@ -123,17 +123,17 @@ class GraphedForward:
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share one pool of memory. What it records is called twice."""
+    """Records CUDA graphs that share one memory pool. A recorded function is called twice."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
         """See ``Record``."""
-        # Once without recording: kernels are compiled and loaded, libraries take their workspaces.
+        # Once without recording, so that kernels are compiled and loaded and libraries allocate their workspaces.
         run()
         graph = torch.cuda.CUDAGraph()
-        # Entering waits for the device. Only this thread's calls are watched: others may allocate meanwhile.
+        # Entering waits for the device. thread_local: other threads may allocate memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return graph.replay, output

@@ -1,6 +1,6 @@
-"""Weights of linear layers on a GPU, and the products: one order for all batches, or cuBLAS where any order will do.
+"""Packed weights of the GPU backend, and their products: batch-invariant, or by cuBLAS.
 
-What an activation is applied to is rounded to the type of x first, whether or not one launch does both.
+The input of an activation is rounded to the type of x first, whether or not one launch does both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DenseWeight(PackedWeight):
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
-        """The product, then, in another launch, the activation."""
+        """The product, and the activation in another launch."""
         if activation is None:
             return self._product(x, out_dtype or x.dtype, add)
         product = self._product(x, x.dtype, add)
@@ -56,7 +56,7 @@ class DenseWeight(PackedWeight):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight(PackedWeight):
-    """A weight in codes, which products widen again in registers."""
+    """A quantised weight, which products dequantise in registers."""
 
     codes: TritonQuantizedLinear
     gated: bool
@@ -70,7 +70,7 @@ class QuantizedWeight(PackedWeight):
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
-        """One launch for product and gate where nothing is added and tiles hold as many gates as what they gate."""
+        """One launch for a gated product if nothing is added and the outputs fill whole tiles."""
         dtype = out_dtype or x.dtype
         if activation is None:
             return quantized_matmul(x, self.codes, dtype, add, deterministic=self.deterministic)

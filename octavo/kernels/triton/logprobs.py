@@ -26,11 +26,11 @@ from octavo.kernels.triton.ranking import (
     weights,
 )
 
-#: Most tokens that ``token_logprobs`` names beside each one.
+#: Largest number of most likely tokens that ``token_logprobs`` returns.
 MOST_NAMED = 128
 
 
-#: Read and written a number at a time: where they lie decides nothing, and must not cost a compilation.
+#: Read and written element by element: their alignment is irrelevant and must not cause another compilation.
 _SMALL = ["rows_ptr", "tokens_ptr", "logprobs_ptr", "ranks_ptr", "ids_ptr", "named_ptr"]
 
 
@@ -40,11 +40,11 @@ def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Tens
     Args:
         logits: [rows, vocab] float32, contiguous in the last dimension.
         rows: [n] int64, rows of ``logits``.
-        tokens: [n] int64; what comes of one outside the vocabulary has no meaning.
+        tokens: [n] int64; the result for one outside the vocabulary is undefined.
         k: at most vocab and ``MOST_NAMED``.
 
     Returns:
-        All that ``unpack`` takes apart, in one tensor, as it goes to the host in one copy.
+        One tensor, to be copied to the host at once; ``unpack`` separates its parts.
 
     Raises:
         ValueError: k is too large.
@@ -88,12 +88,12 @@ def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Tens
 
 
 def unpack(found: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``token_logprobs`` found for n tokens.
+    """The parts of a result of ``token_logprobs`` for n tokens.
 
     Returns:
         Logprobs float64 [n]; ranks int64 [n], 1 + the number of greater logits; ids int64 [n, k] and logprobs float64
-        [n, k] of the most likely tokens in order of rank. Where a row's greatest logit is not finite, or there is a
-        NaN, the logprob is NaN and the rest has no meaning.
+        [n, k] of the most likely tokens in order of rank. If a row's greatest logit is not finite, or there is a NaN,
+        the logprob is NaN and the rest is undefined.
     """
     logprobs, ranks, top = found.split([n, n, len(found) - 2 * n])
     ids, named = top.view(2, n, -1) if n else top.view(2, 0, 0)
@@ -102,7 +102,7 @@ def unpack(found: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _chosen_logit(row_ptr, vocab, token_ptr):
-    """The logit of the token asked for; no token, no logit."""
+    """The logit of the requested token; infinite outside the vocabulary."""
     token = tl.load(token_ptr)
     return tl.load(row_ptr + token, (token >= 0) & (token < vocab), other=float("inf"))
 
@@ -111,9 +111,9 @@ def _chosen_logit(row_ptr, vocab, token_ptr):
 def survey_kernel(
     logits_ptr, row_stride, vocab, rows_ptr, tokens_ptr, best_ptr, mass_ptr, greater_ptr, columns, pieces
 ):
-    """Of each of SURVEYED columns of a row: the greatest logit, or NaN, and its tokens' probabilities over the best's.
+    """For each of SURVEYED columns of a row: the greatest logit, or NaN, and the sum of probabilities over the best's.
 
-    And of all of them together: how many logits are greater than that of the row's token.
+    And for all of them: the number of logits greater than that of the row's token.
     """
     index = tl.program_id(1).to(tl.int64)
     row_ptr = logits_ptr + tl.load(rows_ptr + index) * row_stride
@@ -151,7 +151,7 @@ def logprobs_kernel(
     TILE: tl.constexpr,
     DIGIT: tl.constexpr,
 ):
-    """Everything about one token of a row, from the row's columns."""
+    """Logprob and rank of one token of a row, and the most likely tokens, from the row's columns."""
     index = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + tl.load(rows_ptr + index) * row_stride
     column = tl.arange(0, COLUMNS)

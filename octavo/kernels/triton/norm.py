@@ -1,6 +1,6 @@
-"""Root mean square norm (Zhang & Sennrich 2019). What is normed is added up by the product before.
+"""Root mean square norm (Zhang & Sennrich 2019).
 
-A row is reduced by one program, in a tree that its length alone decides: its result does not depend on the other rows.
+A row is reduced by one program, in an order that depends on its length alone: its result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.rounding import rounded
 
-#: Elements that one program takes: several rows where they are short (the norms of heads).
+#: Elements of a program: several rows if they are short (norms of heads).
 _ELEMENTS = 1024
 
 
@@ -80,8 +80,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Rows of a program, their padded length, and warps: from the length alone."""
+    """Rows of a program, their padded length, and warps; they depend on the length alone."""
     block = triton.next_power_of_2(width)
-    # A long row alone is not worth more than 16 elements a thread: at one row, latency is all there is.
+    # At most 16 elements per thread in a long row: with a single row, latency dominates.
     warps = min(16, max(4, block // 512))
     return max(1, min(16, _ELEMENTS // block)), block, warps

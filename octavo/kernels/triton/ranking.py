@@ -1,12 +1,12 @@
-"""What sampling and logprobs share: rows of logits seen as short columns, and prefixes of a row's ranking.
+"""Common parts of sampling and logprobs: rows of logits as short columns, and prefixes of a row's ranking.
 
-The ranking of a row is that of ``octavo/kernels/filters.py``: by *distance* (the greatest logit minus a token's own, so
-zero or positive), and by token id among equals. A *key* holds both, the distance's bits above the id: keys are all
-different and order as the ranking does. A prefix of the ranking is told by its last key: nothing is sorted.
+The ranking of a row is that of ``octavo/kernels/filters.py``: by *distance* (the greatest logit minus the token's, zero
+or positive), and by token id among equals. A *key* is the distance's bits followed by the id: keys are distinct and
+sort as the ranking. A prefix of the ranking is given by its last key, so nothing is sorted.
 
-A row is read once, by many programs, which leave one or two numbers for each *column* of 32 tokens. One program goes on
-from there: it sees 4,000 columns where there were 128,000 tokens, and reads the logits of a few columns again. What it
-makes of them depends on the row alone.
+A row is read once, by many programs, which write one or two numbers for each *column* of 32 tokens. Then one program
+works on the columns (4,000 for 128,000 tokens), and reads the logits of a few columns again. Its result depends on the
+row alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from octavo.kernels import interpreted
 
 #: Tokens of a column: 128 bytes, a line of the cache.
 COLUMN = tl.constexpr(32)
-#: Columns that a program surveys.
+#: Columns of a program of the survey kernels.
 SURVEYED = tl.constexpr(64)
-#: Tokens of listed columns that are looked at together, at most.
+#: Largest number of tokens of listed columns in a tile.
 LARGEST_TILE = 2048
 #: After every key.
 LAST_KEY = tl.constexpr((1 << 63) - 1)
@@ -32,16 +32,16 @@ _LOW_BITS = tl.constexpr(0xFFFFFFFF)
 
 
 def digit_bits(columns: int) -> int:
-    """Bits of a threshold that are settled at once, by trying all their values."""
+    """Bits of a threshold that are determined at once, by testing all their values."""
     if not interpreted():
         return 2
-    # The interpreter takes as long for a number as for a thousand, but not more than a million.
+    # The interpreter takes as long for one element as for a thousand; tensors are limited to a million.
     return 8 if columns <= 4096 else 4
 
 
 @triton.jit
 def greatest(logits):
-    """The greatest of each row of a matrix, NaN where there is one."""
+    """The maximum of each row of a matrix, NaN if it contains one."""
     nan = logits != logits
     best = tl.max(tl.where(nan, float("-inf"), logits), axis=1)
     return tl.where(tl.max(nan.to(tl.int32), axis=1) > 0, float("nan"), best)
@@ -49,16 +49,16 @@ def greatest(logits):
 
 @triton.jit
 def behind(best, logits):
-    """Distance of each of the logits, a matrix, from its row's greatest; infinite for a masked token."""
+    """Distance of the logits, a matrix, from their row's maximum; infinite for a masked token."""
     return tl.where(best == float("-inf"), 0.0, best)[:, None] - logits
 
 
 @triton.jit
 def top_of(best):
-    """(greatest of all columns, or NaN; a column that has it, the first)."""
+    """(maximum of all columns, or NaN; the first column that has it)."""
     nan = best != best
     top, column = tl.max(tl.where(nan, float("-inf"), best), axis=0, return_indices=True)
-    top = tl.where(top == 0.0, 0.0, top)  # the distance from a -0.0 could be a -0.0, whose bits rank last
+    top = tl.where(top == 0.0, 0.0, top)  # a distance from -0.0 could be -0.0, which would rank last
     return tl.where(tl.max(nan.to(tl.int32), axis=0) > 0, float("nan"), top), column
 
 
@@ -70,7 +70,7 @@ def weights(distance, temperature):
 
 @triton.jit
 def column_distances(best, top, column, columns):
-    """(distance of each column's best token, its bits); beyond the last column infinite, and after everything."""
+    """(distance of each column's best token, its bits); past the last column infinite and all ones."""
     distance = top - best
     bits = distance.to(tl.uint32, bitcast=True)
     return distance, tl.where(column < columns, bits, 0xFFFFFFFF)
@@ -78,11 +78,11 @@ def column_distances(best, top, column, columns):
 
 @triton.jit
 def reach_of_columns(bits, least, mass, target, temperature, DIGIT: tl.constexpr):
-    """Bits of a distance within which tokens of the columns weigh the target; all ones if they never do.
+    """Bits of a distance within which the tokens of the columns have the target weight; all ones if there is none.
 
-    A column whose best token lies within a distance holds, within it, that token, which weighs ``least``, and all of
-    its ``mass`` but what its other tokens weigh, which beyond the distance weigh little each. To count columns, a mass
-    of 0 and a least weight of 1 do, and the distance is then that of the last column counted.
+    The weight of a column within a distance is bounded from below: if its best token is within it, by that token's
+    weight ``least``, and by its ``mass`` minus the largest possible weight of its other tokens beyond the distance.
+    With a mass of 0 and a least weight of 1, columns are counted, and the distance is that of the last column counted.
     """
     digits = tl.arange(0, 1 << DIGIT).to(tl.uint32)
     low = tl.full((), 0, tl.uint32)
@@ -100,7 +100,7 @@ def reach_of_columns(bits, least, mass, target, temperature, DIGIT: tl.constexpr
 
 @triton.jit
 def list_columns(list_ptr, column, columns, bits, reach, most):
-    """Writes the columns within reach, at most ``most``, the best by rank; returns how many there are."""
+    """Writes the best columns within reach, at most ``most``; returns their number."""
     here = column < columns
     nearer = here & (bits < reach)
     tied = here & (bits == reach)
@@ -108,7 +108,7 @@ def list_columns(list_ptr, column, columns, bits, reach, most):
     count = tl.minimum(num_nearer + tl.sum(tied.to(tl.int32), axis=0), most)
     place = tl.where(nearer, tl.cumsum(nearer.to(tl.int32), axis=0), num_nearer + tl.cumsum(tied.to(tl.int32), axis=0))
     tl.store(list_ptr + place - 1, column, (nearer | tied) & (place <= count))
-    tl.debug_barrier()  # what some threads wrote others will read
+    tl.debug_barrier()  # other threads read what was written
     return count
 
 
@@ -126,7 +126,7 @@ def listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE: tl.constexpr
 
 @triton.jit
 def key_of(distance, token):
-    """Place in the ranking: distance, then id."""
+    """The key of a token in the ranking: distance, then id."""
     return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
 
 
@@ -144,10 +144,10 @@ def end_of_prefix(
     DIGIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Key of the last token of the shortest prefix that weighs the target; after every key if none does.
+    """Key of the last token of the shortest prefix with the target weight; greater than all keys if there is none.
 
-    Each token weighs 1, or, WEIGHTED, its tempered probability; those after ``last`` weigh nothing. The columns listed
-    must hold the prefix.
+    The weight of a token is 1, or, if WEIGHTED, its tempered probability; 0 after ``last``. The listed columns must
+    include the prefix.
     """
     key = tl.full((), 0, tl.int64)
     key = _refine(
@@ -197,7 +197,7 @@ def _refine(
     DIGIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Settles the key's bits below SHIFT, a digit a step: the greatest key before which the target is not met."""
+    """Determines the key's bits below SHIFT, a digit per step: the greatest key before which the target is not met."""
     digits = tl.arange(0, 1 << DIGIT).to(tl.int64)
     for step in range(STEPS):
         shift = SHIFT - DIGIT * (step + 1)

@@ -1,8 +1,8 @@
-"""What happens to queries, keys and values between their product and attention, in one launch.
+"""Rotary embedding and cache write in one launch.
 
 Queries and keys are rotated (Su et al. 2021, RoFormer, section 3.4.2, with dimension i paired with i + R/2), and keys
-and values go to their slots of the cache, quantised where the cache is. All of it is element by element and without
-fused multiply-add, so the bits are those of the plain formulas on every device.
+and values are written to their slots of the cache, quantised if the cache is. All operations are elementwise and
+without fused multiply-add, so the bits are those of the plain formulas on every device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.kernels.interface import LayerCache
 from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
 from octavo.kernels.triton.rounding import rounded
 
-#: Query elements that one program rotates, about: with the launch below 16 a thread, which fit its registers.
+#: Approximate number of query elements that a program rotates: 16 per thread, which fit into its registers.
 _PROGRAM_ELEMENTS = 2048
 
 
@@ -31,8 +31,8 @@ def rotary_and_cache(
         v: [T, K, D]
         positions: int64 [T], rows of ``cos_sin``.
         cos_sin: float32 [max_position, R], R <= D: R/2 cosines, then R/2 sines.
-        cache: where k and v go, rounded to q's type first.
-        slots: int64 [T]; a negative one is written nowhere.
+        cache: of the layer; k and v are rounded to q's type first.
+        slots: int64 [T]; negative: not written.
 
     Returns:
         q rotated: [T, H, D], contiguous.
@@ -82,7 +82,7 @@ def rotary_and_cache(
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Writes k and v [T, K, D], which may be strided views, to their slots; a negative slot is written nowhere."""
+    """Writes k and v [T, K, D], which may be strided views, to their slots; negative slots are skipped."""
     assert isinstance(cache, TritonLayerCache)
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
@@ -254,7 +254,7 @@ def _write(
     BLOCK_SIZE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Writes x [heads, DIM] to a slot; with ``LARGEST``, scaled so that the largest of a head becomes that."""
+    """Writes x [heads, DIM] to a slot; with ``LARGEST``, each head is scaled to this greatest magnitude."""
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     if LARGEST > 0:
@@ -271,13 +271,13 @@ def _write(
 
 @triton.jit
 def _to_integer(x):
-    """The nearest integer, ties to even: what 1.5 * 2^23 is added to has no other digits left."""
+    """The nearest integer, ties to even: adding 1.5 * 2^23 rounds off the fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _to_e4m3(x):
-    """The nearest number that e4m3 holds, ties to even: the cast that follows is exact, in the interpreter too.
+    """The nearest e4m3 number, ties to even, so that the following cast is exact (in the interpreter too).
 
     Four significant bits by Veltkamp's splitting (Dekker 1971); below 2^-6 multiples of 2^-9.
     """

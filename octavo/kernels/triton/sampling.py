@@ -1,10 +1,9 @@
-"""The choice of tokens from rows of logits: greedy, or by the race of ``octavo/kernels/numpy_sampling.py``.
+"""Sampling from rows of logits: greedy, or by the scores of ``octavo/kernels/numpy_sampling.py``.
 
-Two launches. The survey reads the logits, many programs a row, and leaves the greatest logit of each column (see
-``ranking``) and, for a row that draws from all tokens, a bound on when the first of the column finishes the race. Then
-one program a row chooses. Where there are filters it first finds the last token that survives, among the columns that
-can hold it. Then it computes the true finishing times, in float64, of the columns whose bound says that they may win:
-one or two, most often.
+There are two launches. The survey reads the logits, with many programs per row, and writes the greatest logit of each
+column (see ``ranking``) and, for a row without filters, a lower bound on the scores of the column. Then one program per
+row chooses. With filters it first finds the last token that passes, among the columns that can include it. Then it
+computes exact scores, in float64, in the columns with bounds low enough to win: usually one or two.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from octavo.kernels.triton.ranking import (
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-#: Far above the rounding errors of the float32 bounds (in powers of two), far below what would let many tokens through.
+#: Margin of the float32 bounds (in powers of two): far above their rounding errors, small enough to keep few tokens.
 _MARGIN = tl.constexpr(0.01)
-#: Room for the rounding of float32 masses, as a share.
+#: Relative margin for the rounding of float32 masses.
 _ROOM = tl.constexpr(1e-5)
 
 
-#: Read a number at a time: where they lie decides nothing, and must not cost a compilation.
+#: Read element by element: their alignment is irrelevant and must not cause another compilation.
 _SMALL = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "keys_ptr"]
 
 
@@ -52,17 +51,17 @@ def choose_tokens(
     keys: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """A token for each row; what comes of a row does not depend on the others.
+    """A token for each row, which does not depend on other rows.
 
     Args:
         logits: [n, vocab] float32, contiguous in the last dimension.
         temperature: [n] float64; 0 takes the most likely token, the lowest id among equals.
         top_k: [n] int64, from 1.
         top_p: [n] float64, above 0.
-        min_p: [n] float64. A filter that is off has the value that keeps everything.
-        keys: [n, 2] int32 or int64, contiguous: hash keys of the rows, of which the low 32 bits count.
-        mask: [n, columns] int32, contiguous, a column's word for each: the logits of tokens whose bit is clear become
-            -inf in place.
+        min_p: [n] float64. A disabled filter has the value that keeps all tokens.
+        keys: [n, 2] int32 or int64, contiguous: hash keys of the rows in the low 32 bits.
+        mask: [n, columns] int32, contiguous, a word for each column: the logits of tokens with a clear bit become -inf
+            in place.
 
     Returns:
         [n] int64 token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
@@ -122,12 +121,12 @@ def survey_kernel(
     columns,
     MASKED: tl.constexpr,
 ):
-    """Of each of SURVEYED columns of a row: the greatest logit, or NaN; and what ``choose_kernel`` needs beside it.
+    """For each of SURVEYED columns of a row: the greatest logit, or NaN, and a second value for ``choose_kernel``.
 
-    That is the bound on the race for rows that draw from all tokens, relative to the column's best token, and for rows
-    with top-p alone the tokens' tempered probabilities divided by the best one's.
+    That is, for rows without filters, the bound on the scores relative to the column's best token, and for rows with
+    top-p alone the sum of the tempered probabilities divided by the best one's.
 
-    MASKED, it writes -inf to the tokens that are not allowed, so that nothing after it needs the mask.
+    If MASKED, -inf is written to the tokens that are not allowed, so that ``choose_kernel`` needs no mask.
     """
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * SURVEYED + tl.arange(0, SURVEYED)

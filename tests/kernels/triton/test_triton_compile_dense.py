@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
-    from octavo.kernels.triton import activation, matmul, norm, quant, quantize, rotary
+    from octavo.kernels.triton import activation, matmul, norm, quant, quantize
 
     half = torch.bfloat16
     x = torch.empty(2048, 4096, dtype=half)
@@ -30,8 +30,6 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for name in ("silu", "gelu", "gelu_tanh", "relu"):
         yield f"{name} gated", partial(activation.activate, x, name, gated=True)
     yield "gelu", lambda: activation.activate(x, "gelu", gated=False)
-    positions, cos_sin = torch.zeros(2048, dtype=torch.int64), torch.zeros(64, 128)
-    yield "rotary", lambda: rotary.rotary(heads[:, :24], heads[:, 24:], positions, cos_sin)
     for rows in (1, 2048):
         yield f"matmul {rows}", partial(matmul.matmul, x[:rows], weight, None, torch.float32)
         yield (

@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embedding and the deterministic product, against float64."""
+"""Norms, activations and the deterministic product, against float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from octavo.kernels.triton import tiles
 from octavo.kernels.triton.activation import activate
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.norm import rms_norm
-from octavo.kernels.triton.rotary import rotary
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,33 +89,6 @@ def test_activations_of_great_magnitudes_are_finite(activation: Activation) -> N
     x = torch.tensor([[-1e20, -300.0, 300.0, 1e20, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 0.0, 300.0, 1e20]], device=DEVICE)
     assert torch.equal(activate(x, activation, gated=True), expected)
-
-
-@few
-@given(
-    st.integers(0, 9),
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.sampled_from([(8, 8), (64, 64), (96, 64), (80, 20), (128, 128)]),
-    dtypes,
-    seeds,
-)
-def test_rotary(tokens: int, heads: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
-    head_dim, rotated = dims
-    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=seed)
-    before = qkv.clone()
-    positions = torch.randint(0, 500, (tokens,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-    angles = torch.outer(torch.arange(500, dtype=torch.float64), 0.7 ** torch.arange(rotated // 2))
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).float().to(DEVICE)
-    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    turned_q, turned_k = rotary(q, k, positions, cos_sin)
-    turning = before[:, : heads + kv_heads, :rotated].double()
-    cos, sin = cos_sin[positions].double()[:, None].chunk(2, dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    expected = before.double()
-    expected[:, : heads + kv_heads, :rotated] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    assert_near(torch.cat((turned_q, turned_k), dim=1), expected[:, : heads + kv_heads])
-    assert torch.equal(qkv[:, heads + kv_heads :], before[:, heads + kv_heads :])
 
 
 def product_bound(x: Tensor, weight: Tensor) -> Tensor:
