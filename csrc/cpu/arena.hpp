@@ -5,9 +5,9 @@
 
 namespace octavo {
 
-// Zeroed memory, aligned to cache lines, in large pages where the system gives them: weights are read from end to end
-// in every step, and with small pages each 4 KiB would cost a walk of the page tables. Small pieces share a large page;
-// it goes back to the system with the last of them. Throws std::bad_alloc.
+// Zeroed memory, aligned to cache lines, in huge pages if the system has them: weights are read completely in every step,
+// and with small pages each 4 KiB would cost a page walk. Small allocations share a huge page, which is returned to the
+// system with the last of them. Throws std::bad_alloc.
 std::shared_ptr<void> allocate_weights(size_t bytes);
 
 }  // namespace octavo

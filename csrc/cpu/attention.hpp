@@ -10,10 +10,10 @@
 // shift and a mask widen it, and it is what a bfloat16 dot-product instruction takes.
 // Any other block size is stored as [block_size][P], and panels are gathered from it.
 //
-// Invariance. A row (a query of a head) folds its context in pieces of kPiece positions counted from position 0, in
+// Invariance. A row (a query of a head) accumulates its context in pieces of kPiece positions counted from position 0, in
 // order. Within a piece every score is one chain of fused multiply-adds over the dimensions, and every element of the
-// result one chain over the tokens that the row may see, in order. So neither the other rows of a tile, nor the chunk
-// that brought the row, nor the thread that computed a piece leaves a trace in the result.
+// result one chain over the tokens that the row attends to, in order. So the result depends neither on the other rows of
+// a tile, nor on the chunk that the row is computed in, nor on the thread that computes a piece.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
@@ -70,7 +70,7 @@ struct Attention {
 // KV head, over the context's pieces [first_piece, end_piece). Row i is query i / group, head i % group.
 struct AttentionItem {
   int64_t sequence, kv_head, first_query, queries, first_piece, end_piece;
-  // Where to leave each piece's state for `combine`; null: the item has the whole context and writes the result.
+  // Memory for each piece's state, for `combine`; null: the item has the whole context and writes the result.
   float* states;
 };
 
@@ -79,7 +79,7 @@ inline int64_t state_floats(const Attention& a) { return a.shape.padded() + 16; 
 
 struct AttentionTable {
   void (*write)(const CacheWrite&, const Step&, int64_t begin, int64_t end);
-  // `next`, or null, is what the thread will most likely attend after: its first keys are fetched meanwhile.
+  // `next`, or null, is the thread's most likely next item: its first keys are prefetched.
   void (*attend)(const Attention&, const Step&, const AttentionItem&, const AttentionItem* next);
   // Folds the states of an item's pieces, [end_piece - first_piece][rows][state_floats], and writes the result.
   void (*combine)(const Attention&, const Step&, const AttentionItem&);

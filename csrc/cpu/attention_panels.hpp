@@ -60,9 +60,9 @@ class Panels {
     });
   }
 
-  // What to fetch while `in_use` is used, kAhead panels before its turn: blocks lie anywhere, so the processor cannot
-  // guess where the next one is. After a piece's keys come its values, and after those the next piece's keys. A panel
-  // of keys takes as much memory as one of values, so that one can be fetched, in the same order, while the other is
+  // The panel to prefetch while `in_use` is used, kAhead panels ahead: blocks are anywhere in memory, so the hardware
+  // prefetcher cannot predict the next one. A piece's keys are followed by its values, and these by the next piece's
+  // keys. Panels of keys and values have equal sizes, so one can be prefetched, in the same order, while the other is
   // read.
   const T* keys_ahead(int64_t index, const T* in_use) const { return ahead(index - first_, in_use); }
   const T* values_ahead(int64_t index, const T* in_use) const { return ahead(count_ + index - first_, in_use); }

@@ -10,17 +10,16 @@ namespace octavo {
 
 namespace {
 
-// Rows of a tile: enough that reading keys and values costs little beside using them, few enough that all that belongs
-// to a tile stays in the first caches.
+// Rows of a tile: enough to amortise the reads of keys and values, few enough that the tile's data stays in L1 and L2.
 constexpr int64_t kRowsOfItem = 30;
 
 // Products of a query and a key that are worth waking a thread for; of one head, about a nanosecond each.
 constexpr int64_t kWorthAThread = 4096;
 
-// Tiles, of all KV heads, that there should be for each thread, lest one waits long for another.
+// Tiles, of all KV heads, per thread, for load balance.
 constexpr int64_t kTilesOfThread = 4;
 
-// Memory that grows and is used again; its content does not survive growth.
+// Reusable memory that grows; growth discards its content.
 class Scratch {
  public:
   float* of(int64_t floats) {
@@ -98,7 +97,7 @@ void run_attention(const Attention& a, const Step& step) {
   for (const Work& tile : tiles) total += tile.cost;
   const int64_t threads = std::min<int64_t>(ThreadPool::instance().size(), 1 + total / kWorthAThread);
 
-  // A tile dearer than this would keep the others waiting: it is cut into its pieces.
+  // A tile of more work than this would delay the other threads: it is cut into its pieces.
   const int64_t too_dear = threads > 1 ? total / (4 * threads) : total;
   std::vector<Work> items;
   std::vector<AttentionItem> cut;
@@ -127,8 +126,8 @@ void run_attention(const Attention& a, const Step& step) {
 
   const AttentionTable& kernels = *isa().attention;
   const auto count = static_cast<int64_t>(items.size());
-  // The heads of a block lie side by side, and what a processor fetches ahead of one head belongs to the next: it is lost
-  // if another thread reads that. So a thread takes all heads of a tile, if there are tiles enough.
+  // The heads of a block are consecutive, and hardware prefetches of one head reach into the next: they are lost if
+  // another thread reads that head. So a thread computes all heads of a tile, if there are enough tiles.
   const int64_t at_once = count >= kTilesOfThread * threads * heads ? heads : 1;
   for_items(count, threads, at_once, [&](int64_t i) {
     kernels.attend(a, step, items[i].item, i + 1 < count ? &items[i + 1].item : nullptr);

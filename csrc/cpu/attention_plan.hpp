@@ -1,4 +1,4 @@
-// How the attention of a step is shared out among the threads.
+// Distribution of a step's attention among threads.
 #pragma once
 #include "attention.hpp"
 

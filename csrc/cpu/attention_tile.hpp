@@ -15,7 +15,7 @@ constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 12 : 8;
 constexpr int kTileRows = kSums / kVectors < 12 ? kSums / kVectors : 12;
 
 // How the pairs of a panel lie; see attention.hpp. `half` chooses the first or second of each pair.
-// Prefetches go to the second cache: the first can wait for too few lines at once to keep the memory busy.
+// Prefetches go to the L2 cache: L1 has too few outstanding misses to saturate the memory.
 template <typename T>
 struct Pairs {
   static constexpr int64_t kColumn = 1;  // from one column to the next
@@ -52,7 +52,7 @@ struct Pairs<uint16_t> {
 
 constexpr int kSegments = 4;
 
-// What a tile multiplies: sums[r][column] = start[r][column] + sum over pairs k and halves h of rows[r][2 k + h] *
+// The operands of a tile: sums[r][column] = start[r][column] + sum over pairs k and halves h of rows[r][2 k + h] *
 // panel[k][column][h].
 template <typename T>
 struct Product {
@@ -95,9 +95,8 @@ OCTAVO_INLINE void add_pair(F32 (&sums)[kRows][kColumns], int column, const T* p
 }
 
 #if defined(OCTAVO_ISA_avx2)
-// As add_pair for three rows, in one piece, with each operand in its register: left to itself GCC runs out of them, reads
-// the mask anew each time and moves sums about. The compiler does not know what memory is read, but nobody writes any
-// beside it.
+// As add_pair for three rows, in assembly with fixed registers: GCC runs out of registers, reloads the mask each time and
+// moves sums. The compiler does not know which memory is read, but none is written meanwhile.
 OCTAVO_INLINE void add_pair_to_three(F32& a0, F32& a1, F32& b0, F32& b1, F32& c0, F32& c1, const uint16_t* pair,
                                      const float* rows, int64_t row_bytes, F32 mask) {
   F32 x, y0, y1;
@@ -187,7 +186,7 @@ void multiply_exactly(const Product<T>& p, int rows) {
     multiply_exactly<T, kPanels, kRows - 1>(p, rows);
 }
 
-// The most rows of which sums of two panels fit into the registers.
+// Largest number of rows with sums of two panels in registers.
 constexpr int kRowsOfTwoPanels = kSums / (2 * kVectors);
 
 // Rows shared out evenly over tiles.
@@ -220,8 +219,8 @@ __attribute__((noinline)) void multiply_tiles(Product<T>& p, int64_t rows) {
   }
 }
 
-// Any number of rows. Changes rows, sums and start of `p`: a copy would read with wide loads what was just written
-// piecemeal, and wait for it.
+// Any number of rows. Changes rows, sums and start of `p`: a copy would stall, as its wide loads would follow narrow
+// stores.
 template <typename T>
 OCTAVO_INLINE void multiply(Product<T>& p, int64_t rows) {
   if (p.panels[1][0] && rows <= kRowsOfTwoPanels)

@@ -6,20 +6,20 @@
 
 namespace octavo {
 
-// One rank's side of the group. The shared memory, zero at first, holds a counter for each rank and two slots for each
-// rank. A collective is done in pieces of at most one slot. A rank copies its piece into its slot of the piece's parity,
-// counts it as published, and reads those of the others when they have published as many. So a slot is written again
-// only after every rank has published a later piece, that is, has read this one.
+// One rank of the group. The shared memory, zero at first, holds a counter and two slots for each rank. A collective is
+// done in pieces of at most one slot. A rank copies its piece into one of its slots, by the piece's parity, increments
+// its counter, and reads the pieces of the others when their counters are as high. So a slot is overwritten only after
+// every rank has published a later piece, that is, has read this one.
 class Communicator {
  public:
-  // `memory` is aligned to 64 bytes. `timeout` in seconds: how long the others are waited for.
+  // `memory` is aligned to 64 bytes. `timeout`: seconds to wait for the other ranks.
   Communicator(void* memory, int64_t bytes, int rank, int size, double timeout);
 
   // Bytes of shared memory for slots of this many floats.
   static int64_t bytes_for(int size, int64_t slot_floats);
 
   // x[i] becomes the sum over the ranks, added in the order of the ranks: the same bits on every rank.
-  // Throws std::runtime_error if another rank does not come.
+  // Throws std::runtime_error after the timeout.
   void all_reduce(float* x, int64_t count);
 
   // out [rows, size * width] becomes the ranks' x [rows, width] beside each other, in order of rank.

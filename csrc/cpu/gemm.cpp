@@ -1,10 +1,10 @@
 // The matrix products' kernels.
 //
 // A register tile of R rows times G groups of 16 columns accumulates over all of k in order; x is broadcast element by
-// element, the weights are read as they lie, a cache line for two k of a group. For bfloat16 a vector holds 32-bit
-// words of two neighbouring k: shifted left it is the even one in float32, masked the odd one; or one instruction
-// multiplies and adds both, and x is broadcast as such words too. All rows of a call pass over a group while it lies in
-// the cache, and meanwhile the next group is fetched.
+// element, the weights are read in order, a cache line for two k of a group. For bfloat16 a vector holds 32-bit words of
+// two consecutive k: shifted left it is the even one in float32, masked the odd one; or one instruction multiplies and
+// adds both, and x is broadcast as such words too. All rows of a call are multiplied with a group while it is in the
+// cache, and the next group is prefetched meanwhile.
 #include "gemm.hpp"
 
 #include "activations.hpp"
@@ -66,8 +66,8 @@ OCTAVO_INLINE void multiply_add_row_by_row(F32 (&sums)[R][G * kVectors], const F
   }
 }
 
-// Which cache the next groups are fetched into, as __builtin_prefetch wants it. Measured: for few rows, which go
-// through the weights quickly, the second; for many, that the group is in the first from the beginning.
+// The cache that the next groups are prefetched into, for __builtin_prefetch. Measured: L2 for few rows, which read
+// weights quickly; L1 for many.
 constexpr int kFirstCache = 3, kSecondCache = 2;
 constexpr int kManyTiles = 5;
 
@@ -191,7 +191,7 @@ RunTile tile_kernel(Dtype dtype, int rows, int groups, bool many_tiles) {
                     : tile_kernel<Dtype::f32, kSecondCache, 1>(rows, groups);
 }
 
-// ---- what becomes of the sums -----------------------------------------------------------------------------------
+// ---- epilogue: bias, add, activation, store ---------------------------------------------------------------------
 
 // One row of one group, sums [16], into the first `columns` of out.
 template <typename T, typename F>
@@ -283,7 +283,7 @@ void finish(const Product& p, int64_t row, int rows, int64_t group, int groups, 
 
 // ---- entry points -----------------------------------------------------------------------------------------------
 
-// Rows in tiles as equal as can be, the first ones a row larger.
+// Rows in tiles of nearly equal size; the first ones may have a row more.
 struct Tiling {
   explicit Tiling(int64_t rows)
       : tiles((rows + kMaxRows - 1) / kMaxRows), larger(rows % tiles), least(static_cast<int>(rows / tiles)) {}

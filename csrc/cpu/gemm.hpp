@@ -1,15 +1,15 @@
 // The matrix products' entry points: out[r, :] = activation(x[r, :] W^T + bias + add[r, :]).
 //
-// Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows, the shape of
-// the register tile or the thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the chain is 1, 0, 3, 2, ..., and
-// numbers below the least normal one are zeros: so the instruction works.
+// Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., for any number of rows, register tile and
+// thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the order is 1, 0, 3, 2, ..., and subnormal numbers are
+// zero, as the instruction is defined.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
 
 namespace octavo {
 
-// Output columns (rows of W) that lie side by side in packed weights.
+// Output columns (rows of W) in a group of packed weights.
 constexpr int kGroup = 16;
 
 // Packed weights, groups of 16 columns one after the other, columns past n and k past the matrix zero:

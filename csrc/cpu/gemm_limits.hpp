@@ -1,4 +1,4 @@
-// What the products are measured against: see GemmTable.
+// Measurements of the machine's limits, which products are compared with: see GemmTable.
 #pragma once
 #include <cstdint>
 

@@ -8,7 +8,7 @@ namespace octavo {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, i8 = 2 };
 
-// What the rows of an operation are: the step's tokens, the positions whose logits are wanted, or encoder tokens.
+// The rows of an operation: the step's tokens, the sampled positions, or encoder tokens.
 enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
 
 // What is done to each element of a product; see activations.hpp.
@@ -48,7 +48,7 @@ struct Step {
   }
 };
 
-// One kernel call with its buffers. An operation holds plain pointers: whoever makes it keeps the buffers alive.
+// One kernel call with its buffers. An operation holds plain pointers: the caller keeps the buffers alive.
 struct Op {
   virtual ~Op() = default;
   virtual void run(const Step& step) = 0;

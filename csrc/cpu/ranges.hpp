@@ -1,4 +1,4 @@
-// How loops over rows are shared out among the threads, and the operations that are such loops.
+// Distribution of loops over rows among threads, and the operations that are such loops.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -41,7 +41,7 @@ class TokenOp : public Op {
   int64_t work_;
 };
 
-// Two of them in one loop over the tokens, so that the threads meet once.
+// Two of them in one loop over the tokens, so that threads synchronise once.
 class TokenOps : public TokenOp {
  public:
   TokenOps(std::shared_ptr<TokenOp> first, std::shared_ptr<TokenOp> second)

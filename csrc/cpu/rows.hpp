@@ -29,7 +29,7 @@ OCTAVO_INLINE void store(T* p, F32 x, Tail tail) {
   store(p, x, tail.lanes);
 }
 
-// x with zeros where there is no row.
+// x with zeros in lanes outside the row.
 OCTAVO_INLINE F32 keep(F32 x, Full) { return x; }
 OCTAVO_INLINE F32 keep(F32 x, Tail tail) {
   float lanes[kLanes];
@@ -45,8 +45,8 @@ OCTAVO_INLINE void for_vectors(int64_t width, const F& f) {
   if (i < width) f(i, Tail{static_cast<int>(width - i)});
 }
 
-// The sum of term(offset, lanes) over a row, in an order that depends on nothing but its width. Four sums run side by
-// side, as one would wait for each addition.
+// The sum of term(offset, lanes) over a row, in an order that depends on its width alone. Four independent sums hide the
+// latency of additions.
 template <typename F>
 OCTAVO_INLINE float sum_of_vectors(int64_t width, const F& term) {
   F32 sums[4] = {};

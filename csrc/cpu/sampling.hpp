@@ -1,11 +1,11 @@
-// The choice of tokens from rows of logits, and logprobs: the arithmetic over the vocabulary.
+// Sampling from rows of logits, and logprobs: the passes over the vocabulary.
 //
 // A row's tokens are ranked by logit, highest first, and by id, lowest first, among equals. A token's *distance* is the
 // row's greatest logit minus its own: zero or positive (never -0), infinite for a masked token. Every filter keeps a
-// prefix of the ranking, and a prefix is told by its last token alone, so nothing is ever sorted to filter.
+// prefix of the ranking, and a prefix is given by its last token, so filters need no sorting.
 //
-// The passes over the vocabulary are in SamplingTable, once for each instruction set; what is decided with their
-// results is in sampling_row.cpp, once. They take rows without a NaN whose greatest logit is finite.
+// The passes over the vocabulary are in SamplingTable, for each instruction set; the decisions on their results are in
+// sampling_row.cpp. They require rows without a NaN and with a finite greatest logit.
 #pragma once
 #include <cstdint>
 
@@ -31,7 +31,7 @@ inline __attribute__((always_inline)) T random_bits(T id, const uint32_t* key) {
   return x ^ (x >> 16);
 }
 
-// A race as its bounds see it; see sampling_row.cpp.
+// Constants of the bounds on scores; see sampling_row.cpp.
 struct Race {
   float top;    // the row's greatest logit
   float slope;  // 2^23 / ln 2 / temperature
@@ -64,7 +64,7 @@ struct SamplingTable {
 
 // ---- a row at a time (sampling_row.cpp) ---------------------------------------------------------------------------
 
-// As the records FILTERS of octavo/kernels/sampling.py lay them out; a filter that is off keeps everything.
+// Layout of the records FILTERS of octavo/kernels/sampling.py; a disabled filter keeps all tokens.
 struct Filters {
   double temperature;  // 0: the most likely token is taken
   int64_t top_k;       // from 1
@@ -72,7 +72,7 @@ struct Filters {
   double min_p;
 };
 
-// Instead of a token: why there is none.
+// Results that are no tokens: NO_TOKEN of octavo/kernels/sampling.py.
 enum Reason : int64_t { kNan = -1, kInfinite = -2, kAllMasked = -3 };
 
 // Tokens that `allowed` (see SamplingTable::apply_mask) lacks are masked in the row first; null allows all.

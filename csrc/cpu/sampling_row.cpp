@@ -19,7 +19,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // So many columns for each of the best tokens.
 constexpr int64_t kColumnsFor = 4;
 
-// Memory of one thread; what is in it belongs to the row at hand.
+// Scratch memory of one thread, for the current row.
 struct Scratch {
   std::vector<float> logits, weights, columns, bounds;
   std::vector<int32_t> ids;
@@ -43,7 +43,7 @@ Reason reason(float top) { return std::isnan(top) ? kNan : top > 0 ? kInfinite :
 
 // ---- prefixes of the ranking --------------------------------------------------------------------------------------
 
-// A row and what was found out about it.
+// A row and its intermediate results.
 class Row {
  public:
   Row(const float* logits, int64_t vocab)
@@ -99,8 +99,8 @@ class Row {
       const Tokens list = within(static_cast<float>(temperature * nats));
       if (mass(list, temperature) > share * total * 1.000001) return nucleus(list, temperature, share * total);
     }
-    // Tokens lighter than (1 - share) * total / size weigh less than (1 - share) * total together, so the others hold
-    // the nucleus. Half of that bound leaves room for rounding.
+    // Tokens with weights below (1 - share) * total / size have together less than (1 - share) * total, so the others
+    // include the nucleus. Half of that bound is used, to allow for rounding.
     const double reach = temperature * std::log(2.0 * static_cast<double>(all_.size) / ((1.0 - share) * total));
     return nucleus(within(static_cast<float>(reach)), temperature, share * total);
   }
@@ -150,12 +150,12 @@ Tokens survivors(Row& row, const Filters& f) {
 
 // ---- the race: argmin of log(E) + distance / temperature, see octavo/kernels/numpy_sampling.py -----------------------
 
-// Far above the rounding errors of the float32 bounds (in powers of two), far below what would let many tokens through.
+// Margin of the float32 bounds (in powers of two): far above their rounding errors, small enough to keep few tokens.
 constexpr double kMargin = 0.01;
 // A float32's bits seen as an integer: 2^23 for each power of two, from an exponent of -127.
 constexpr double kExponent = 8388608.0, kBias = 127.0;
 
-// Finishing time, as a logarithm, in float64.
+// The score log(E) + distance / temperature, in float64.
 double finish(const Tokens& tokens, int64_t i, const Race& race, double temperature) {
   const uint32_t id = static_cast<uint32_t>(tokens.ids == nullptr ? i : tokens.ids[i]);
   const double uniform = (random_bits(id, race.key) + 0.5) * 0x1p-32;
@@ -163,9 +163,9 @@ double finish(const Tokens& tokens, int64_t i, const Race& race, double temperat
          static_cast<double>(distance_of(tokens.logits[i], race.top)) / temperature;
 }
 
-// A token's finishing time is at least log(uniform) + distance / temperature, and the bits of a float32 seen as an
-// integer are a piecewise linear log2 that is never above it (and 0.09 below at most). So a bound from below costs no
-// logarithm, and the tokens whose bound is above the true time of one token are out; the rest are computed truly.
+// A token's score is at least log(uniform) + distance / temperature, and the bits of a float32 read as an integer are a
+// piecewise linear approximation of log2 from below (by at most 0.09). So a lower bound needs no logarithm, and tokens
+// with a bound above the exact score of one token cannot win; exact scores of the others are computed.
 int64_t Row::winner(const Tokens& tokens, double temperature, const uint32_t* key) {
   const Race race{top_, static_cast<float>(kExponent / std::log(2.0) / temperature), key};
   float* const lowest = s_.bounds.data();
@@ -192,7 +192,7 @@ int64_t Row::winner(const Tokens& tokens, double temperature, const uint32_t* ke
     for (int64_t i = block * kRaceBlock, j = 0; j < size; ++i, ++j) {
       if (bounds[j] > limit) continue;
       const double time = finish(tokens, i, race, temperature);
-      // Equal times go to the better rank in a list, or to the lower id where nothing is ranked.
+      // Among equal scores the better rank in a list wins, or the lower id without one.
       if (time < best_time || (time == best_time && tokens.ids != nullptr && tokens.logits[i] > tokens.logits[best])) {
         best_time = time;
         best = i;

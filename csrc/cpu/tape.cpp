@@ -1,4 +1,4 @@
-// The tape: operations recorded once and run for each step; and the operations that are no arithmetic.
+// The tape: operations recorded once and run for each step; and the operations that call the host or select rows.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 
@@ -22,8 +22,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Neighbours over the same rows that work row by row become one: memory is used again only by rows of as many bytes (see
-// octavo/kernels/cpu/arena.py), so that each token's rows stay its own.
+// Consecutive row-wise operations over the same rows are merged into one loop: memory is reused only by buffers of equal
+// size (see octavo/kernels/cpu/arena.py), so rows of different tokens do not overlap.
 class Tape {
  public:
   void append(OpPtr op, Rows rows) {
@@ -51,7 +51,7 @@ class Tape {
   std::vector<Entry> entries_;
 };
 
-// Calls a function of the host with the number of rows. What it raises ends the run of the tape.
+// Calls a Python function with the number of rows. An exception ends the run of the tape.
 class HostCall : public Op {
  public:
   explicit HostCall(nb::object function) : function_(std::move(function)) {}
@@ -68,7 +68,7 @@ class HostCall : public Op {
   nb::object function_;
 };
 
-// out[i] = x[sampled_rows[i]], rows of so many bytes. No TokenOp: its rows are not those that it reads.
+// out[i] = x[sampled_rows[i]], rows of so many bytes. Not a TokenOp, as it reads other rows than it writes.
 class TakeSampled : public Op {
  public:
   TakeSampled(const char* x, int64_t stride, char* out, int64_t bytes)

@@ -25,7 +25,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Spins this long at a time before it lets another process have the processor, so that a busy machine is not blocked.
+// Iterations of spinning before a thread yields its processor to other processes.
 constexpr int kSpins = 4096;
 
 int current_processor() {
@@ -46,7 +46,7 @@ Processors allowed_processors() {
   return allowed;
 }
 
-// Those of this thread from now on; none: as they are.
+// Sets the processors of this thread; an empty set changes nothing.
 void allow(const Processors& processors) {
   if (CPU_COUNT(&processors) > 0) sched_setaffinity(0, sizeof(processors), &processors);
 }
@@ -67,17 +67,16 @@ void allow(const Processors&) {}
 Processors only(const Processors&, int) { return {}; }
 #endif
 
-// The tasks of one loop that one thread starts on. The loop's number and the next task to hand out are one word:
-// whoever exchanges it for its successor has taken a task of a loop that is therefore not over.
+// The tasks of one loop that one thread starts with. The loop's number and the next task are one word: a thread that
+// exchanges it for its successor has taken a task, and the loop is not over.
 constexpr uint32_t kClosed = 0xffffffff;  // as the next task: there is none
 struct alignas(64) Share {
   std::atomic<uint64_t> loop_and_next{0};
   std::atomic<int> processor{-1};  // where its thread was seen last
 };
 
-// Moves this thread to a processor that is allowed and where no thread of the pool was seen, if there is one. On a busy
-// machine the scheduler is content to keep two threads of a pool on one processor, which then get nothing from the
-// other.
+// Moves this thread to an allowed processor that no other thread of the pool uses, if there is one. On a busy machine the
+// scheduler may keep two threads of the pool on one processor, while another one is idle.
 void move_apart(const std::vector<Share>& shares) {
 #ifdef __linux__
   const Processors allowed = allowed_processors();
@@ -104,8 +103,8 @@ struct ThreadPool::State {
   std::atomic<int> busy{0};
   std::atomic<bool> stop{false};
   std::atomic<int> sleeping{0};
-  // The loop's. A thread that comes late may read what the caller writes for the next loop; by then the shares of its
-  // own loop are closed, and the exchange fails.
+  // Fields of the loop. A late thread may read the values of the next loop; the shares of its loop are closed by then,
+  // and its exchange fails.
   std::atomic<const std::function<void(int64_t)>*> function{nullptr};
   std::atomic<int64_t> tasks{0};
   alignas(64) std::atomic<uint32_t> loop{0};     // one more for each loop
@@ -140,7 +139,7 @@ struct ThreadPool::State {
     }
   }
 
-  // Notes where a thread is; one that finds another there, the caller or one before it, goes elsewhere.
+  // Records the processor of a thread; if the caller or an earlier thread is on it, the thread moves to another.
   void note_processor(int thread) {
     const int here = current_processor();
     shares[thread].processor.store(here, std::memory_order_relaxed);
@@ -198,7 +197,7 @@ ThreadPool::~ThreadPool() {
 }
 
 ThreadPool& ThreadPool::instance() {
-  // Never destroyed: at exit other static objects may still be in use, and the threads sleep anyway.
+  // Never destroyed: at exit other static objects may still use it, and its threads are asleep.
   static ThreadPool* pool = new ThreadPool;
   return *pool;
 }

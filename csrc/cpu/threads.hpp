@@ -6,26 +6,26 @@
 namespace octavo {
 
 // Runs loops on `size` threads, the caller being one of them. Between the kernels of a step the others wait by
-// spinning, as the next loop comes within microseconds; outside a step (see Busy) they sleep in the kernel. A thread
-// that finds itself on the processor of another moves away.
+// spinning, as the next loop starts within microseconds; outside a step (see Busy) they sleep. Threads that share a
+// processor move to different ones.
 class ThreadPool {
  public:
   static ThreadPool& instance();
 
-  // Sets the number of threads, the caller included. With `pin` thread i stays on the i-th processor that the caller
-  // may use; the caller itself, thread 0, only during a step, as what it starts between steps would be bound with it.
+  // Sets the number of threads, the caller included. With `pin`, thread i is bound to the i-th processor that the caller
+  // may use; the caller, thread 0, during steps only, as threads and processes that it starts inherit the binding.
   // Threads beyond the number of processors are not bound.
   void resize(int size, bool pin);
   int size() const;
   bool pinned() const;
 
-  // Calls f(task) for each task in 0 .. tasks - 1, tasks < 2^32. Each thread starts on an equal run of neighbouring
-  // tasks, and then helps the others with theirs, one task at a time: the caller never waits for a thread that another
-  // process keeps from running, unless that thread is within a task. Which thread runs a task must not matter to its
-  // result. Not reentrant: f must not call it, nor may two threads at once.
+  // Calls f(task) for each task in 0 .. tasks - 1, tasks < 2^32. Each thread starts with an equal share of consecutive
+  // tasks, and then takes tasks of the others, one at a time: the caller waits for a preempted thread only if that is
+  // within a task. A task's result must not depend on its thread. Not reentrant: neither f nor another thread may call
+  // it meanwhile.
   void parallel_for(int64_t tasks, const std::function<void(int64_t)>& f);
 
-  // A step: while one lives, the other threads spin instead of sleeping.
+  // A step: while an object exists, the other threads spin instead of sleeping.
   struct Busy {
     Busy();
     ~Busy();

@@ -1,15 +1,15 @@
 // Vectors of floats, kLanes wide, for the kernel files: one source for every instruction set.
 //
 // F32, I32 and U32 are GCC/Clang vector types, so + - * / == < & | << >> and `mask ? a : b` work on them lane by lane
-// (a comparison gives I32, all ones or zero). What the language lacks is here as functions.
+// (a comparison gives I32, all ones or zero). Other operations are functions here.
 //
 // fma(a, b, c) = a * b + c: one rounding where the processor has the instruction, else a product and a sum. The scalar
 // fma is the same operation, for tails: a tail must round like the body. Never write a * b + c where both exist.
 //
 // bfloat16 is held as uint16_t; rounding to it is to nearest, ties to even, and a NaN stays a NaN.
 //
-// Kernel files keep out of the standard library's templates: an instance compiled here with wide instructions could be
-// the one that the linker keeps for everybody.
+// Kernel files do not use templates of the standard library: the linker might keep an instance that was compiled here
+// with wide instructions for the whole program.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -131,8 +131,7 @@ alignas(32) constexpr uint32_t kOddMask[8] = {0xffff0000u, 0xffff0000u, 0xffff00
                                               0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 #endif
 
-// odd_bf16 of the pairs at p, for register tiles: read anew with the mask in memory, as the sums leave no register for
-// either.
+// odd_bf16 of the pairs at p, for register tiles: pairs and mask are memory operands, as the sums leave no registers.
 OCTAVO_INLINE F32 load_odd_bf16(const void* p) {
 #if defined(OCTAVO_ISA_avx2)
   F32 x;
@@ -181,8 +180,8 @@ OCTAVO_INLINE float fma(float a, float b, float c) {
 #endif
 }
 
-// sum += x * y, in the register where the sum is. Left to itself GCC lets sums wander, runs out of registers and holds
-// some in memory, which makes their chains several times as long.
+// sum += x * y, in the register of the sum. Otherwise GCC moves sums between registers, runs out of them and spills some
+// to memory, which multiplies the latency of their chains.
 OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 #if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
@@ -195,13 +194,13 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 
 #if defined(OCTAVO_ISA_avx512_bf16)
 // sum += odd(x) * odd(y), then sum += even(x) * even(y), over lanes of two bfloat16, each step with one rounding to
-// nearest. What is not a normal number, given or computed, counts as zero.
+// nearest. Subnormal inputs and results are zero.
 OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
   sum = (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
 #endif
 
-// An element in all lanes, read anew: keeping it for later would take registers that the sums of a tile need.
+// An element in all lanes, always loaded: keeping it would use registers that the sums of a tile need.
 OCTAVO_INLINE F32 splat_anew(const float* p) {
 #if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
   F32 x;

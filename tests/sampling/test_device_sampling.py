@@ -232,7 +232,7 @@ def test_prompt_logprobs() -> None:
     device, host = Rows(on_device=True).sampler, Rows(on_device=False).sampler
     for k in (0, 2):
         pending = device.start_prompt_logprobs(logits.to(DEVICE), targets, k)
-        right = host.prompt_logprobs(logits, targets, k)
+        right = host.start_prompt_logprobs(logits, targets, k).wait()
         for found, expected in zip(pending.wait(), right, strict=True):
             assert (found.token_id, found.rank, found.top_ids) == (expected.token_id, expected.rank, expected.top_ids)
             assert found.logprob == pytest.approx(expected.logprob, abs=1e-6)

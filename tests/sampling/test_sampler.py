@@ -474,7 +474,7 @@ def test_a_processor_cannot_reach_other_rows_or_its_own_afterwards() -> None:
     batch = gaussian(2, VOCAB)
     expected = batch.argmax(-1).tolist()
     assert rows.step(batch, [0, 1]).token_ids.tolist() == expected
-    rows.sampler.sample(batch, np.array([0, 1]))
+    rows.sampler.start(batch, np.array([0, 1])).wait()
     before = batch.clone()
     kept[-1].fill_(9.0)
     assert torch.equal(batch, before)
