@@ -1,4 +1,4 @@
-"""Random weights of the right shapes, for measurements without a checkpoint."""
+"""Random weights of the right shapes, for benchmarks without a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def dummy_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for each tensor that ``network`` expects, made on ``device`` in ``dtype``.
 
-    A matrix is uniform around 0 with variance 1 / inputs, so that what goes through it keeps its size: activations stay
+    A matrix is uniform around 0 with variance 1 / inputs, which preserves the magnitude of activations: they stay
     finite and logits are about normal, as those of a trained network are. Norms are 1, biases 0. Each tensor depends on
-    ``seed``, its name, its shape and the kind of device alone.
+    ``seed``, its name, its shape and the type of device alone.
     """
-    wanted = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
-    for name, shape in wanted:
+    expected = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
+    for name, shape in expected:
         if len(shape) == 1:
             yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=device)
             continue

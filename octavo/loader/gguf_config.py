@@ -16,7 +16,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
-#: Keys that change the arithmetic in ways that config.json of these architectures cannot say, and their harmless value.
+#: Keys for features that config.json of these architectures cannot express, and the values that disable them.
 _NEUTRAL = {
     "expert_count": 0,
     "attention.sliding_window": 0,
@@ -84,7 +84,7 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """The content of generation_config.json: the beginning and every token that ends an answer."""
+    """The content of generation_config.json: the BOS token and all EOS tokens."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
@@ -107,7 +107,7 @@ class _Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # some writers give one number a layer
+            value = value[0].item()  # some files have a number for each layer
         if isinstance(value, np.ndarray):
             raise UnsupportedModelError(f"{self._file.path}: {self.arch}.{key} differs between layers: not supported")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -158,7 +158,7 @@ def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> dict[str, Any]:
 
 
 def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: str) -> dict[str, Any]:
-    """The rope parameters of Llama 3.1 from the table of divisors [head_dim / 2] that a GGUF file has in their place.
+    """The rope parameters of Llama 3.1, from the table of divisors [head_dim / 2] that a GGUF file has instead.
 
     With f rotations a token, a dimension's divisor is 1 where f * original > high, ``factor`` where f * original < low,
     and between them 1 / ((1 - s) / factor + s) with s = (f * original - low) / (high - low). Only two of original, low

@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face style folder: weights dequantized once, names and layouts as transformers has them."""
+"""Converts a GGUF file to a Hugging Face style folder: dequantized weights in transformers' names and layouts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SAFETENSORS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor under the name and with the shape that it has in transformers."""
+    """A tensor with its name and shape in transformers."""
 
     name: str
     shape: tuple[int, ...]
     source: GGUFTensor
-    #: Rows of a head whose rows must be put back in order, or 0.
+    #: Rows per head, if the rows of each head must be reordered, else 0.
     head_rows: int = 0
 
 
@@ -57,7 +57,7 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
 
 
 def read_gguf(path: Path) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-    """The (name, tensor) pairs of a GGUF file, as transformers names and lays them out.
+    """The (name, tensor) pairs of a GGUF file, with transformers' names and layouts.
 
     Quantised matrices come in the file's blocks, everything else in float32.
 
@@ -84,7 +84,11 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _weights(file: GGUFFile, config: dict[str, Any]) -> list[_Weight]:
-    """Every tensor that the network wants, all present and of the right shape, and none left over."""
+    """All tensors of the network.
+
+    Raises:
+        WeightError: one is missing, unexpected or of the wrong shape.
+    """
     weights = []
     for source, name, shape, head_rows in _expected(config):
         tensor = file.tensors.get(source)
@@ -101,7 +105,7 @@ def _weights(file: GGUFFile, config: dict[str, Any]) -> list[_Weight]:
 
 
 def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """GGUF name, transformers' name, shape, rows a head to put back in order (or 0), of every tensor."""
+    """(GGUF name, transformers' name, shape, rows per head to reorder or 0) of every tensor."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -135,7 +139,7 @@ def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...
 
 
 def _biased(config: dict[str, Any]) -> set[str]:
-    """The linears that have a bias."""
+    """The linear layers with a bias."""
     biased: set[str] = set()
     if config["model_type"] == "qwen2":
         biased |= {"attn_q", "attn_k", "attn_v"}
@@ -147,7 +151,7 @@ def _biased(config: dict[str, Any]) -> set[str]:
 
 
 def _write_safetensors(path: Path, file: GGUFFile, weights: list[_Weight], dtype: str) -> None:
-    """Streams the tensors to disk: the safetensors library would want all of them in memory at once.
+    """Streams the tensors to disk: the safetensors library needs all of them in memory at once.
 
     Format: 8 bytes with the header's length, the header in JSON, the data in the header's order.
     """
@@ -170,7 +174,7 @@ def _write_safetensors(path: Path, file: GGUFFile, weights: list[_Weight], dtype
 def _pieces(file: GGUFFile, weight: _Weight) -> Iterator[np.ndarray]:
     if not weight.head_rows:
         yield from file.read_pieces(weight.source)
-    elif len(weight.shape) == 1:  # a bias is one row of the file: its values are what is out of order
+    elif len(weight.shape) == 1:  # a bias is one row of the file: its values are reordered
         bias = np.concatenate([piece.ravel() for piece in file.read_pieces(weight.source)])
         yield _deinterleave(bias[:, None], weight.head_rows)
     else:

@@ -1,4 +1,4 @@
-"""Reading a GGUF file's header: metadata and where the tensors lie, with every size checked before it is believed.
+"""Reads a GGUF file's header: metadata and offsets of tensors. All sizes are validated before use.
 
 The ``gguf`` package has a reader too; it is not used because it makes several numpy views a token (seconds for a
 vocabulary) and trusts the file's counts. Its tables of types and its dequantization are used.
@@ -61,10 +61,10 @@ SUPPORTED_TYPES = frozenset(
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies in the file."""
+    """Type, shape and offset of a tensor in the file."""
 
     name: str
-    #: Rows first, as torch and numpy have it (the file has the reverse).
+    #: Rows first, as in torch and numpy (reversed in the file).
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     #: From the start of the file, in bytes.
@@ -161,11 +161,11 @@ class GGUFFile:
                 data = np.fromfile(f, dtype=np.uint8, count=rows * tensor.row_bytes)
                 if data.size != rows * tensor.row_bytes:
                     raise WeightError(f"{self.path} became shorter while tensor {tensor.name!r} was read")
-                with np.errstate(all="ignore"):  # a damaged scale may be infinite; that is not numpy's to report
+                with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
                     yield dequantize(data.reshape(rows, tensor.row_bytes), tensor.type)
 
     def read_rows(self, tensor: GGUFTensor) -> np.ndarray:
-        """The tensor's rows as they are in the file, uint8 [rows, bytes of a row]."""
+        """The tensor's rows in the file's format, uint8 [rows, bytes of a row]."""
         with self.path.open("rb") as f:
             f.seek(tensor.offset)
             data = np.fromfile(f, dtype=np.uint8, count=tensor.rows * tensor.row_bytes)
@@ -197,7 +197,7 @@ class _Header:
         return value
 
     def count(self, at_least: int) -> int:
-        """A number of items, each of which takes at least so many bytes of what is left of the file."""
+        """Reads a number of items, which is checked against the remaining bytes and the least size of an item."""
         count = self.number("<Q")
         if count * at_least > self._size - self.position:
             raise self.corrupt(f"it claims {count} items, more than the file can hold")

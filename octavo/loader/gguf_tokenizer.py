@@ -23,7 +23,7 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
-    """Writes the file's tokenizer in the form of the Hugging Face libraries.
+    """Writes the file's tokenizer in the format of the Hugging Face libraries.
 
     Raises:
         TokenizerError: it is incomplete or contradicts itself.
@@ -89,7 +89,7 @@ class _Data:
 
 
 def _byte_level(data: _Data) -> Tokenizer:
-    """Byte-level BPE (Radford et al. 2019); how text is cut up before merging differs from family to family."""
+    """Byte-level BPE (Radford et al. 2019); families differ in the pre-tokenizer."""
     merges = []
     for line in data.get("merges") or []:
         pair = tuple(line.split(" ")) if isinstance(line, str) else ()
@@ -152,9 +152,9 @@ def _sentencepiece(data: _Data) -> Tokenizer:
 
 
 def _merges_from_scores(data: _Data) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first.
+    """All merges of two tokens into a third, best score first.
 
-    SentencePiece merges the adjacent pair whose union has the best score; BPE with these ranks does the same.
+    SentencePiece merges the adjacent pair with the best score of the merged token; BPE with these ranks does the same.
     """
     scores = data.scores()
     mergeable = {t: i for t, i in data.ids.items() if data.types[i] in (_NORMAL, _USER_DEFINED)}
@@ -181,7 +181,7 @@ def _add_special(tokenizer: Tokenizer, data: _Data) -> None:
 
 def _config(data: _Data) -> dict[str, Any]:
     sentencepiece = data.kind == "llama"
-    # What llama.cpp assumes of files that do not say it.
+    # Defaults of llama.cpp for files without the keys.
     bos, eos, unknown = (1, 2, 0) if sentencepiece else (None, None, None)
     names = {
         "bos_token": data.token("bos", bos),
@@ -203,7 +203,7 @@ def _config(data: _Data) -> dict[str, Any]:
 
 
 def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """One template, or with further ones under names a list, as tokenizer_config.json has it."""
+    """The chat template, or a list if there are further, named ones, as in tokenizer_config.json."""
     default = metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, str)}
@@ -217,7 +217,7 @@ def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | Non
 
 
 def _post_processor(data: _Data, config: dict[str, Any]) -> processors.TemplateProcessing:
-    """Puts the beginning and end tokens around a text where the file asks for it."""
+    """The post-processor that adds BOS and EOS tokens if the file says so."""
     before: Sequence[str] = [config["bos_token"]] if config["add_bos_token"] else []
     after: Sequence[str] = [config["eos_token"]] if config["add_eos_token"] else []
     single = [*before, "$A", *after]

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a network that is ready to run."""
+"""Builds networks and loads their weights from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from octavo.models.sizes import outline_network
 
 
 def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
-    """Builds the network of ``config`` and fills it with this rank's share of the weights in ``folder``.
+    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``.
 
-    Weights are converted to ``context.dtype``, and matrices quantised as ``context.quantization`` says; "gguf" reads
-    them from ``gguf``, the file that ``folder`` was converted from. On a GPU they go there straight from the file. The
-    rotary table reaches to ``config.max_position``.
+    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``; with "gguf" they are
+    read from ``gguf``, the file that ``folder`` was converted from. On a GPU, files are read directly to the device.
+    The rotary table has ``config.max_position`` positions.
 
     Raises:
-        UnsupportedModelError: no network serves the architecture.
+        UnsupportedModelError: there is no network for the architecture.
         ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
             there is no such file.
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
@@ -56,10 +56,10 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
-    """The network of ``config`` with random weights, see ``dummy_weights``; quantised as ``context`` says.
+    """The network of ``config`` with random weights (see ``dummy_weights``), quantised by ``context.quantization``.
 
     Raises:
-        UnsupportedModelError, ConfigError: as for ``load_model``; there is no GGUF file to compute with either.
+        UnsupportedModelError, ConfigError: as for ``load_model``; or quantization is "gguf".
     """
     if context.quantization == "gguf":
         raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")

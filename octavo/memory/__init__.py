@@ -1,1 +1,1 @@
-"""Which block holds what: the block pool, reference counts, block tables, the watermark. Integers only."""
+"""KV cache memory: block pools, reference counts, block tables, prefix cache, watermark. Integers only."""

@@ -1,1 +1,1 @@
-"""From logits to tokens: what requests change in their logits, the choice, and what comes of it."""
+"""Sampling: logits processors, the sampler and its outputs."""

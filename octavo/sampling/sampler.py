@@ -103,7 +103,7 @@ class Sampler:
         """Samples a token for each row; the caller appends it to the table.
 
         Rows may be added, removed and changed before ``wait``: the result stays the same. For rows of which
-        ``needs_tokens`` is true the table must hold the ids of all tokens before each position.
+        ``needs_tokens`` is true, the table must hold the ids of all tokens before each position.
 
         Args:
             logits: [n, vocab_size]; may be changed in place.

@@ -154,7 +154,7 @@ def test_a_mask_of_another_shape_is_refused() -> None:
 
 
 def test_prefixes_end_where_they_should_among_equals() -> None:
-    """With next to no temperature difference among survivors, enough draws meet each of them and nobody else."""
+    """With next to no temperature difference among survivors, enough draws yield each of them and no other token."""
     draws = 600
     logits = np.zeros((draws, 300), np.float32)
     logits[:, 100:] = -1.0

@@ -257,7 +257,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(token=st.integers(0, 1), count=st.integers(1, 9))
     def turn(self, token: int, count: int) -> None:
-        """An ordinary step: who has room computes, who has none is preempted."""
+        """An ordinary step: sequences that get blocks compute, the others are preempted."""
         self.swap_in([0])
         for sequence in list(self.sequences.values()):
             if not sequence.swapped and sequence.after is None:

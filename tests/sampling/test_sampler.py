@@ -561,7 +561,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(pick: int) -> N
         rows.add(0, params, seed=3, **more)
     row = 0
     for s in range(steps):
-        if s in (5, 6, 10):  # preempted: comes back at another row, whose former owner was somebody else
+        if s in (5, 6, 10):  # preempted: resumes at another row, which had another sequence before
             known = moved.tokens.ids[row, : moved.tokens.num_tokens[row]].tolist()
             moved.sampler.remove(row)
             row += 1

@@ -25,9 +25,9 @@ def paged_attention(
     """Causal attention of each token over its sequence's cached context.
 
     Args:
-        q: [T, H, D], tokens and heads strided; T is what the batch's sequences have together.
-        cache: keys and values, those of this step included.
-        batch: the step; the output of a sequence of no tokens (``seq_lens`` 0) is 0.
+        q: [T, H, D], tokens and heads strided.
+        cache: keys and values, with those of this step.
+        batch: the step; the output of an empty sequence (``seq_lens`` 0) is 0.
         spec: causal, without ALiBi slopes; its scale is positive.
         deterministic: a row's bits are the same in any batch; see ``attention_fixed``.
 

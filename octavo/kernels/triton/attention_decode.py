@@ -1,9 +1,9 @@
-"""Attention of one token a sequence, its context split among programs (flash decoding: Dao et al. 2023).
+"""Attention of one token per sequence, with its context split among programs (flash decoding: Dao et al. 2023).
 
-A decode reads every key and value once and does next to nothing with them, so all that counts is that enough loads are
-in flight on every processor of the GPU: the query heads of a KV head are rows of one tile, so that nothing is read
-twice, and each sequence's context is cut into as many parts as fill the GPU. How many is decided by the shapes of the
-batch alone, which a captured graph keeps; how long they are, by each sequence's own length.
+A decode is limited by memory bandwidth: enough loads must be in flight on every multiprocessor. The query heads of a KV
+head are rows of one tile, so that nothing is read twice, and each sequence's context is split into enough parts to fill
+the GPU. The number of parts depends on the shapes of the batch alone, which a captured graph fixes; their length on the
+length of each sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.kernels.triton.rounding import rounded
 #: Programs that run side by side on one multiprocessor, and how many times these are wanted over.
 _RESIDENT = 3
 _ROUNDS = 2
-#: More parts than this take longer to put together than they save.
+#: More parts than this take longer to combine than they save.
 _MOST_PARTS = 64
 _COMBINE_PARTS = 32
 
@@ -33,7 +33,7 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
         q: [T, H, D], all rows of the step; the first ``batch.num_decodes`` are used.
         out: [T, H, D], contiguous; those rows are written.
         batch: the step.
-        context: what is attended to.
+        context: of the layer.
     """
     sequences = batch.num_decodes
     tiling = _tiling(context).fitted(context, q.device)
@@ -82,17 +82,17 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
 
 
 def _tiling(context: Context) -> Tiling:
-    """What leaves a multiprocessor room for three programs, each with a tile or two on their way."""
+    """A tiling that fits three programs on a multiprocessor, each with one or two tiles in flight."""
     rows = min(64, max(16, triton.next_power_of_2(context.group)))
     if context.wide:
         return Tiling(rows, 32, 4, 1)
-    # A byte's conversion costs more instructions than its way takes time: larger tiles have fewer others.
+    # Conversion of bytes is limited by instructions, not bandwidth: larger tiles have less overhead.
     keys = 128 if context.constants["QUANTIZED"] else 64
     return Tiling(rows, keys if context.dim <= 128 else keys // 2, 4, 3)
 
 
 def count_parts(programs: int, max_seq_len: int, tile: int, device: torch.device) -> int:
-    """Parts that each context is cut into, for so many programs without cutting; none is shorter than a tile."""
+    """Parts of each context, for the given number of programs without a split; none is shorter than a tile."""
     wanted = -(-_RESIDENT * _ROUNDS * processors(device) // programs)
     return max(1, min(wanted, _MOST_PARTS, -(-max_seq_len // tile)))
 
@@ -135,7 +135,7 @@ def _decode_kernel(
     parts = tl.num_programs(0)
     kv_head = tl.program_id(1) % KV_HEADS
     sequence = tl.program_id(2).to(tl.int64)
-    # Up to the query, which need not be the last of the context; a padding row has none.
+    # Keys up to the query, which need not be the last token of the context; a padding row has none.
     length = tl.minimum(tl.load(seq_lens_ptr + sequence), tl.load(positions_ptr + sequence) + 1).to(tl.int32)
     rows = tl.arange(0, ROWS)
     group_heads = tl.program_id(1) // KV_HEADS * HEADS + rows
@@ -191,7 +191,7 @@ def _combine_kernel(
         l = tl.load(sums_ptr + (row * 2 + 1) * parts + chunk, mask=chunk < parts, other=0.0)  # noqa: E741
         at = (row * parts + chunk)[:, None] * DIM + dims[None, :]
         values = tl.load(partial_ptr + at, mask=(chunk < parts)[:, None], other=0.0)
-        values = tl.where((l != 0.0)[:, None], values, 0.0)  # a part without keys has written none
+        values = tl.where((l != 0.0)[:, None], values, 0.0)  # a part without keys has not written its values
         new_greatest = tl.maximum(greatest, tl.max(m, 0))
         weights = tl.exp2(m - new_greatest)
         kept = tl.exp2(greatest - new_greatest)

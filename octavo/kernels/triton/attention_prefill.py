@@ -1,4 +1,4 @@
-"""Attention of several tokens a sequence: tiles of queries over the paged context (Dao 2023, FlashAttention-2)."""
+"""Attention of several tokens per sequence: tiles of queries over the paged context (Dao 2023, FlashAttention-2)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.kernels.triton.rounding import rounded
 
 
 def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
-    """Attention of the batch's sequences past its decodes.
+    """Attention of the batch's sequences after its decodes.
 
     Args:
         q: [T, H, D], all rows of the step.
         out: [T, H, D], contiguous; the rows of those sequences are written.
         batch: the step.
-        context: what is attended to.
+        context: of the layer.
     """
     first, sequences = batch.num_decodes, batch.seq_lens.shape[0]
     tiling = _tiling(context).fitted(context, q.device)
@@ -53,7 +53,7 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> No
 
 
 def _tiling(context: Context) -> Tiling:
-    """What keeps Hopper's matrix units busiest without spilling registers."""
+    """The tiling with the highest utilisation of Hopper's matrix units that does not spill registers."""
     if context.wide:
         return Tiling(32, 32, 8, 1)
     if context.dim > 128:
@@ -99,7 +99,7 @@ def _prefill_kernel(
 ):
     """Program (h, t): ``TOKENS`` tokens of a sequence, for ``HEADS`` query heads of one KV head.
 
-    The last tiles, which have the longest contexts, go first, so that the programs end together.
+    The last tiles, which have the longest contexts, are started first, so that programs end at about the same time.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence, local, row, queries = find_tile(query_start_ptr, tile, first, sequences, TOKENS)
@@ -121,7 +121,7 @@ def _prefill_kernel(
     if WINDOW > 0:
         masked_from = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
     else:
-        # What every row sees whole; the rest, a tile or two, lies across the diagonal.
+        # Keys that all rows attend to; the remaining one or two tiles are on the diagonal and masked.
         masked_from = (oldest + 1) // TILE * TILE
         acc, l, m = attend(  # noqa: E741
             acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr,

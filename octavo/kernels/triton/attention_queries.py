@@ -1,4 +1,4 @@
-"""Which queries a program attends for, where a sequence has several: a tile of tokens times heads of one KV head."""
+"""Tiles of queries of sequences with several tokens: tokens times query heads of one KV head."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton.language as tl
 
 
 def count_tiles(tokens: int, sequences: int, tile: int) -> int:
-    """Tiles that hold so many tokens, however they are shared between so many sequences; see ``find_tile``."""
+    """Tiles that suffice for these tokens, however they are distributed among the sequences; see ``find_tile``."""
     return tokens // tile + sequences
 
 
 @triton.jit
 def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
-    """Where the tile of flat number ``tile`` lies: sequences follow each other, each with a tile to spare.
+    """Finds the sequence of tile number ``tile``: the tiles of sequences follow each other, each with a spare tile.
 
     Returns:
-        The sequence, the tile's number in it, the sequence's first row, and how many it has.
+        The sequence, the tile's number in it, the sequence's first row, and its number of rows.
     """
     origin = tl.load(query_start_ptr + first)
     low = first
@@ -35,7 +35,7 @@ def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
 
 @triton.jit
 def position_of(positions_ptr, row, queries, length):
-    """The position of the query in ``row``, the first of ``queries`` of its sequence; below 0 of a padding row."""
+    """The position of the query in ``row``, the first of ``queries`` of its sequence; negative for a padding row."""
     return tl.minimum(tl.load(positions_ptr + row), length - queries).to(tl.int32)
 
 
@@ -58,29 +58,29 @@ def load_queries(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The rows of a tile: ``TOKENS`` tokens, of each ``HEADS`` query heads of a KV head.
+    """The rows of a tile: ``TOKENS`` tokens with ``HEADS`` query heads of a KV head each.
 
     Args:
         q_ptr: [T, heads, HEAD_DIM]
-        token_stride: elements from a token to the next; ``head_stride`` likewise.
+        token_stride: elements between consecutive tokens; ``head_stride`` likewise.
         head_stride: see above.
         row: the sequence's first token in q; ``queries`` follow each other from there.
         queries: see above.
-        local: which tile of the sequence.
+        local: number of the tile in the sequence.
         first: position of the sequence's first query.
-        kv_head: whose query heads.
-        head_tile: which ``HEADS`` of its ``GROUP``.
-        GROUP: query heads of a KV head.
+        kv_head: the KV head.
+        head_tile: number of the tile of ``HEADS`` heads among the KV head's ``GROUP``.
+        GROUP: query heads per KV head.
         HEAD_DIM: head size.
-        DIM: a power of two that holds ``HEAD_DIM``.
-        COMPUTE: type that is computed in.
+        DIM: ``HEAD_DIM`` rounded up to a power of two.
+        COMPUTE: type of the result.
         HEADS: see above.
         TOKENS: see above.
-        ROWS: a power of two that holds ``TOKENS`` times ``HEADS``.
+        ROWS: ``TOKENS * HEADS`` rounded up to a power of two.
 
     Returns:
-        q [ROWS, DIM] of type ``COMPUTE``, 0 where there is nothing; and for each row its position in the context, its
-        token in q (int64), its query head, and whether there is such a row.
+        q [ROWS, DIM] of type ``COMPUTE``, 0 in unused elements; and for each row its position in the context, its token
+        in q (int64), its query head, and whether the row is used.
     """
     rows = tl.arange(0, ROWS)
     tokens = local * TOKENS + rows // HEADS

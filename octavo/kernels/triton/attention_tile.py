@@ -1,8 +1,8 @@
-"""What every attention kernel does with one tile of keys and values: the online softmax (Milakov & Gimelshein 2018).
+"""The online softmax over tiles of keys and values (Milakov & Gimelshein 2018), for all attention kernels.
 
 A row's state is the greatest score so far ``m`` (times log2 e, as all exponentials are powers of two), the sum ``l`` of
-its weights relative to that, and ``acc``, the sum of its weighted values. A row that has seen nothing has ``NOTHING``:
-finite, so that no difference of two is NaN, and so low that its weight beside any score is 0.
+its weights relative to that, and ``acc``, the sum of its weighted values. Before the first key, ``m`` is ``NOTHING``:
+finite, so that no difference is NaN, and so low that its weight relative to any score is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT8_TO_BF16 = tl.constexpr("""{
     fma.rn.bf16x2 $1, sign, minus, s;
 }""")
 
-#: ``m`` of a row that has seen no key.
+#: ``m`` of a row without keys.
 NOTHING = tl.constexpr(-1.0e30)
 
 
@@ -69,36 +69,36 @@ def attend(
         acc: float32 [rows, DIM]
         l: float32 [rows]
         m: float32 [rows]
-        q: [rows, DIM] of the type that is computed in, 0 past ``HEAD_DIM``.
-        positions: int32 [rows]: a row sees keys up to its own position, and with a window the ``WINDOW`` last of them.
+        q: [rows, DIM] of the compute type, 0 past ``HEAD_DIM``.
+        positions: int32 [rows]: a row attends to keys up to its position, with a window to the last ``WINDOW`` of them.
         begin: first position of the first tile, a multiple of ``TILE``.
-        end: position past the last key; a tile that it cuts is attended to as a whole.
-        length: tokens in the context; nothing past them is let in, whatever lies there.
-        kv_head: whose keys and values.
-        table_ptr: the sequence's blocks.
+        end: position past the last key; a partial last tile is computed as a whole.
+        length: tokens in the context; the cache past them is ignored, whatever it contains.
+        kv_head: the KV head.
+        table_ptr: the sequence's block table.
         key_ptr: block 0 of the keys; ``value_ptr`` and the scales likewise.
         value_ptr: see above.
-        key_scale_ptr: float32 [KV heads, BLOCK_SIZE] a block, if ``QUANTIZED``.
+        key_scale_ptr: float32 [KV heads, BLOCK_SIZE] per block, if ``QUANTIZED``.
         value_scale_ptr: see above.
-        block_stride: elements from a block to the next; ``scale_block_stride`` likewise.
+        block_stride: elements between consecutive blocks; ``scale_block_stride`` likewise.
         scale_block_stride: see above.
-        scale: of a score: times log2 e, or, with ``CAP``, over the cap.
-        CAP: scores become cap * tanh(score / cap); 0: they do not.
+        scale: of scores, times log2 e or, with ``CAP``, divided by the cap.
+        CAP: scores become cap * tanh(score / cap); 0: no cap.
         WINDOW: 0: none.
-        BLOCK_SIZE: tokens in a block.
+        BLOCK_SIZE: tokens per block.
         HEAD_DIM: head size.
-        MASKED: not every row sees all of the keys.
+        MASKED: whether keys must be masked for some rows.
         QUANTIZED: the cache has scales.
         TILE: keys, a power of two.
-        DIM: a power of two that holds ``HEAD_DIM``.
+        DIM: ``HEAD_DIM`` rounded up to a power of two.
     """
     key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
     value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
     if QUANTIZED:
         key_scale_ptr += kv_head * BLOCK_SIZE
         value_scale_ptr += kv_head * BLOCK_SIZE
-    # Blocks are looked up an iteration ahead: keys and values are then loads whose addresses are known, of which as
-    # many are kept in flight as there are stages.
+    # Block ids are loaded an iteration ahead: the addresses of keys and values are then known, and as many of these
+    # loads are in flight as there are stages.
     block = _blocks_of(table_ptr, begin, length, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
         following = _blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
@@ -113,7 +113,7 @@ def attend(
 
 @triton.jit
 def _blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The blocks that hold a tile's keys: int32 [TILE], or one for all of them; block 0 past the context."""
+    """The blocks of a tile's keys: int32 [TILE], or one for all of them; block 0 past the context."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < length, other=0)
     else:
@@ -147,7 +147,7 @@ def _attend_to_tile(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """As ``attend`` to the ``TILE`` keys from ``start`` on, in the blocks that ``_blocks_of`` found."""
+    """``attend`` for the ``TILE`` keys from ``start`` on, in the blocks of ``_blocks_of``."""
     keys = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIM)
     offsets = keys % BLOCK_SIZE
@@ -163,7 +163,7 @@ def _attend_to_tile(
         scale_at = block * scale_block_stride + offsets
         scores *= tl.load(key_scale_ptr + scale_at)[None, :]
     if CAP > 0:
-        # tanh(x) = 1 - 2 / (e^2x + 1); what multiplies the result is taken into the exponential.
+        # tanh(x) = 1 - 2 / (e^2x + 1); the factor of the result is part of the exponential.
         scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
         scale = CAP * 1.4426950408889634
     if MASKED:
@@ -177,7 +177,7 @@ def _attend_to_tile(
     l = l * kept + tl.sum(p, 1)  # noqa: E741
     acc = acc * kept[:, None]
 
-    # Past the context lies what other sequences left, NaN perhaps, and 0 * NaN is NaN.
+    # Values past the context are those of other sequences, possibly NaN, and 0 * NaN is NaN.
     if MASKED:
         inside = (keys[:, None] < length) & (dims[None, :] < HEAD_DIM)
         v = tl.load(value_ptr + at[:, None] + dims[None, :], mask=inside, other=0.0)
@@ -196,7 +196,7 @@ def _attend_to_tile(
 
 @triton.jit
 def merge(acc, l, m, other_acc, other_l, other_m):  # noqa: E741
-    """The state after two stretches of keys that were attended to apart."""
+    """Merges the states of two ranges of keys."""
     new_m = tl.maximum(m, other_m)
     kept = tl.exp2(m - new_m)
     added = tl.exp2(other_m - new_m)
@@ -205,7 +205,7 @@ def merge(acc, l, m, other_acc, other_l, other_m):  # noqa: E741
 
 @triton.jit
 def _widened(x, dtype: tl.constexpr):
-    """Numbers of a cache in the type that is computed in; exact."""
+    """Values of a cache in the compute type; exact."""
     if x.dtype == tl.int8:
         if dtype == tl.bfloat16 and not _INTERPRETED:
             return tl.inline_asm_elementwise(_INT8_TO_BF16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)

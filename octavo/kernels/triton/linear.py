@@ -87,7 +87,7 @@ class QuantizedWeight(PackedWeight):
 
 
 def _torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-    """x W^T accumulated in float32; with a residual (then ``dtype`` is float32) added into it, in its own memory."""
+    """x W^T accumulated in float32; with a residual (then ``dtype`` is float32) added in place."""
     transposed = weight.t()
     if dtype == x.dtype:
         return x @ transposed if residual is None else residual.addmm_(x, transposed)

@@ -1,6 +1,6 @@
-"""The matrix product of ``deterministic``: a row's result does not depend on how many rows there are.
+"""The batch-invariant matrix product: a row's result does not depend on the number of rows.
 
-One tile shape, one number of warps and one split of K serve any number of rows; see ``tiles`` for the order of sums.
+Tile shape, number of warps and split of K are the same for any number of rows; see ``tiles`` for the order of sums.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def _matmul_kernel(
     PIECES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """out = x weight^T (+ bias) (+ residual); with SPLIT, one piece of K into partial [PIECES, rows, columns]."""
+    """out = x weight^T (+ bias) (+ residual); with SPLIT, partial [PIECES, rows, columns] = one piece of K."""
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS))
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     row_inside = (row < rows)[:, None]
-    # Columns past the last read the last again: their results are not stored.
+    # Columns past the last one read the last one; their results are not stored.
     weight_row = tl.minimum(column, columns - 1).to(tl.int64)
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + weight_row[None, :] * weight_stride + k[:, None]
@@ -106,7 +106,7 @@ def _piece(
 
 @triton.jit
 def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns):
-    """Adds bias and residual, where there are any, rounds and stores."""
+    """Adds bias and residual, if there are any, rounds and stores."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -130,7 +130,7 @@ def _combine_kernel(
 
 
 def result_of(rows: int, columns: int, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None) -> Tensor:
-    """Where a product goes: to the residual's memory if it is float32, else to memory of its own."""
+    """The output tensor of a product: the residual if the result is float32, else a new tensor."""
     out_dtype = out_dtype or x.dtype
     if residual is not None and out_dtype == torch.float32:
         return residual
@@ -144,14 +144,14 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x weight^T + bias (+ residual), accumulated in float32 in one order whatever the number of rows.
+    """x weight^T + bias (+ residual), accumulated in float32 in the same order for any number of rows.
 
     Args:
         x: [T, K], rows strided; bfloat16, float16 or float32 (multiplied without tensor cores).
         weight: [N, K], rows strided, of x's type.
         bias: [N].
         out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. Its memory holds a float32 result.
+        residual: float32 [T, N], contiguous; added in float32. A float32 result reuses its memory.
 
     Returns:
         [T, N].
@@ -187,7 +187,7 @@ def matmul(
         PIECES=pieces,
         SPLIT=split,
         num_warps=shape.warps,
-        # Two sums take so many registers that one program has the multiprocessor for itself, and its memory.
+        # With two sums, registers suffice for one program per multiprocessor, which has all of its shared memory.
         num_stages=shape.stages + (pieces > 1 and not split),
         enable_fp_fusion=False,
     )

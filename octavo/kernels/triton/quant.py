@@ -1,10 +1,10 @@
-"""Products with quantised weights: codes are widened in registers and multiplied in the activations' type.
+"""Products with quantised weights: codes are dequantised in registers and multiplied in the activations' type.
 
-The weights are the left operand of the matrix unit and the activations, transposed, the right one, so that few rows
-cost little arithmetic. A scale of a row of weights is applied to the finished sum, that of a group to the group's sum.
+The weights are the left operand of the matrix unit and the transposed activations the right one, which needs less
+arithmetic for few rows. The scale of a row of weights is applied to the sum, that of a group to the group's sum.
 
-Where the outputs are gates and what they gate, a tile can hold as many of either, and apply the activation before it
-stores: the same additions and roundings as the product and the activation one after the other, so the same bits.
+In a gated product, a tile has equally many outputs of gate and up and applies the activation before the store: the
+additions and roundings, and so the bits, are the same as those of the product followed by the activation.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _quantized_kernel(
     SPLIT: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """out = x weight^T (+ bias) (+ residual); with GATE, that function of its first half times the second.
+    """out = x weight^T (+ bias) (+ residual); with GATE, GATE(first half) * second half.
 
-    With SPLIT a program multiplies one piece of K and leaves it in partial [PIECES, rows, columns], where a tile's
-    columns lie together; the last of a tile to come adds them all, in order.
+    With SPLIT a program computes one piece of K and stores it in partial [PIECES, rows, columns], in which a tile's
+    columns are contiguous; the last program of a tile adds all pieces, in order.
     """
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, padded_columns // COLUMNS)
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -90,7 +90,7 @@ def _quantized_kernel(
         )  # fmt: skip
         size = rows.to(tl.int64) * columns
         tl.store(partial_ptr + piece * size + place, tl.trans(total), inside)
-        # All of this program's stores come before its arrival, and all arrivals before the last one's loads.
+        # This program's stores happen before its arrival, and all arrivals before the loads of the last program.
         tl.debug_barrier()
         if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == PIECES - 1:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
@@ -133,7 +133,7 @@ def _piece(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """codes x^T over one piece of K, [COLUMNS, ROWS]; of groups, their scales applied."""
+    """codes x^T over one piece of K, [COLUMNS, ROWS]; with the scales of groups applied."""
     PARTS: tl.constexpr = 4 if KIND == "int4" else 2
     SIZE: tl.constexpr = BLOCK // PARTS
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
@@ -173,7 +173,7 @@ def _piece(
 
 @triton.jit
 def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):
-    """Some inputs of x, transposed."""
+    """A tile of x, transposed."""
     mask = row_inside if EVEN else row_inside & (k < depth - start)[None, :]
     return tl.trans(tl.load(x_ptrs + (start + k)[None, :], mask, other=0.0))
 
@@ -193,9 +193,9 @@ def _finish(
     GROUP: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """Applies the scales of rows of weights, adds bias and residual, where there are any, rounds and stores.
+    """Applies the scales of rows of weights, adds bias and residual, if there are any, rounds and stores.
 
-    With GATE the rounded sums go through that activation, which leaves half of the columns.
+    With GATE the gated activation is applied to the rounded sums, which leaves half of the columns.
     """
     if GROUP == 0:
         whole *= tl.load(scales_ptr + column)[None, :]
@@ -222,16 +222,16 @@ def quantized_matmul(
     *,
     deterministic: bool = True,
 ) -> Tensor:
-    """x weight^T + bias (+ residual), accumulated in float32; the weight as its codes say.
+    """x weight^T + bias (+ residual), accumulated in float32, with a quantised weight.
 
-    Two products with the same weight must not run at once, on two streams: they share its ``arrivals``.
+    Two products with the same weight must not run concurrently on two streams: they share its ``arrivals``.
 
     Args:
         x: [T, K], rows strided; bfloat16, float16, or float32 (multiplied without tensor cores).
         packed: [N, K], of ``quantize``.
         out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. Its memory holds a float32 result.
-        deterministic: One tile shape whatever the number of rows, so that a row's result does not depend on it.
+        residual: float32 [T, N], contiguous; added in float32. A float32 result reuses its memory.
+        deterministic: One tile shape for any number of rows, so that a row's result does not depend on it.
 
     Returns:
         [T, N].
@@ -246,9 +246,9 @@ def quantized_gated(
     """``activate(quantized_matmul(x, packed), activation, gated=True)``, bit for bit, in one launch.
 
     Args:
-        x: As ``quantized_matmul`` takes it.
-        packed: [2 * I, K], the gates' rows first; I is a multiple of half of ``COLUMNS``.
-        activation: Of the gates.
+        x: See ``quantized_matmul``.
+        packed: [2 * I, K], the rows of the gate first; I is a multiple of half of ``COLUMNS``.
+        activation: Of the gate.
         deterministic: See ``quantized_matmul``.
 
     Returns:
@@ -305,8 +305,8 @@ def _product(
         SPLIT=split,
         GATE=gate,
         num_warps=shape.warps,
-        # Two sums take so many registers that one program has the multiprocessor for itself, and its memory. Without
-        # the second, two programs fit and hide each other's waits.
+        # With two sums, registers suffice for one program per multiprocessor, which then has all of its shared memory.
+        # With one sum, two programs fit and hide each other's latencies.
         num_stages=shape.stages + (pieces > 1 and not split),
         maxnreg=128 if split and shape.rows <= _FIXED.rows and packed.group != 32 else None,
         enable_fp_fusion=False,

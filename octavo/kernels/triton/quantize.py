@@ -1,14 +1,14 @@
-"""Weights to codes of 8 or 4 bits, at load, in the layouts that ``quant`` reads.
+"""Quantisation of weights to 8 or 4 bits, at load, in the layouts of ``quant``.
 
 ======  ====================================================================  =============
-kind    a weight is                                                           bits a weight
+kind    value of a weight                                                     bits per weight
 ======  ====================================================================  =============
 int8    code in -127 .. 127 times a float32 scale of its row                  8 + 32 / K
 fp8     an e4m3 number times such a scale                                     8 + 32 / K
-int4    code in -8 .. 7 times a float32 scale of 128 or 32 neighbours in K    4.25 or 5
+int4    code in -8 .. 7 times a float32 scale of 128 or 32 consecutive K      4.25 or 5
 ======  ====================================================================  =============
 
-Codes lie in blocks of 128 inputs, [K / 128, N, 128 codes], so that what a program reads next is one piece of memory.
+Codes are stored in blocks of 128 inputs, [K / 128, N, 128 codes], so that the reads of a program are contiguous.
 In a block they are packed in 16-bit words by halves or, 4 bits, by quarters: word j holds the codes of inputs j and
 j + 64, or j, j + 32, j + 64 and j + 96, from the low bits up.
 """
@@ -41,14 +41,14 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TritonQuantizedLinear:
-    """A linear layer whose weight [N, K] is held in codes."""
+    """A quantised weight [N, K] with its bias."""
 
     #: "int8", "int4" or "fp8".
     kind: str
     #: N and K.
     outputs: int
     inputs: int
-    #: Neighbours in K that share a scale; 0: the whole row.
+    #: Consecutive inputs that share a scale; 0: the whole row.
     group: int
     #: int16 [K padded / 128, N padded, 64 words, or 32 of 4-bit codes].
     codes: Tensor
@@ -56,11 +56,11 @@ class TritonQuantizedLinear:
     scales: Tensor
     #: [N] or none.
     bias: Tensor | None
-    #: int32, zeros between products: how many pieces of a tile of the output are done.
+    #: int32, zero between products: number of finished pieces of each tile of the output.
     arrivals: Tensor
 
     def dequantize(self) -> Tensor:
-        """The weights that the codes stand for, float32 [N, K]."""
+        """The values, float32 [N, K]."""
         if self.kind == "int4":
             codes = torch.cat([(self.codes >> shift & 15) - 8 for shift in (0, 4, 8, 12)], dim=2)
         else:
@@ -73,16 +73,16 @@ class TritonQuantizedLinear:
 
 
 def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int | None = None) -> TritonQuantizedLinear:
-    """Quantises a floating weight [N, K] on its own device.
+    """Quantises a floating-point weight [N, K] on its device.
 
-    8 bits: the greatest magnitude of a row is 127 (fp8: 448) times its scale. int4: of ten scales tried for a group,
-    that of least squared error.
+    8 bits: the scale is the greatest magnitude of the row / 127 (fp8: 448). int4: of ten scales for a group, the one
+    with the least squared error.
 
     Args:
         weight: float32, bfloat16 or float16.
         kind: "int8", "int4" or "fp8".
         bias: [N]; kept as it is.
-        group: int4 only: weights that share a scale, 128 or 32; default: 128 where K is a multiple of it, else 32.
+        group: int4 only: weights that share a scale, 128 or 32; default: 128 if K is a multiple of it, else 32.
 
     Raises:
         ConfigError: an unknown kind or group, K is no multiple of the group, or fp8 on a GPU that has none.
@@ -110,7 +110,7 @@ def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int |
 
 
 def _padded_parts(weight: Tensor) -> Iterator[Tensor]:
-    """Some rows at a time in float32, padded with zeros."""
+    """Slices of rows in float32, padded with zeros."""
     rows = max(COLUMNS, _AT_ONCE // max(1, weight.shape[1]) // COLUMNS * COLUMNS)
     for part in weight.split(rows):
         yield F.pad(part.float(), (0, -part.shape[1] % BLOCK, 0, -part.shape[0] % COLUMNS))
@@ -124,7 +124,7 @@ def _in_blocks(codes: Tensor) -> Tensor:
 def _over_row_scales(weight: Tensor, greatest: float) -> tuple[Tensor, Tensor]:
     """Weights over the scales of their rows, in -greatest .. greatest, and those scales."""
     magnitude = weight.abs().amax(1)
-    # Neither a comparison with NaN nor one with infinity takes it for a zero.
+    # NaN and infinity do not count as zero in this comparison.
     scales = torch.where(magnitude < _LEAST, 0.0, magnitude / greatest)
     inverse = torch.where(scales == 0, 0.0, 1 / scales)
     return (weight * inverse[:, None]).clamp_(-greatest, greatest), scales

@@ -16,7 +16,7 @@ from octavo.kernels.triton.sampling import choose_tokens
 
 
 class DeviceLogprobs:
-    """Logprobs under way (see ``PendingLogprobs``)."""
+    """Logprobs that the device may still be computing (see ``PendingLogprobs``)."""
 
     __slots__ = ("_counts", "_found", "_tokens", "_vocab_size")
 
@@ -33,7 +33,7 @@ class DeviceLogprobs:
 
 
 class TritonSampling(SamplingBackend):
-    """Sampling on a device. Owns nothing but the filters of rows that draw nothing."""
+    """Sampling on a device. Owns the filters of greedy rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -64,7 +64,7 @@ class TritonSampling(SamplingBackend):
         keys: NDArray[np.uint32],
         mask: NDArray[np.uint32] | None = None,
     ) -> Tensor:
-        """See ``SamplingBackend``; all that is asked goes to the device in one small copy, and the mask in another."""
+        """See ``SamplingBackend``; filters and keys are copied to the device at once, and the mask in another copy."""
         asked = torch.empty(5, len(filters), dtype=torch.int64, pin_memory=self._pinned)
         host = asked.numpy()
         for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):

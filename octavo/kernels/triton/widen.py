@@ -1,8 +1,8 @@
-"""Codes of weights to numbers of the activations' type, in registers and exactly.
+"""Exact conversion of codes to the activations' type, in registers.
 
-Two 16-bit words are widened at once: a code is laid into the low bits of a floating-point number whose last bit counts
-ones, and that number's own part is taken away. Converting one code at a time takes three times the instructions, more
-than there is time for while the next codes come from memory.
+Two 16-bit words are converted at once: a code is placed in the low bits of a floating-point number with a last bit of
+value 1, and the number without the code is subtracted. Converting codes one by one takes three times the instructions,
+and longer than loading the next codes from memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 def _int4_to(pair: str, one: str, magic: str, minus: str) -> tl.constexpr:
-    """Instructions for pairs of numbers of one type; ``minus`` takes away magic and the 8 that a code has more."""
+    """Instructions for pairs of numbers of one type; ``minus`` subtracts magic and the offset 8 of a code."""
     return tl.constexpr(f"""{{
         .reg .b32 s, one, minus;
         mov.b32 one, {one};

@@ -86,7 +86,7 @@ def make(network: Network, graphs: FakeGraphs, **options: bool) -> GraphedForwar
 
 
 def decodes(rng: random.Random, count: int) -> ForwardBatch:
-    """A step of so many sequences, each with any blocks from 1 on; block 0 is nobody's."""
+    """A step of so many sequences, each with any blocks from 1 on; block 0 is not used."""
     free = rng.sample(range(1, 50), 49)
     lens = [rng.randrange(1, 9) for _ in range(count)]
     width = max(-(-length // BLOCK) for length in lens)
