@@ -171,7 +171,7 @@ def test_integer_sums_are_exact(isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_row_is_the_same_in_any_company(isa: str, kind: str) -> None:
+def test_a_row_is_the_same_in_any_batch(isa: str, kind: str) -> None:
     blocks = 300 if kind == "q8_channel" else 3
     weight = random_weight(kind, 77, blocks)
     x = torch.randn(150, weight.codes.shape[1]).bfloat16()

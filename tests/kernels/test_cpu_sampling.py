@@ -170,7 +170,7 @@ def test_prefixes_end_where_they_should_among_equals() -> None:
     assert met(replace(OFF, min_p=1.0)) == list(range(100))
 
 
-def test_a_lone_outlier_does_not_spoil_the_search() -> None:
+def test_a_single_outlier_does_not_affect_the_search() -> None:
     logits = gaussian(1, 1, 20_000, scale=1e-4)
     logits[0, 7], logits[0, 9] = -3e38, -1e30
     for f in (replace(OFF, top_k=15_000), replace(OFF, top_p=0.7)):

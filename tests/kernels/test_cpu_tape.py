@@ -189,7 +189,7 @@ def test_collectives_of_threads_in_the_order_of_the_ranks(size: int, slot_floats
             assert torch.equal(results[2 * i + 1], total)
 
 
-def test_a_rank_that_does_not_come_ends_the_wait_of_the_others() -> None:
+def test_a_missing_rank_times_out() -> None:
     first, _ = Communicator.of_threads(2, timeout=0.05)
     with pytest.raises(RuntimeError, match="rank 1 of 2 has not come"):
         first.all_reduce(torch.ones(1, 3))

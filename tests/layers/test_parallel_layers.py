@@ -1,4 +1,4 @@
-"""The share arithmetic of tensor-parallel layers: the ranks' parts, put together by hand, are the whole."""
+"""Shares of tensor-parallel layers: the parts of all ranks, combined by hand, give the whole result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 
 class Apart:
-    """One rank of a group whose parts are put together by hand."""
+    """One rank of a group, without collectives: tests combine the parts."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -184,7 +184,7 @@ def test_rank_outside_the_group_is_refused() -> None:
         context(2, 2)
 
 
-def test_layer_packs_when_its_last_tensor_comes_and_drops_the_unpacked_one() -> None:
+def test_a_layer_packs_after_its_last_tensor_and_drops_the_unpacked_matrix() -> None:
     class Packing(ReferenceKernels):
         packs = 0
 

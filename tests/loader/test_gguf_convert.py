@@ -183,7 +183,7 @@ def test_rope_settings(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], wa
     transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_numbers_given_once_a_layer_are_read_as_one(tmp_path: Path, tiny_llama: Any) -> None:
+def test_values_given_for_each_layer_are_read_as_one(tmp_path: Path, tiny_llama: Any) -> None:
     folder = convert(tiny_llama(tmp_path / "m.gguf", keys={"llama.attention.head_count_kv": [2, 2]}))
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
 

@@ -154,7 +154,7 @@ def test_without_space_prefix_nothing_is_put_before_a_text(tmp_path: Path) -> No
     assert ours.decode(ours("  hello", add_special_tokens=False)["input_ids"]) == "  hello"
 
 
-def test_sentencepiece_text_comes_back(tmp_path: Path) -> None:
+def test_sentencepiece_text_round_trips(tmp_path: Path) -> None:
     ours = written(spm_file(tmp_path / "m.gguf"))
     for text in ["hello world", "日本 é\n\n x", "  the  "]:
         assert ours.decode(ours(text, add_special_tokens=False)["input_ids"]) == text

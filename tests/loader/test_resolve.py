@@ -124,7 +124,7 @@ def test_a_misspelt_name_gets_the_nearest_one(name: str) -> None:
         "a\0b",
     ],
 )
-def test_an_unknown_name_gets_what_is_accepted(name: str) -> None:
+def test_the_error_for_an_unknown_name_lists_what_is_accepted(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"config\.json.*\.gguf.*hub id.*smollm2-135m"):
         resolve_model(name)
 

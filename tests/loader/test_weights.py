@@ -115,7 +115,7 @@ def test_saved_rotary_tables_are_passed_over(tmp_path: Path) -> None:
     assert_holds(load(tmp_path), tensors, torch.float32)
 
 
-def test_weights_stay_when_the_file_goes(tmp_path: Path) -> None:
+def test_weights_stay_when_the_file_is_deleted(tmp_path: Path) -> None:
     tensors = checkpoint()
     save_file(tensors, tmp_path / ONE)
     network = load(tmp_path)

@@ -1,4 +1,4 @@
-"""Block tables: growth, sharing, copy-on-write, swapping, and the moves that come of them."""
+"""Block tables: growth, sharing, copy-on-write, swapping, and the resulting moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_growing_inside_the_last_block_adds_none() -> None:
     assert growth == TableChange(0, 1, manager.table(0)[1:])
 
 
-def test_growth_without_room_changes_nothing_for_the_whole_group() -> None:
+def test_growth_without_enough_blocks_changes_nothing() -> None:
     manager = BlockManager(3, 4)
     grown(manager, (0, 0, 4))
     assert manager.grow([(0, 4, 5), (1, 0, 8)]) is None
@@ -154,7 +154,7 @@ def test_a_copy_of_a_copy_is_taken_from_the_original() -> None:
     assert manager.take_moves().copy == [(original, copied), (original, again)]
 
 
-def test_a_copied_block_is_not_given_out_before_the_plan_is_complete() -> None:
+def test_a_copied_block_is_not_allocated_before_the_plan_is_complete() -> None:
     manager = BlockManager(3, 4)
     grown(manager, (0, 0, 2))
     manager.fork(0, 1)
@@ -257,7 +257,7 @@ def test_a_sequence_is_not_swapped_out_in_the_step_that_brings_its_blocks() -> N
     assert manager.swap_out([0])
 
 
-def test_a_block_swapped_in_and_let_go_is_not_the_target_of_a_second_move() -> None:
+def test_a_block_swapped_in_and_freed_is_not_the_target_of_a_second_move() -> None:
     manager = BlockManager(2, 4, num_host_blocks=2)
     grown(manager, (0, 0, 4), (1, 0, 4))
     assert manager.swap_out([0, 1])

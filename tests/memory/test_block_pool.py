@@ -1,4 +1,4 @@
-"""The block pool: used + free + cached = all, whatever happens."""
+"""The block pool: used + free + cached = all at all times."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_allocation_takes_distinct_blocks_and_release_returns_them() -> None:
     assert figures(pool) == (0, 4, 0)
 
 
-def test_too_large_an_allocation_takes_nothing() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     pool = BlockPool(2)
     with pytest.raises(OutOfBlocksError, match="3 blocks asked for, 2 free of 2"):
         pool.allocate(3)
     assert pool.num_free == 2
 
 
-def test_a_shared_block_is_free_only_after_its_last_holder() -> None:
+def test_a_shared_block_is_free_after_its_last_release() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     pool.share(blocks)
@@ -48,7 +48,7 @@ def test_releasing_sharing_or_keeping_a_free_block_is_an_error() -> None:
         pool.keep(0)
 
 
-def test_a_kept_block_is_cached_when_nobody_holds_it_and_can_be_held_again() -> None:
+def test_a_kept_block_without_references_is_cached_and_can_be_shared_again() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.keep(blocks[0])

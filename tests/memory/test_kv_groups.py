@@ -1,4 +1,4 @@
-"""Several groups of KV layers: windows that give blocks back, admission, prefixes, and how memory is split."""
+"""Several groups of KV layers: windows that free blocks, admission, prefixes, and the split of memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compute(manager: BlockManager, seq_id: int, token_ids: list[int], start: int
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_group_has_a_table_of_its_own_numbers() -> None:
+def test_block_ids_of_groups_are_disjoint() -> None:
     manager = two_groups(3, 2)
     changes = manager.grow([(7, 0, 5)])
     assert changes is not None
@@ -170,7 +170,7 @@ def test_groups_that_keep_all_have_equal_numbers_of_blocks() -> None:
     assert split(1099, [30, 70], [None, 6], seqs=100) == [10, 10]
 
 
-def test_a_windowed_group_has_what_all_sequences_can_hold_and_the_others_share_the_rest() -> None:
+def test_a_windowed_group_has_the_blocks_that_all_sequences_can_use_and_the_others_share_the_rest() -> None:
     enough = 2 * window_blocks(6, 4) + 2
     assert split(100_000, [30, 70], [None, 6]) == [(100_000 - 70 * enough) // 30, enough]
     small, large = enough, 2 * window_blocks(101, 4) + 2
@@ -178,7 +178,7 @@ def test_a_windowed_group_has_what_all_sequences_can_hold_and_the_others_share_t
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 6000, 77))
-def test_no_more_than_the_budget_is_given_out_and_the_rest_is_less_than_a_block(num_bytes: int) -> None:
+def test_the_split_is_within_the_budget_and_leaves_less_than_a_block(num_bytes: int) -> None:
     block_bytes, windows = [30, 70, 11], [None, 6, 40]
     counts = split(num_bytes, block_bytes, windows)
     left = num_bytes - sum(count * size for count, size in zip(counts, block_bytes, strict=True))

@@ -165,7 +165,7 @@ class MemoryMachine(RuleBasedStateMachine):
         return 0 if window is None else max(0, computed - window + 1)
 
     def held(self, sequence: Sequence, group: int) -> list[int]:
-        """The blocks of its table that it has not given back."""
+        """The blocks of its table without those freed outside the window."""
         table = self.manager.groups[group].tables.get(sequence.seq_id, [])
         return [block for block in table if block != NO_BLOCK]
 
@@ -221,7 +221,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 sequence.after, sequence.writes = stop, True
         for number, kv_group in enumerate(self.manager.groups):
             want = min(needed[number], before[number]) if changes is not None else 0
-            # What has left a window is given back as well.
+            # Blocks outside a window are freed, too.
             assert kv_group.device.num_available == before[number] - want or kv_group.window is not None
             assert kv_group.device.num_available >= before[number] - want
             holders = self.holders(number)
@@ -232,7 +232,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     assert not kv_group.device.is_kept(block)
 
     def check_window(self, seq_id: int, computed: int, group: int) -> None:
-        """What has left the window is given back, at the latest when the prefix cache has been offered it."""
+        """Blocks outside the window are freed, at the latest when they are registered in the prefix cache."""
         table = self.manager.groups[group].tables.get(seq_id, [])
         left = self.first_read(group, computed) // self.block_size
         assert NO_BLOCK not in table[left:]
@@ -401,7 +401,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert group.host.num_used == len(group.on_host.distinct_blocks(swapped))
 
     def check_cached(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
-        """What a look-up finds holds what it should, wherever it is."""
+        """Blocks that a look-up finds have the right contents, on the device or the host."""
         wanted = Sequence(-1, salt, token_ids, [f for f in features if f.end <= len(token_ids)])
         found = self.look_up(token_ids, salt, wanted.features)
         for number, group in enumerate(self.manager.groups):
@@ -453,7 +453,7 @@ def run_machine(max_examples: int, steps: int) -> None:
 
 
 def run_seed(seed: int, steps: int) -> None:
-    """The same rules drawn by a plain generator: many times faster, so that rare coincidences come about."""
+    """The same rules drawn by a plain generator: many times faster, to cover rare coincidences."""
     draw = random.Random(seed)
     machine = MemoryMachine()
     blocks, host_blocks = draw.randint(2, 14), draw.choice((0, 2, 5, 9))
@@ -489,7 +489,7 @@ def run_seed(seed: int, steps: int) -> None:
     machine.teardown()
 
 
-def test_every_sequence_reads_its_own_entries_whatever_happens() -> None:
+def test_every_sequence_reads_its_own_entries_after_any_operations() -> None:
     run_machine(200, 40)
 
 

@@ -100,7 +100,7 @@ def test_a_running_sequence_shares_what_it_has_computed() -> None:
     assert manager.table(1) == table
 
 
-def test_a_prompt_cached_whole_leaves_its_last_token_to_compute() -> None:
+def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
     manager = cached_manager()
     table = leave(manager, tokens(8))
     found = adopt(manager, 1, tokens(8))
@@ -127,7 +127,7 @@ def test_a_block_that_agrees_in_part_is_shared_and_copied_when_written(agreeing:
     assert copies == ([(table[1], growths[0].blocks[0])] if agreeing else [])
 
 
-def test_of_several_blocks_the_one_that_agrees_longest_is_taken() -> None:
+def test_the_partial_match_with_the_longest_common_prefix_is_used() -> None:
     manager = cached_manager()
     leave(manager, [0, 1, 9, 9])
     best = leave(manager, [0, 1, 2, 9])
@@ -137,7 +137,7 @@ def test_of_several_blocks_the_one_that_agrees_longest_is_taken() -> None:
     assert blocks_of(found) == best
 
 
-def test_many_children_do_not_make_the_look_up_long_but_a_whole_one_is_found() -> None:
+def test_few_children_are_compared_but_a_full_match_is_always_found() -> None:
     manager = cached_manager(32)
     oldest = [0, 1, 2, 3]
     leave(manager, oldest)
@@ -223,10 +223,10 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert manager.cached_queries == 0
 
 
-# --- room -----------------------------------------------------------------------------------------------------------
+# --- allocation and eviction -----------------------------------------------------------------------------------------
 
 
-def test_cached_blocks_count_as_available_and_holding_them_costs() -> None:
+def test_cached_blocks_count_as_available_until_they_are_referenced() -> None:
     manager = cached_manager(4)
     leave(manager, tokens(12))
     assert manager.num_available == 4
@@ -249,7 +249,7 @@ def test_a_match_that_does_not_fit_is_refused_and_nothing_changes() -> None:
     assert manager.num_tables == 1
 
 
-def test_free_blocks_go_before_cached_ones_and_old_content_before_new() -> None:
+def test_free_blocks_are_allocated_before_cached_ones_and_old_content_is_evicted_first() -> None:
     manager = cached_manager(4)
     old, new = tokens(4, 10), tokens(4, 20)
     leave(manager, old)
@@ -260,7 +260,7 @@ def test_free_blocks_go_before_cached_ones_and_old_content_before_new() -> None:
     assert match(manager, [*new, 1]).num_tokens == 4
 
 
-def test_a_use_makes_content_warm_again() -> None:
+def test_a_use_makes_content_most_recently_used() -> None:
     manager = cached_manager(2)
     old, new = tokens(4, 10), tokens(4, 20)
     leave(manager, old)
@@ -280,7 +280,7 @@ def test_a_chain_is_evicted_from_its_end() -> None:
         assert match(manager, tokens(13)).num_tokens == left
 
 
-def test_a_chain_is_evicted_from_its_end_also_if_the_beginning_was_let_go_first() -> None:
+def test_a_chain_is_evicted_from_its_end_also_if_its_beginning_was_released_first() -> None:
     manager = cached_manager(4)
     compute(manager, 0, tokens(4))
     compute(manager, 1, tokens(8))  # its first block is a second copy of what is cached
@@ -304,7 +304,7 @@ def test_a_sequence_that_fills_the_pool_overwrites_the_block_it_would_copy() -> 
     assert match(manager, tokens(9)).num_tokens == 8
 
 
-def test_a_known_block_that_others_hold_is_never_overwritten() -> None:
+def test_a_shared_cached_block_is_never_overwritten() -> None:
     manager = cached_manager(2)
     leave(manager, tokens(8))
     adopt(manager, 1, tokens(8))
@@ -312,7 +312,7 @@ def test_a_known_block_that_others_hold_is_never_overwritten() -> None:
     assert manager.grow([(1, 7, 8)]) is None
 
 
-def test_what_is_overwritten_for_want_of_room_is_not_what_others_hold() -> None:
+def test_shared_blocks_are_not_overwritten_when_no_block_is_available_for_a_copy() -> None:
     manager = cached_manager(3)
     shared, alone = tokens(4), tokens(4, 50)
     leave(manager, shared)
@@ -337,7 +337,7 @@ def test_reset_forgets_all_and_frees_cached_blocks() -> None:
     assert figures(manager) == (3, 1, 0)
 
 
-def test_after_a_reset_who_holds_old_blocks_registers_none() -> None:
+def test_sequences_with_blocks_from_before_a_reset_register_none() -> None:
     manager = cached_manager(8, num_host_blocks=4)
     compute(manager, 0, tokens(4))
     manager.reset_prefix_cache()
@@ -354,7 +354,7 @@ def test_after_a_reset_who_holds_old_blocks_registers_none() -> None:
     assert match(manager, tokens(5)).num_tokens == 4
 
 
-def test_blocks_are_known_again_after_a_swap() -> None:
+def test_blocks_are_registered_again_after_a_swap() -> None:
     manager = cached_manager(2, num_host_blocks=2)
     compute(manager, 0, tokens(8))
     assert manager.swap_out([0])
@@ -371,7 +371,7 @@ def test_blocks_are_known_again_after_a_swap() -> None:
 # --- the second level -----------------------------------------------------------------------------------------------
 
 
-def test_evicted_content_moves_to_the_host_and_comes_back() -> None:
+def test_evicted_content_moves_to_the_host_and_is_swapped_in() -> None:
     manager = cached_manager(2, num_host_blocks=2, host_cache=True)
     table = leave(manager, tokens(8))
     manager.grow([(0, 0, 8)])
@@ -399,7 +399,7 @@ def test_content_that_is_on_the_host_already_is_not_moved_again() -> None:
     assert len(manager.take_moves().swap_out) == 1
 
 
-def test_a_block_that_agrees_in_part_comes_from_the_host_as_a_private_one() -> None:
+def test_a_partial_match_on_the_host_is_swapped_in_as_a_private_block() -> None:
     manager = cached_manager(2, num_host_blocks=2, host_cache=True)
     leave(manager, tokens(8))
     manager.grow([(0, 0, 8)])
@@ -416,7 +416,7 @@ def test_a_block_that_agrees_in_part_comes_from_the_host_as_a_private_one() -> N
     assert figures(manager) == (0, 1, 1)
 
 
-def test_swapped_sequences_take_host_blocks_from_the_cache() -> None:
+def test_swapped_sequences_evict_cached_host_blocks() -> None:
     manager = cached_manager(2, num_host_blocks=2, host_cache=True)
     leave(manager, tokens(8))
     manager.grow([(0, 0, 8)])

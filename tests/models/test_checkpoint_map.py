@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_named(changes: dict[str, Tensor | None], says: str
         load_model(fused, read_model_config(fused), context())
 
 
-def test_a_part_that_comes_twice_is_named() -> None:
+def test_a_duplicate_part_is_named() -> None:
     pairs = [("a.weight", torch.ones(1)), ("a.weight", torch.ones(1))]
     with pytest.raises(WeightError, match=r"'a.weight' occurs twice"):
         list(Join(("a", "b"), "c").apply(pairs, {}))

@@ -1,4 +1,4 @@
-"""The sampler with its backend on the device: what the one on the host gives, at once or later."""
+"""The sampler with its backend on the device gives the results of the host backend."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_request_gets_what_the_host_gives_it() -> None:
         assert_alike(device.step(logits, every), host.step(logits, every))
 
 
-def test_a_row_is_the_same_bit_for_bit_alone_and_in_company() -> None:
+def test_a_row_is_the_same_bit_for_bit_alone_and_in_a_batch() -> None:
     device = Rows(on_device=True)
     every = list(range(len(REQUESTS)))
     for row, (params, options) in enumerate(REQUESTS):
@@ -134,7 +134,7 @@ def test_a_row_keeps_its_arithmetic_when_its_adjustments_end() -> None:
     assert adjusted.start(logits, [0]).wait().logprobs == plain.start(logits, [0]).wait().logprobs
 
 
-def test_tokens_are_on_the_device_before_anybody_waits() -> None:
+def test_tokens_are_on_the_device_before_wait() -> None:
     device = Rows(on_device=True)
     device.add(0, greedy())
     device.add(1, SamplingParams())
@@ -210,7 +210,7 @@ def test_a_fork_draws_by_its_own_seed() -> None:
     assert len(set(found.token_ids.tolist())) > 1
 
 
-def test_half_precision_and_strided_logits_are_taken() -> None:
+def test_half_precision_and_strided_logits_are_accepted() -> None:
     device = Rows(on_device=True)
     device.add(0, greedy())
     device.add(1, greedy())
@@ -220,7 +220,7 @@ def test_half_precision_and_strided_logits_are_taken() -> None:
         assert found.token_ids.tolist() == given.float().argmax(-1).tolist()
 
 
-def test_nobody_samples() -> None:
+def test_no_rows() -> None:
     device = Rows(on_device=True)
     assert device.start(torch.zeros(0, VOCAB), []).wait().token_ids.tolist() == []
 

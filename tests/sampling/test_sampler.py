@@ -1,4 +1,4 @@
-"""The sampler over batches of rows: every parameter, company, preemption, errors."""
+"""The sampler over batches of rows: every parameter, batches, preemption, errors."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_enormous_temperature_still_samples_unmasked_tokens_only() -> None:
     assert {rows.one(gaussian(VOCAB)) for _ in range(40)} == {3, 5, 8}
 
 
-def test_half_precision_logits_are_taken() -> None:
+def test_half_precision_logits_are_accepted() -> None:
     rows = Rows()
     rows.add(0, greedy())
     assert rows.one(descending().to(torch.bfloat16)) == 0
@@ -169,7 +169,7 @@ def test_allowed_tokens() -> None:
     assert rows.one(descending()) == 4
 
 
-def test_single_bad_words_never_come() -> None:
+def test_single_bad_words_are_never_sampled() -> None:
     rows = Rows()
     rows.add(0, greedy(bad_words=["x"]), bad_words=[[0], [2], [10**6]])
     assert rows.one(descending()) == 1
@@ -241,7 +241,7 @@ def test_penalties_are_the_documented_arithmetic(
     assert (captured(params, logits, prompt, outputs) == expected).all()
 
 
-def test_penalties_count_many_tokens_as_they_come() -> None:
+def test_penalties_count_many_tokens_incrementally() -> None:
     rows = Rows(vocab=1000, max_len=600)
     rows.add(0, greedy(frequency_penalty=2.0))
     logits = descending(1000)
@@ -286,7 +286,7 @@ def test_a_processor_may_force_a_token_with_infinity_and_sees_raw_logits() -> No
         assert rows.one(raw) == 77
 
 
-def test_masks_come_before_the_filters() -> None:
+def test_masks_are_applied_before_filters() -> None:
     """top_k counts what masks have left."""
     rows = Rows()
     rows.add(0, SamplingParams(top_k=2, allowed_token_ids=[10, 20, 30]))
@@ -346,7 +346,7 @@ def test_only_rows_that_ask_get_logprobs() -> None:
 
 
 def test_rows_that_only_want_the_most_likely_token_in_batches_of_any_size() -> None:
-    """What serves one batch size must not show in the next, and a result must not change with the next call."""
+    """Buffers of one batch size must not affect the next, and a result must not change with the next call."""
     rows = Rows(rows=70, vocab=97)
     earlier: list[tuple[SamplerOutput, list[int]]] = []
     for seed, count in enumerate((1, 3, 2, 64, 1, 65, 0, 5)):
@@ -490,7 +490,7 @@ def test_a_removed_row_asks_for_nothing() -> None:
     rows.sampler.remove(5)
 
 
-# Company
+# Independence of the batch
 
 
 def shy(outputs: list[int], logits: Tensor) -> Tensor:
@@ -527,7 +527,7 @@ def outcome(output: SamplerOutput, i: int) -> tuple[int, PositionLogprobs | None
     seed=st.integers(0, 100),
     threads=st.sampled_from([1, 2]),
 )
-def test_a_row_samples_the_same_in_any_company(picks: list[int], vocab: int, seed: int, threads: int) -> None:
+def test_a_row_samples_the_same_in_any_batch(picks: list[int], vocab: int, seed: int, threads: int) -> None:
     """Tokens and logprobs equal to the bit, alone and in a batch, at another row, with another number of threads."""
     steps = 3
     logits = gaussian(steps, len(picks), vocab, seed=seed)
@@ -552,7 +552,7 @@ def test_a_row_samples_the_same_in_any_company(picks: list[int], vocab: int, see
 
 
 @pytest.mark.parametrize("pick", range(len(REQUESTS)))
-def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(pick: int) -> None:
+def test_a_preempted_sequence_continues_with_the_same_tokens(pick: int) -> None:
     params, more = REQUESTS[pick]
     steps = 14
     logits = gaussian(steps, VOCAB, seed=pick)

@@ -278,16 +278,16 @@ class Fold:
     parts: int
 
 
-def folded(case: Case, whole: Step, total: int, fold: Fold, company: list[tuple[int, int]]) -> Tensor:
-    """Attention of the first ``total`` tokens of the whole step's only sequence, a chunk a step, in company."""
+def folded(case: Case, whole: Step, total: int, fold: Fold, others: list[tuple[int, int]]) -> Tensor:
+    """Attention of the first ``total`` tokens of the step's only sequence, a chunk per step, beside other sequences."""
     rows, before = [], 0
-    other = build(replace(case, lengths=company, seed=9), whole.q.dtype)
+    other = build(replace(case, lengths=others, seed=9), whole.q.dtype)
     blocks = whole.cache.pool.shape[0]
     pool = torch.cat((whole.cache.pool, other.cache.pool))
     cache = make_cache(2, len(pool), case.block_size, case.kv_heads, case.head_dim, whole.q.dtype, DEVICE)[1]
     cache.pool.copy_(pool)
     for chunk in fold.chunks:
-        alone = chunk == 1  # a decode goes before the company, a prefill after it
+        alone = chunk == 1  # a decode goes before the others, a prefill after it
         width = max(whole.batch.block_tables.shape[2], other.batch.block_tables.shape[2])
 
         def table(step: Step, first: int, width: int = width) -> Tensor:
@@ -342,7 +342,7 @@ def check_folds(case: Case, dtype: torch.dtype, folds: list[tuple[Fold, list[tup
     ("dtype", "window", "group"),
     [(torch.float32, 90, 3), (torch.float16, None, 3), (torch.float16, 90, 1), (torch.bfloat16, None, 1)],
 )
-def test_fixed_order_gives_the_same_bits_in_any_chunks_and_company(
+def test_fixed_order_gives_the_same_bits_in_any_chunks_and_batch(
     dtype: torch.dtype, window: int | None, group: int
 ) -> None:
     case = Case([(0, 132)], window=window, group=group, kv_heads=1, seed=2)

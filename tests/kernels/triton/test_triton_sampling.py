@@ -190,7 +190,7 @@ def test_a_share_of_equals_is_counted_exactly() -> None:
     assert choose(logits, filters, keys(8)) == expected(logits, filters, keys(8))
 
 
-def test_a_lone_outlier_does_not_spoil_the_search() -> None:
+def test_a_single_outlier_does_not_affect_the_search() -> None:
     logits = gaussian(1, 4, 3000, scale=1e-4)
     logits[:, 7], logits[:, 9] = -3e38, -1e30
     filters = records(*[replace(OFF, top_k=2500), replace(OFF, top_p=0.7)] * 2, vocab=3000)
