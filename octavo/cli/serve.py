@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Serves until it is told to stop; returns the exit code."""
+    """Serves until a signal or the death of the engine; returns the exit code."""
     options = make_options(**arguments.group(PREFIX))
     config = read_engine_config(arguments, take_model(arguments))
     refuse_words(arguments)

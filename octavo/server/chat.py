@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.server.cancellation import with_cancellation
 from octavo.server.errors import ApiError
-from octavo.server.generation import FINGERPRINT, Generation, check_fields, make_generation, note_usage
+from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
 from octavo.server.prompts import TokenizedPrompt, encode, render_chat
 from octavo.server.protocol import (
@@ -27,7 +26,6 @@ from octavo.server.protocol import (
     ChunkChoice,
     Delta,
     Message,
-    Usage,
 )
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, EventStream, event
@@ -45,16 +43,17 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     [token_ids] = await encode(service, [text], add_special_tokens=False)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generation = make_generation(
-        request,
         service,
+        request,
         body,
+        model,
         [TokenizedPrompt(text, token_ids)],
         prefix="chatcmpl",
         max_tokens=max_tokens,
         logprobs=top,
         prompt_logprobs=body.prompt_logprobs,
     )
-    pending = _PendingResponse(request, body, generation, model, top)
+    pending = _PendingResponse(body, generation, top)
     if body.stream:
         return EventStream(pending.stream(), deadline)
     [output] = await with_cancellation(request.receive, generation.finish(), deadline)
@@ -74,12 +73,9 @@ def _top_logprobs(body: ChatCompletionRequest) -> int | None:
 class _PendingResponse:
     """A request in the engine and its response."""
 
-    request: Request
     body: ChatCompletionRequest
     generation: Generation
-    model: str
     top: int | None
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def complete(self, output: RequestOutput) -> ChatCompletion:
         """The complete response."""
@@ -95,13 +91,10 @@ class _PendingResponse:
                 )
             )
         response = ChatCompletion(
-            id=self.generation.response_id,
             choices=found,
-            created=self.created,
-            model=self.model,
             object="chat.completion",
-            system_fingerprint=FINGERPRINT,
-            usage=self._usage(),
+            usage=self.generation.usage(),
+            **self.generation.response_fields(),
         )
         if output.prompt_logprobs is not None:
             response.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
@@ -123,8 +116,8 @@ class _PendingResponse:
                     chunks += self._chunks(completion, trackers[completion.index])
                 if chunks:
                     yield b"".join(map(event, chunks))
-        usage = self._usage()
-        if self._wants_usage:
+        usage = self.generation.usage()
+        if self.generation.include_usage:
             yield event(self._make([], usage=usage))
         yield DONE
 
@@ -156,30 +149,14 @@ class _PendingResponse:
             return None
         return make_chat_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion), self.top)
 
-    def _usage(self) -> Usage:
-        """Tokens used; also adds them to the log line."""
-        usage = self.generation.usage()
-        note_usage(self.request, usage)
-        return usage
-
-    @property
-    def _wants_usage(self) -> bool:
-        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
-
     def _chunk(self, completion: CompletionOutput, delta: Delta) -> ChatCompletionChunk:
         choice = ChunkChoice(delta=delta, finish_reason=None, index=completion.index, logprobs=None)
         # An explicit null in every chunk if usage was requested, as the OpenAI API sends it.
-        return self._make([choice], **({"usage": None} if self._wants_usage else {}))
+        return self._make([choice], **({"usage": None} if self.generation.include_usage else {}))
 
     def _make(self, found: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=self.generation.response_id,
-            choices=found,
-            created=self.created,
-            model=self.model,
-            object="chat.completion.chunk",
-            system_fingerprint=FINGERPRINT,
-            **more,
+            choices=found, object="chat.completion.chunk", **self.generation.response_fields(), **more
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from starlette.requests import Request
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.server.cancellation import with_cancellation
-from octavo.server.generation import FINGERPRINT, Generation, check_fields, make_generation, note_usage
+from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.prompts import TokenizedPrompt, read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -32,7 +31,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     model = service.model_name(body.model)
     check_fields(service, body)
     prompts = await read_prompts(service, body)
-    pending = _PendingResponse(request, body, _generation(request, service, body, prompts), model)
+    pending = _PendingResponse(body, _generation(service, request, body, model, prompts))
     if body.stream:
         return EventStream(pending.stream(), deadline)
     outputs = await with_cancellation(request.receive, pending.generation.finish(), deadline)
@@ -40,16 +39,17 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 def _generation(
-    request: Request, service: Service, body: CompletionRequest, prompts: list[TokenizedPrompt]
+    service: Service, request: Request, body: CompletionRequest, model: str, prompts: list[TokenizedPrompt]
 ) -> Generation:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return make_generation(
-        request,
         service,
+        request,
         body,
+        model,
         prompts,
         prefix="cmpl",
         max_tokens=max_tokens,
@@ -62,17 +62,8 @@ def _generation(
 class _PendingResponse:
     """A request in the engine and its response."""
 
-    request: Request
     body: CompletionRequest
     generation: Generation
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def usage(self) -> Usage:
-        """Tokens used; also adds them to the log line."""
-        usage = self.generation.usage()
-        note_usage(self.request, usage)
-        return usage
 
     def complete(self, outputs: list[RequestOutput]) -> Completion:
         """The complete response: the choices of the first prompt, then those of the next."""
@@ -86,7 +77,7 @@ class _PendingResponse:
                 self._add_prompt(choice, logprobs, number, output)
                 choice.stop_reason = completion.stop_reason
                 found.append(choice)
-        return self._completion(found, usage=self.usage())
+        return self._completion(found, usage=self.generation.usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The events of a streamed response."""
@@ -101,8 +92,8 @@ class _PendingResponse:
                     events += self._events(number, output, completion, trackers[index], fresh)
                 if events:
                     yield b"".join(map(event, events))
-        usage = self.usage()
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+        usage = self.generation.usage()
+        if self.generation.include_usage:
             yield event(self._completion([], usage=usage))
         yield DONE
 
@@ -181,17 +172,9 @@ class _PendingResponse:
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         chunk = self._completion([choice])
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+        if self.generation.include_usage:
             chunk.usage = None  # an explicit null, as the OpenAI API sends it
         return chunk
 
     def _completion(self, found: list[CompletionChoice], **more: Usage) -> Completion:
-        return Completion(
-            id=self.generation.response_id,
-            choices=found,
-            created=self.created,
-            model=self.model,
-            object="text_completion",
-            system_fingerprint=FINGERPRINT,
-            **more,
-        )
+        return Completion(choices=found, object="text_completion", **self.generation.response_fields(), **more)

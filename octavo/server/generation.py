@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -26,33 +28,29 @@ from octavo.server.service import Service
 
 logger = logging.getLogger("octavo.server")
 
-#: ``system_fingerprint`` of every response.
-FINGERPRINT = f"octavo-{__version__}"
-
 
 @dataclass(slots=True)
 class Generation:
     """The prompts of one HTTP request in the engine, and the tokens used so far."""
 
     service: Service
+    request: Request
+    body: GenerationRequest
+    #: Name of the model in the response.
+    model: str
     #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
-    streaming: bool
-    #: Choices of each prompt.
-    n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    #: Headers of the HTTP request, by lower-case name.
-    headers: dict[str, str] = field(default_factory=dict)
+    #: Seconds since 1970.
+    created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned.
     completion_tokens: int = 0
     #: Prompt tokens found in the prefix cache, over the prompts that have finished.
     cached_tokens: int = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) pairs: increments as they come if ``streaming``, else one complete output a prompt.
+        """(prompt index, output) pairs: increments as they come if streaming, else one complete output a prompt.
 
         Raises:
             ApiError: the queue is full, or a completion failed; all prompts are aborted.
@@ -82,19 +80,39 @@ class Generation:
             complete = {index: output async for index, output in outputs}
         return [complete[i] for i in range(len(self.prompts))]
 
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return self.body.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
     def choices(self, output: RequestOutput) -> list[CompletionOutput]:
         """The first ``n`` completions of an output; beam search returns its whole width."""
         return output.outputs[: self.n]
 
     def usage(self) -> Usage:
-        """Tokens used so far."""
+        """Tokens used so far, also added to the log line."""
         prompt, completion = sum(len(p.token_ids) for p in self.prompts), self.completion_tokens
+        self.request.state.log_fields = {"prompt_tokens": prompt, "completion_tokens": completion}
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
+
+    def response_fields(self) -> dict[str, Any]:
+        """Fields common to responses and chunks."""
+        return {
+            "id": self.response_id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"octavo-{__version__}",
+        }
 
     async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt."""
@@ -103,9 +121,9 @@ class Generation:
             f"{self.response_id}-{index}",
             {"prompt_token_ids": self.prompts[index].token_ids},
             self.params,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            streaming=self.streaming,
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt or "",
+            streaming=bool(self.body.stream),
         )
         observer = RequestObserver(service.metrics)
         try:
@@ -117,7 +135,7 @@ class Generation:
                         self.cached_tokens += output.metrics.num_cached_tokens
                         service.queue.observe(output)
                         if service.tracer is not None:
-                            service.tracer.record(output, observer, self.headers)
+                            service.tracer.record(output, observer, self.request.headers)
                     _raise_if_failed(output)
                     yield output
         finally:
@@ -137,15 +155,11 @@ def check_fields(service: Service, body: GenerationRequest) -> None:
     service.note_unknown(body.model_extra or ())
 
 
-def _new_response_id(prefix: str) -> str:
-    """An id of our own: a client may use its request id twice."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
 def make_generation(
-    request: Request,
     service: Service,
+    request: Request,
     body: GenerationRequest,
+    model: str,
     prompts: list[TokenizedPrompt],
     *,
     prefix: str,
@@ -154,6 +168,8 @@ def make_generation(
     prompt_logprobs: int | None,
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
+
+    ``prefix`` is that of the response id, which is never a request id, as a client may use one twice.
 
     Raises:
         InvalidRequestError, ApiError: a parameter is out of range or not supported.
@@ -170,17 +186,7 @@ def make_generation(
         params = make_beam_search_params(body, max(1, longest) if max_tokens is None else max_tokens)
     else:
         params = make_sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    return Generation(
-        service,
-        _new_response_id(prefix),
-        prompts,
-        params,
-        streaming=bool(body.stream),
-        n=body.n or 1,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        headers=dict(request.headers) if service.tracer is not None else {},
-    )
+    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
 
 
 def _check_size(
@@ -195,14 +201,6 @@ def _check_size(
     limit = service.options.max_logprobs
     if max(logprobs or 0, prompt_logprobs or 0) > limit:
         raise ApiError(400, f"logprobs of at most {limit} likeliest tokens are served", param="logprobs")
-
-
-def note_usage(request: Request, usage: Usage) -> None:
-    """Adds the numbers of tokens to the request's log line."""
-    request.state.log_fields = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-    }
 
 
 async def _merge_outputs(

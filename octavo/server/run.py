@@ -45,7 +45,7 @@ BACKLOG = 2048
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> int:
-    """Serves until it is told to stop; returns the exit code.
+    """Serves until a signal or the death of the engine; returns the exit code.
 
     Raises:
         OctavoError: an option is wrong, the address is taken, or the model cannot be loaded.

@@ -1,4 +1,4 @@
-"""The measurements of a GPU, at tiny sizes on the CPU: every part runs, and its figures follow from their formulas."""
+"""The GPU benchmark at tiny sizes on the CPU: every part runs, and its figures agree with their formulas."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, t
     assert figures["1 x (8 in, 4 out)"]["value"] > 0
 
 
-def test_kernels_and_limits_and_the_other_engine(tiny: Path, tmp_path: Path) -> None:
+def test_kernels_peak_rates_and_transformers(tiny: Path, tmp_path: Path) -> None:
     code, limits = run_part("limits", tiny, tmp_path)
     assert code == 0
     assert limits["bandwidth"]["value"] == max(limits[f"{way} bandwidth"]["value"] for way in ("copy", "read"))
@@ -91,7 +91,7 @@ def test_kernels_and_limits_and_the_other_engine(tiny: Path, tmp_path: Path) -> 
     assert set(theirs) == {"1 x (8 in, 4 out)", "2 x (8 in, 4 out)"}
 
 
-def test_a_trace_names_what_takes_the_time(tiny: Path, tmp_path: Path) -> None:
+def test_a_profile_lists_the_kernels_by_time(tiny: Path, tmp_path: Path) -> None:
     code, figures = run_part("profile", tiny, tmp_path)
     assert code == 0, figures
     for work in ("decode 1 x 24", "decode 3 x 24", "prefill 48"):
@@ -113,7 +113,7 @@ def test_gaps_between_spans() -> None:
     assert gpu_engine.gaps(spans, 5) == (33, 3, 15)
 
 
-def test_without_limits_there_are_no_shares_but_all_else(tiny: Path, tmp_path: Path) -> None:
+def test_without_peak_rates_only_shares_are_left_out(tiny: Path, tmp_path: Path) -> None:
     code, figures = run_part("engine", tiny, tmp_path)
     assert code == 0
     assert "decode 3 x 24, step" in figures
@@ -123,18 +123,18 @@ def test_without_limits_there_are_no_shares_but_all_else(tiny: Path, tmp_path: P
 def test_a_measurement_that_fails_leaves_the_others(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(llm: LLM, scale: Scale, limits: object) -> Any:
-        raise RuntimeError("no such luck")
+    def broken(llm: LLM, scale: Scale, peak: object) -> Any:
+        raise RuntimeError("broken")
         yield
 
     monkeypatch.setattr(gpu_engine, "_prefill", broken)
     code, figures = run_part("engine", tiny, tmp_path)
     assert code == 1
-    assert figures["prefill"]["formula"] == "failed: RuntimeError: no such luck"
+    assert figures["prefill"]["formula"] == "failed: RuntimeError: broken"
     assert figures["decode 3 x 24, step"]["value"] > 0
 
 
-def test_the_script_keeps_what_a_failing_part_had_measured(
+def test_the_script_keeps_the_figures_of_a_part_that_fails(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that crash, hang, or write half a figure, in processes of their own, and one that works."""
@@ -211,7 +211,7 @@ def test_the_whole_script_in_smoke_mode(tmp_path: Path) -> None:
     assert report["problems"] == []
 
 
-def test_steady_steps_are_those_in_which_all_decode(tiny: Path) -> None:
+def test_steady_steps_are_those_in_which_all_sequences_decode(tiny: Path) -> None:
     llm = LLM(
         str(tiny),
         load_format="dummy",

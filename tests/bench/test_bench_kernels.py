@@ -1,4 +1,4 @@
-"""``octavo bench kernels`` on a tiny model: what it counts, and that it measures what the options ask for."""
+"""``octavo bench kernels`` on a tiny model: counted bytes and operations, and the types that options select."""
 
 from __future__ import annotations
 

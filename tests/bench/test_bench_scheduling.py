@@ -1,4 +1,4 @@
-"""``octavo bench scheduler`` and ``memory``: what they report is what happened."""
+"""``octavo bench scheduler`` and ``memory``: the figures agree with the runs."""
 
 from __future__ import annotations
 

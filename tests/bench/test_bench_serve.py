@@ -1,4 +1,4 @@
-"""``octavo bench serve`` against a server whose timings are known: it reports what the server did."""
+"""``octavo bench serve`` against a server of known timings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from octavo.cli.main import main
 from octavo.core.errors import ConfigError
 from tests.busy_machine import PATIENCE
 
-#: For requests that are answered: only what hangs takes as long.
+#: Timeout of requests that get a response; only a hang reaches it.
 PATIENT = ("--timeout", "60")
 
 
@@ -214,7 +214,7 @@ def compare_latencies(server: FakeServer, tmp_path: Path) -> dict[str, bool]:
     return same
 
 
-def test_what_is_sent(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requests_that_are_sent(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_KEY", "secret")
     words = ["--num-requests", "3", "--input-len", "uniform:3,9", "--output-len", "2", "--token-range", "5,9"]
     extra = '{"ignore_eos": null, "top_k": 3}'
@@ -233,7 +233,7 @@ def test_same_seed_same_requests(server: FakeServer, tmp_path: Path) -> None:
         bench(server, tmp_path, *words, "--seed", seed)
     prompts = [body["prompt"] for body in server.bodies]
     assert prompts[:4] == prompts[4:8] != prompts[8:]
-    # The warm-up neither counts nor changes what follows.
+    # The warm-up is not counted and does not change the requests.
     report = bench(server, tmp_path, *words, "--seed", "1", "--warmup", "3")
     assert report["num_requests"] == 4
     assert [body["prompt"] for body in server.bodies[15:]] == prompts[:4]
@@ -402,7 +402,7 @@ def test_lengths_follow_their_distribution() -> None:
     assert max(skewed) == 1000 and min(skewed) >= 1
 
 
-def test_prompts_share_what_was_asked_for_and_nothing_else() -> None:
+def test_prompts_share_only_the_prefix() -> None:
     rng = random.Random(2)
     ids = Prompts(as_ids=True, id_range=(10, 90), shared=4)
     one, two = ids.make(30, rng, 1), ids.make(30, rng, 2)
@@ -453,7 +453,7 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.data(), st.sampled_from(["chunked", "length", "close"]))
-def test_an_answer_is_read_however_it_is_cut(parts: list[bytes], data: st.DataObject, kind: str) -> None:
+def test_a_response_is_parsed_however_it_is_split(parts: list[bytes], data: st.DataObject, kind: str) -> None:
     body = b"".join(parts)
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nX: y\r\n"
     if kind == "chunked":
@@ -484,7 +484,7 @@ def test_an_answer_is_read_however_it_is_cut(parts: list[bytes], data: st.DataOb
         b"x" * 100_000,
     ],
 )
-def test_what_is_not_http_is_refused(sent: bytes) -> None:
+def test_a_response_that_is_not_http_is_refused(sent: bytes) -> None:
     with pytest.raises(ProtocolError):
         Response().feed(sent)
 
@@ -493,7 +493,7 @@ def test_what_is_not_http_is_refused(sent: bytes) -> None:
     "sent",
     [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nxx", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"],
 )
-def test_an_answer_that_was_cut_is_not_whole(sent: bytes) -> None:
+def test_a_truncated_response_is_incomplete(sent: bytes) -> None:
     response = Response()
     response.feed(sent)
     assert not response.end()

@@ -1,4 +1,4 @@
-"""The scripts for a GPU machine say what is missing there, and fetch it in the versions that the project asks for."""
+"""The scripts for a GPU machine list missing packages, and download the required versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gpu_test(python: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_a_bare_python_lacks_is_listed(tmp_path: Path) -> None:
+def test_packages_that_a_bare_python_lacks_are_listed(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)

@@ -93,7 +93,7 @@ def test_the_answer_is_shown_as_it_grows_and_remembered(capsys: Capture) -> None
     ]
 
 
-def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(capsys: Capture) -> None:
+def test_an_interrupt_stops_the_answer_and_keeps_the_conversation(capsys: Capture) -> None:
     def interrupt(step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -188,7 +188,7 @@ def test_a_question_beyond_the_context_is_an_error_and_the_next_is_answered(
 
 
 def read_until(terminal: int, wanted: bytes, each_second: Callable[[], None] = lambda: None) -> None:
-    """Reads up to ``wanted``, as long as there is hope; ``each_second`` is called while nothing comes."""
+    """Reads up to ``wanted``, within a time limit; ``each_second`` is called while there is no output."""
     seen = b""
     silent = 0
     while wanted not in seen:
@@ -213,7 +213,7 @@ def test_in_a_terminal_ctrl_c_drops_the_line_and_ctrl_d_leaves(tiny_model: Path)
         read_until(ours, b"> ")
         os.write(ours, b"Hello\n")
         read_until(ours, b"\n> ")
-        # A signal that comes just before readline waits is not seen by it until the next one.
+        # readline misses a signal that arrives just before it waits, until the next one.
         read_until(ours, b"> ", each_second=lambda: process.send_signal(signal.SIGINT))
         os.write(ours, b"\x04")
         assert process.wait(timeout=PATIENCE) == 0

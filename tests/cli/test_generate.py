@@ -183,7 +183,7 @@ def test_the_model_may_come_from_flag_variable_or_file(
     assert texts[: len(texts) // 3] * 3 == texts
 
 
-def test_what_follows_two_hyphens_is_a_prompt(octavo: Run, capsys: Capture, tiny_model: Path) -> None:
+def test_words_after_two_hyphens_are_prompts(octavo: Run, capsys: Capture, tiny_model: Path) -> None:
     assert octavo("generate", tiny_model, *GREEDY, "--json", "-", "--", "--help") == 0
     assert json_lines(capsys.readouterr().out)[0]["prompt"] == "--help"
 

@@ -28,7 +28,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "gpu_driver", lambda: "580.159")
 
 
-def test_gpus_are_shown_with_what_is_needed_to_program_them(
+def test_gpus_are_shown_with_their_compute_capability_and_software(
     octavo: Run, capsys: pytest.CaptureFixture[str], card: None
 ) -> None:
     assert octavo("info", "--device", "cpu", "--json", "-") == 0

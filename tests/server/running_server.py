@@ -25,7 +25,7 @@ TINY = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seq
 
 @dataclass
 class Running:
-    """A server and what tests want of it."""
+    """A running server, with helpers for tests."""
 
     process: subprocess.Popen[bytes]
     url: str

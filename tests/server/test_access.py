@@ -28,7 +28,7 @@ BODY = {"prompt": "hello", "max_tokens": 2}
 LONG = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 
 
-def test_only_those_with_a_key_are_served(serve: Serve, tmp_path: Path) -> None:
+def test_requests_without_a_known_key_are_refused(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# for the team\nfirst-key\n\n  second-key\n")
     keys.chmod(0o600)
@@ -69,7 +69,7 @@ def test_only_those_with_a_key_are_served(serve: Serve, tmp_path: Path) -> None:
 
 
 def _too_large_a_body(http: httpx.Client, server: Running) -> None:
-    """Whether its length is announced, or comes to light while it is read."""
+    """With and without a Content-Length."""
     answer = http.post("/v1/completions", json={"prompt": "x" * 6000})
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
@@ -141,7 +141,7 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> N
             assert answer.json()["usage"]["completion_tokens"] == 250
     assert server.metric("octavo_http_rejected_total") == statuses.count(429)
     server.wait_until_idle()
-    # A single large request comes through an empty queue; a second one finds it full.
+    # An empty queue accepts a single large request; a second one is refused.
     with server.http() as http:
         assert http.post("/v1/completions", json={"prompt": "x" * 60, "max_tokens": 1}).status_code == 200
         assert http.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 1}).status_code == 200

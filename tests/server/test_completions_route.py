@@ -64,7 +64,7 @@ def identify(value: object) -> str:
 
 
 @pytest.mark.parametrize("parameters", SHARED + COMPLETIONS, ids=identify)
-def test_a_completion_is_what_the_client_expects_streamed_or_not(
+def test_completions_as_openai_clients_expect_them_streamed_or_not(
     tiny_server: Running, parameters: dict[str, Any]
 ) -> None:
     with tiny_server.client() as client:
@@ -106,7 +106,7 @@ def merge(logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parameters", SHARED + CHAT, ids=identify)
-def test_a_chat_answer_is_what_the_client_expects_streamed_or_not(
+def test_chat_completions_as_openai_clients_expect_them_streamed_or_not(
     tiny_server: Running, parameters: dict[str, Any]
 ) -> None:
     with tiny_server.client() as client:

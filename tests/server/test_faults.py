@@ -117,7 +117,9 @@ def abort_at_random(server: Running, count: int) -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_a_client_that_does_not_read_slows_nobody_and_is_cut_off(serve: Serve, tries: Callable[..., None]) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_slows_no_other(
+    serve: Serve, tries: Callable[..., None]
+) -> None:
     tries(lambda: read_nothing(serve))
 
 
@@ -267,7 +269,7 @@ def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_it_finishes_what_is_open_and_ends_with_code_0(serve: Serve, number: int) -> None:
+def test_a_signal_lets_open_requests_finish_and_exits_with_0(serve: Serve, number: int) -> None:
     server = serve()
     core = server.core_pid()
     fields = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "n": 8}
@@ -282,7 +284,7 @@ def test_told_to_stop_it_finishes_what_is_open_and_ends_with_code_0(serve: Serve
     assert not Path(f"/proc/{core}").exists()
 
 
-def test_what_does_not_finish_in_time_is_ended_with_an_error(serve: Serve) -> None:
+def test_requests_open_after_the_shutdown_timeout_end_with_an_error(serve: Serve) -> None:
     server = serve(*ONE_AT_A_TIME, "--shutdown-timeout", "0.5")
     streaming = Reader(server, SLOW)
     assert streaming.begun.wait(PATIENCE)

@@ -1,16 +1,13 @@
-"""What the operator sees: metrics, dashboard, log lines, status line, spans."""
+"""Metrics, dashboard, status line, spans."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import select
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.stats import StepStats
-from octavo.server import logging as server_logging
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
 from octavo.server.status import StatusLine
 from octavo.server.tracing import Tracer
-from tests.busy_machine import PATIENCE, once_in_three
+from tests.busy_machine import once_in_three
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "dashboards" / "grafana.json"
 
@@ -228,7 +224,7 @@ def test_the_dashboard_reads_metrics_that_exist() -> None:
     metrics.http_started()
     metrics.http_finished("/health", 200)
     exported = {name.split("{")[0] for name in samples(metrics)}
-    # Made by the client library as the time of creation; no one draws these.
+    # Creation times that the client library adds; no panel shows them.
     exported = {name for name in exported if not name.endswith("_created")}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
@@ -258,129 +254,6 @@ def test_every_panel_of_the_dashboard_has_a_place_and_a_source() -> None:
             assert target["datasource"]["uid"] == "${datasource}" and target["expr"].count("(") == target["expr"].count(
                 ")"
             )
-
-
-# Logs -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def restored_loggers() -> Iterator[None]:
-    names = ("octavo", "octavo.server", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
-    before = {}
-    for name in names:
-        logger = logging.getLogger(name)
-        before[name] = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
-    yield
-    for name, (handlers, level, propagate, disabled) in before.items():
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate, logger.disabled = handlers, propagate, disabled
-        logger.setLevel(level)
-
-
-@pytest.fixture
-def log_file(tmp_path: Path, restored_loggers: None) -> Path:
-    return tmp_path / "server.log"
-
-
-def test_json_lines(log_file: Path) -> None:
-    writer = server_logging.start_logging("json", path=log_file)
-    token = server_logging.request_id.set("req-1")
-    server_logging.log_access("POST", "/v1/x\n2026 INFO forged", 200, 0.0123, client="127.0.0.1", tokens=5)
-    server_logging.request_id.reset(token)
-    logging.getLogger("octavo").warning("odd %s \ud800", "thing")
-    logging.getLogger("octavo").debug("not shown")
-    try:
-        raise ValueError("inner\nlines")
-    except ValueError:
-        logging.getLogger("uvicorn.error").exception("failed")
-    writer.stop(PATIENCE)
-    access, odd, failed = (json.loads(line) for line in log_file.read_text().splitlines())
-    assert access["message"] == "POST /v1/x\\n2026 INFO forged"
-    assert (access["status"], access["ms"], access["client"], access["tokens"]) == (200, 12.3, "127.0.0.1", 5)
-    assert (access["request_id"], access["level"], access["logger"]) == ("req-1", "info", "octavo.server")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", access["time"])
-    assert odd["message"] == "odd thing \\ud800" and "request_id" not in odd
-    assert "ValueError: inner" in failed["exception"]
-
-
-def test_plain_lines(log_file: Path) -> None:
-    writer = server_logging.start_logging("plain", path=log_file)
-    server_logging.log_access("GET", "/health", 200, 0.001, request_id="req-2", note="two words\n")
-    logging.getLogger("uvicorn.access").info("twice")
-    writer.stop(PATIENCE)
-    (line,) = log_file.read_text().splitlines()
-    assert re.fullmatch(r"\S+ \S+ INFO GET /health status=200 ms=1.0 note='two words\\n' request_id=req-2", line)
-
-
-def test_prompts_are_cut(log_file: Path) -> None:
-    writer = server_logging.start_logging("json", path=log_file)
-    server_logging.log_prompt("x" * 100_000)
-    server_logging.log_prompt([1, 2, 3])
-    writer.stop(PATIENCE)
-    text, ids = (json.loads(line) for line in log_file.read_text().splitlines())
-    assert (len(text["prompt"]), text["length"]) == (2000, 100_000)
-    assert ids["prompt"] == [1, 2, 3]
-
-
-def test_ids_are_all_different() -> None:
-    assert len({server_logging.new_request_id() for _ in range(1000)}) == 1000
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_costs_lines_and_nothing_else(restored_loggers: None, capfd: pytest.CaptureFixture[str]) -> None:
-    writer = server_logging.start_logging("plain", path=Path("/dev/full"))
-    metrics = Metrics("m", dropped_logs=lambda: writer.dropped)
-    for number in range(50):
-        logging.getLogger("octavo").info("line %d", number)
-    writer.stop(PATIENCE)
-    assert samples(metrics)["octavo_log_lines_dropped_total"] == 50
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_stuck_reader_does_not_block_logging(restored_loggers: None, tries: Callable[..., None]) -> None:
-    tries(log_to_a_stuck_reader)
-
-
-def log_to_a_stuck_reader() -> dict[str, bool]:
-    """Logs more than an unread pipe and the queue hold, and checks that this does not take long."""
-    reading, writing = os.pipe()
-    try:
-        writer = server_logging.LineWriter(writing)
-        logger = logging.Logger("alone")
-        logger.addHandler(writer)
-        start = time.monotonic()
-        logger.info("x" * 100)
-        select.select([reading], [], [], PATIENCE)  # the thread has begun to write
-        for _ in range(server_logging.QUEUE_LINES + 4999):
-            logger.info("x" * 100)
-        writer.stop(timeout=0.1)
-        seconds = time.monotonic() - start
-        assert 0 < writer.dropped < 5000
-        return {f"logging takes less than 10 s, not {seconds} s": seconds < 10}
-    finally:
-        os.close(reading)  # the thread's write fails, and it goes on to the end
-        writer.stop(PATIENCE)
-        os.close(writing)
-
-
-def test_a_record_that_cannot_be_formatted_is_dropped(log_file: Path) -> None:
-    writer = server_logging.start_logging("plain", path=log_file)
-    logging.getLogger("octavo").info("%d", "no number")
-    logging.getLogger("octavo").info("fine")
-    writer.stop(PATIENCE)
-    assert writer.dropped == 1 and log_file.read_text().endswith("INFO fine\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"log_format": "xml"}, "log_format must be one of plain, json"),
-        ({"path": Path("/no/x")}, "cannot write the log"),
-    ],
-)
-def test_wrong_log_options_are_refused(restored_loggers: None, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        server_logging.start_logging(**options)
 
 
 # Status line ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What cannot be served: the right status, OpenAI's shape, a message that helps, and a server that goes on."""
+"""Refused requests: status, OpenAI's error format, a helpful message, and the server continues."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_no_part_of_a_stop_text_is_ever_shown(demo_server: Running) -> None:
             assert "".join(texts(chunks)) == shown
             assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
             assert chunks[-1]["choices"][0]["stop_reason"] == stop
-            # Tokens that are told of before the end lie within the text that is shown.
+            # Logprobs before the end are of tokens within the text that was sent.
             told = [
                 t
                 for chunk in chunks[:-2]
@@ -148,7 +148,7 @@ def compare_with_offline(server: Running, model: Path, prompts: list[str], tempe
         ]
 
 
-def test_the_description_of_the_routes_holds_against_what_others_make_up(tiny_server: Running) -> None:
+def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running) -> None:
     page = tiny_server.http().get("/openapi.json").json()
     assert set(page["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
@@ -159,16 +159,16 @@ def test_the_description_of_the_routes_holds_against_what_others_make_up(tiny_se
         assert path.removesuffix("/{model}") in guide.read_text(encoding="utf-8")
         for method in route.values():
             assert method["description"] and "422" not in method["responses"]
-    make_up(tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing")
+    run_schemathesis(tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing")
 
 
 @pytest.mark.slow
-def test_the_description_holds_against_far_more(tiny_server: Running) -> None:
-    make_up(tiny_server, "--max-examples", "60")
+def test_responses_to_many_more_generated_requests_conform_to_openapi(tiny_server: Running) -> None:
+    run_schemathesis(tiny_server, "--max-examples", "60")
 
 
-def make_up(server: Running, *options: str) -> None:
-    """Sends what schemathesis makes of the description; every answer is one that it allows, and none is a failure."""
+def run_schemathesis(server: Running, *options: str) -> None:
+    """Runs schemathesis on the OpenAPI page: every response conforms to it, and none is a server error."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     program = Path(sys.executable).with_name("schemathesis")
     result = subprocess.run(
