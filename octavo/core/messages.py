@@ -1,7 +1,7 @@
 """What a front end and the process of its engine core say to each other: msgpack, tagged, bounded in size.
 
 Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair on which neither
-says anything while both live: its end tells each that the other is gone. A core that fails leaves ``LastWords`` there.
+says anything while both live: its end tells each that the other is gone. A core that fails leaves ``ExitReport`` there.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.stats import StepStats
-from octavo.core.updates import StepOutputs
 
 #: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
 MAX_BYTES_TO_CORE = 64 << 20
 #: The longest from the core are the logprobs of a prompt: some 1.4 KB a token at most.
 MAX_BYTES_FROM_CORE = 1 << 30
-#: Characters of the message in ``LastWords``.
-MAX_LAST_WORDS = 8000
+#: Characters of the message in ``ExitReport``.
+MAX_EXIT_REPORT = 8000
 
 
 def check_sendable(request: EngineCoreRequest) -> None:
@@ -95,7 +95,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 class StepDone(msgspec.Struct, tag=True, array_like=True):
     """All that came of one step, of all requests."""
 
-    outputs: StepOutputs
+    outputs: EngineCoreOutputs
     stats: StepStats
 
 
@@ -117,7 +117,7 @@ class LogMessage(msgspec.Struct, tag=True, array_like=True):
 FromCore = Ready | StepDone | Reply | LogMessage
 
 
-class LastWords(msgspec.Struct):
+class ExitReport(msgspec.Struct):
     """Why the core ended."""
 
     #: Name of the class in ``octavo.core.errors``, or of any other exception.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
+from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats, StepStats
-from octavo.core.updates import StepOutputs
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState
@@ -92,7 +92,7 @@ class AsyncLLM:
         self._num_steps = 0
         self._watchdog: asyncio.Task[None] | None = None
         self._client = client
-        client.on_step, client.on_death = self._take_in, self._die
+        client.on_step, client.on_death = self._receive, self._die
 
     @classmethod
     async def start(
@@ -232,7 +232,7 @@ class AsyncLLM:
 
     # --- messages from the core -------------------------------------------------------------------------------------
 
-    async def _take_in(self, step: StepDone) -> None:
+    async def _receive(self, step: StepDone) -> None:
         """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
         self._num_steps += 1
         for admission in step.outputs.admissions:
@@ -349,13 +349,13 @@ class AsyncLLM:
         await self._client.close()
 
 
-def _parts(outputs: StepOutputs) -> Iterator[StepOutputs]:
+def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
     """The outputs in the same order, in parts small enough not to block the event loop."""
     sequences = outputs.sequences
     if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
         yield outputs
         return
-    yield StepOutputs(admissions=outputs.admissions)
+    yield EngineCoreOutputs(admissions=outputs.admissions)
     for start in range(0, len(sequences), MAX_SEQUENCES_AT_ONCE):
-        yield StepOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
-    yield StepOutputs(groups=outputs.groups)
+        yield EngineCoreOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
+    yield EngineCoreOutputs(groups=outputs.groups)

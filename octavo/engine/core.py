@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
+from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import EngineCoreRequest
-from octavo.core.updates import StepOutputs
 from octavo.engine.step_loop import StepLoop, StepTimes
 from octavo.executor.executor import make_executor
 from octavo.kernels import resolve_device
@@ -131,7 +131,7 @@ class EngineCore:
         """Whether a request is unfinished."""
         return self.scheduler.has_work
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineCoreOutputs:
         """One step. If it fails, its requests end with an error and the engine goes on.
 
         Raises:

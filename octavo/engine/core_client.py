@@ -25,8 +25,8 @@ from octavo.core.messages import (
     MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
     Call,
+    ExitReport,
     FromCore,
-    LastWords,
     LogMessage,
     Ready,
     Reply,
@@ -148,7 +148,7 @@ class CoreClient:
         self._closing = False
         self._receiver = self._loop.create_task(self._receive())
         process.life.setblocking(False)
-        self._loop.add_reader(process.life, self._hear_last_words)
+        self._loop.add_reader(process.life, self._read_exit_report)
 
     # --- to the core ------------------------------------------------------------------------------------------------
 
@@ -195,14 +195,14 @@ class CoreClient:
         decoder = msgspec.msgpack.Decoder(FromCore)
         try:
             while True:
-                await self._take_in(decoder.decode(await self._in.recv()))
+                await self._process_message(decoder.decode(await self._in.recv()))
                 # A message that is there already is received without a pause; others must have their turn too.
                 await asyncio.sleep(0)
         except Exception as e:
             logger.exception("the front end failed at a message of the engine's process")
             self._die(EngineDeadError(f"the front end failed: {type(e).__name__}: {e}"))
 
-    async def _take_in(self, message: FromCore) -> None:
+    async def _process_message(self, message: FromCore) -> None:
         match message:
             case StepDone():
                 await self.on_step(message)
@@ -220,7 +220,7 @@ class CoreClient:
                 if not self.ready.done():
                     self.ready.set_result(message)
 
-    def _hear_last_words(self) -> None:
+    def _read_exit_report(self) -> None:
         """Something came on the socket on which there is silence while both sides live."""
         with contextlib.suppress(ConnectionError):  # like its end
             data = self._process.life.recv(1 << 16)
@@ -292,7 +292,7 @@ def _reason(words: bytes, process: CoreProcess, *, loading: bool) -> OctavoError
     """The error that a core's end means: while it loads, its own if it is one of ours; else that the engine is dead."""
     if not words:
         return EngineDeadError(f"the engine's process {process.fate()}")
-    last = msgspec.msgpack.decode(words, type=LastWords)
+    last = msgspec.msgpack.decode(words, type=ExitReport)
     kind = getattr(errors, last.kind, None)
     if loading and isinstance(kind, type) and issubclass(kind, OctavoError):
         return kind(last.message)

@@ -27,15 +27,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import OctavoError
 from octavo.core.messages import (
     MAX_BYTES_TO_CORE,
-    MAX_LAST_WORDS,
+    MAX_EXIT_REPORT,
     Abort,
     Add,
     Call,
+    ExitReport,
     FromCore,
-    LastWords,
     LogMessage,
     Ready,
     Reply,
@@ -46,7 +47,6 @@ from octavo.core.messages import (
     ToCore,
 )
 from octavo.core.stats import SchedulerState, StepStats
-from octavo.core.updates import StepOutputs
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -141,7 +141,7 @@ class CoreLoop:
             self._handle(message)
         if busy and not self._core.has_work:  # emptied by aborts: no step will tell
             self._step_ended = None
-            self._outbox.send(StepDone(StepOutputs(), self._state()))
+            self._outbox.send(StepDone(EngineCoreOutputs(), self._state()))
         return True
 
     def _handle(self, message: ToCore) -> None:
@@ -252,7 +252,7 @@ def main(arguments: list[str]) -> int:
     except Exception as e:
         kind = type(e).__name__
         message = str(e) if isinstance(e, OctavoError) else f"{kind}: {e}"
-        life.sendall(msgspec.msgpack.encode(LastWords(kind, message[:MAX_LAST_WORDS])))
+        life.sendall(msgspec.msgpack.encode(ExitReport(kind, message[:MAX_EXIT_REPORT])))
         return 1
     return 0
 

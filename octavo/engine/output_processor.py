@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field, replace
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
@@ -147,7 +147,7 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def process(self, step: StepOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
+    def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
         now = time.monotonic()
         touched: dict[int, RequestState] = {}
@@ -201,7 +201,7 @@ class OutputProcessor:
         request.metrics = replace(request.metrics, finished_time=now)
         self.discard(request)
 
-    def _end_group(self, request: RequestState, update: GroupUpdate) -> None:
+    def _end_group(self, request: RequestState, update: GroupOutput) -> None:
         """The whole group has ended: with the hypotheses of a beam search, with its prompt, or because it failed."""
         if update.hypotheses is None:
             for completion in request.completions:
@@ -218,7 +218,7 @@ class OutputProcessor:
             output.cumulative_logprob, output.score = hypothesis.cumulative_logprob, hypothesis.score
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
-    def _add(self, request: RequestState, completion: _Completion, update: SequenceUpdate, now: float) -> None:
+    def _add(self, request: RequestState, completion: _Completion, update: SequenceOutput, now: float) -> None:
         output, reason, token_id = completion.output, update.finish_reason, update.token_id
         if update.extra is not None:
             self._add_logprobs(request, completion, update.extra)
@@ -270,7 +270,7 @@ class OutputProcessor:
         return logprobs
 
 
-def _with_admission(metrics: RequestMetrics, admission: AdmissionUpdate) -> RequestMetrics:
+def _with_admission(metrics: RequestMetrics, admission: AdmissionStats) -> RequestMetrics:
     return replace(
         metrics,
         first_scheduled_time=admission.first_scheduled_time,

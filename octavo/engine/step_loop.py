@@ -7,8 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.updates import StepOutputs
 from octavo.executor.executor import Executor, PendingStep
 from octavo.scheduler.scheduler import Scheduler
 
@@ -50,7 +50,7 @@ class StepLoop:
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineCoreOutputs:
         """Takes in one step. If it fails, its requests end with an error and the others go on.
 
         Raises:
@@ -61,7 +61,7 @@ class StepLoop:
             self._submit()
         while self._may_run_ahead():
             self._submit()
-        outputs = self._take_in()
+        outputs = self._receive()
         self.settle()
         self.times.total += time.perf_counter() - start
         return outputs
@@ -73,7 +73,7 @@ class StepLoop:
     def settle(self) -> None:
         """Waits for what is in flight if no request is left that it could be for: all of them ended meanwhile."""
         while self._in_flight and not self._scheduler.has_work:
-            self._take_in()
+            self._receive()
 
     def _submit(self) -> None:
         plan = self._scheduler.schedule()
@@ -85,7 +85,7 @@ class StepLoop:
         finally:
             self._in_flight.append((plan, pending))
 
-    def _take_in(self) -> StepOutputs:
+    def _receive(self) -> EngineCoreOutputs:
         plan, pending = self._in_flight.popleft()
         try:
             result = pending.wait()
@@ -103,7 +103,7 @@ class StepLoop:
         times.idle += result.idle_seconds
         return self._scheduler.update(plan, result)
 
-    def _fail(self, plan: StepPlan, message: str) -> StepOutputs:
+    def _fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends all that the plan was to compute, and the plan after it, which built on that."""
         outputs = self._scheduler.fail(plan, message)
         while self._in_flight:

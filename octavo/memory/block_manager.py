@@ -26,9 +26,6 @@ class AllocStatus(enum.Enum):
     NEVER = "never"
 
 
-Admission = AllocStatus  # the scheduler's name for it
-
-
 #: ``_Registration.count`` of a sequence whose blocks must never be registered.
 _NEVER_REGISTER = sys.maxsize
 
@@ -187,8 +184,6 @@ class BlockManager:
             return AllocStatus.NEVER
         fits = self.fits(num_blocks + self.watermark_blocks, reserved_blocks, num_seqs)
         return AllocStatus.OK if fits else AllocStatus.LATER
-
-    admission = can_allocate  # the scheduler's name for it
 
     def fits(self, num_blocks: int, reserved_blocks: int = 0, num_seqs: int = 1) -> bool:
         """Whether the blocks are available now; as ``can_allocate``, without the watermark."""

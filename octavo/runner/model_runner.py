@@ -32,7 +32,7 @@ from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingStep, PendingTokens
-from octavo.runner.sleep import Slept, put_to_sleep, wake
+from octavo.runner.sleep import SleepState, put_to_sleep, wake
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -170,7 +170,7 @@ class ModelRunner:
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._in_flight: deque[PendingStep] = deque()
-        self._slept: Slept | None = None
+        self._slept: SleepState | None = None
 
     def _capture(self) -> None:
         """Prepares the network for steps: where its weights and the KV cache lie may be remembered here."""
@@ -180,7 +180,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sleep(self) -> Slept:
+    def sleep(self) -> SleepState:
         """Gives the device's memory back until ``wake_up``; what is in the KV cache is lost.
 
         There may be no sequence, and no step may run meanwhile.

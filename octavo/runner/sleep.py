@@ -40,7 +40,7 @@ class _Parked:
 
 
 @dataclass(frozen=True)
-class Slept:
+class SleepState:
     """What ``wake`` needs to bring everything back."""
 
     parked: list[_Parked]
@@ -57,7 +57,7 @@ class Slept:
 
 
 @torch.inference_mode()
-def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> Slept:
+def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> SleepState:
     """Moves the weights to host memory and frees the KV cache, whose content is lost.
 
     No step may run, and no captured graph be replayed, before ``wake``.
@@ -73,14 +73,14 @@ def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> Slept:
             parked.append(_park(tensors, keep=True))
         parked += [_park(tensors, keep=False) for tensors in cached]
     except BaseException:  # such as no host memory: as if nothing had been
-        wake(Slept(parked))
+        wake(SleepState(parked))
         raise
     _give_back(parked)
-    return Slept(parked)
+    return SleepState(parked)
 
 
 @torch.inference_mode()
-def wake(slept: Slept) -> None:
+def wake(slept: SleepState) -> None:
     """Brings the weights back, and the KV cache as zeros; the tensors are those of before.
 
     If the memory is taken by somebody else now, torch's error is passed on, and it can be tried again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
-from octavo.memory.block_manager import Admission as Verdict
+from octavo.memory.block_manager import AllocStatus
 from octavo.memory.prefix_chain import PrefixChain
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
@@ -32,7 +32,7 @@ class Admission:
             return f"it needs {group.width} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
         needed = full + group.width * self._blocks.blocks_for(rest + group.samples)
-        if self._blocks.admission(needed, num_seqs=group.width) is Verdict.NEVER:
+        if self._blocks.can_allocate(needed, num_seqs=group.width) is AllocStatus.NEVER:
             return (
                 f"a prompt of {prompt} tokens with {group.width} sequences needs at least {needed} KV cache blocks, "
                 f"but there are {self._blocks.num_blocks}"
@@ -49,7 +49,7 @@ class Admission:
             if group is None:
                 return
             back = group.status is SequenceStatus.SWAPPED
-            if not (self.bring_back(group, step) if back else self.start(group, step)):
+            if not (self.swap_in_group(group, step) if back else self.start(group, step)):
                 return
 
     def first(self, now: float) -> SequenceGroup | None:
@@ -91,8 +91,8 @@ class Admission:
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs or self.awaits_tokens(group):
             return False
-        promised = self._promised(step)
-        if not self._fits(group, 1, promised):
+        reserved_blocks = self._reserved_blocks(step)
+        if not self._fits(group, 1, reserved_blocks):
             return False  # most often seen without a look into the prefix cache
         first = group.seqs[0]
         match = blocks.match(first.token_ids, self._chain(group)) if self._may_use_cache(group) else None
@@ -100,7 +100,7 @@ class Admission:
         if match is not None:
             # One found in part is copied before it is written if there is room, so a match never costs more.
             needed += min(0, blocks.cost(match) - match.num_full)
-        if not self._fits(group, needed, promised):
+        if not self._fits(group, needed, reserved_blocks):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
         if not prompt_chunks(group, step.budget, self._options) and not _nothing_left(group):
@@ -115,17 +115,17 @@ class Admission:
         self._go_on(group, step)
         return True
 
-    def bring_back(self, group: SequenceGroup, step: Step) -> bool:
+    def swap_in_group(self, group: SequenceGroup, step: Step) -> bool:
         """Swaps a group in and lets it go on in this step."""
         blocks = self._blocks
         if self._queues.rows + group.width > self._options.max_num_seqs or len(group.seqs) > step.budget:
             return False
         if self.awaits_tokens(group):
             return False
-        promised = self._promised(step)
+        reserved_blocks = self._reserved_blocks(step)
         moved = blocks.blocks_to_swap_in(group.seq_ids)
         to_grow = len(group.seqs) if self._queues.running else 0
-        if not self._fits(group, moved + to_grow, promised) or not blocks.swap_in(group.seq_ids):
+        if not self._fits(group, moved + to_grow, reserved_blocks) or not blocks.swap_in(group.seq_ids):
             return False
         step.moved.append(group)
         self._queues.run(group)
@@ -152,21 +152,21 @@ class Admission:
             step.decodes += group.seqs
             step.budget -= len(group.seqs)
 
-        if group.prefilling and step.promised is not None:
-            step.promised += blocks_to_come(self._blocks, group)
+        if group.prefilling and step.reserved_blocks is not None:
+            step.reserved_blocks += blocks_to_come(self._blocks, group)
 
-    def _promised(self, step: Step) -> int:
+    def _reserved_blocks(self, step: Step) -> int:
         """Blocks that prompts half computed will still take; counted once a step, as many may come in."""
-        if step.promised is None:
-            step.promised = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
-        return step.promised
+        if step.reserved_blocks is None:
+            step.reserved_blocks = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
+        return step.reserved_blocks
 
-    def _fits(self, group: SequenceGroup, needed: int, promised: int) -> bool:
+    def _fits(self, group: SequenceGroup, needed: int, reserved_blocks: int) -> bool:
         num_seqs = self._queues.rows + group.width
         # Alone on the machine a group may use the watermark too, or one as long as the pool would never run.
         if not self._queues.running:
-            return self._blocks.fits(needed, promised, num_seqs)
-        return self._blocks.admission(needed, promised, num_seqs) is Verdict.OK
+            return self._blocks.fits(needed, reserved_blocks, num_seqs)
+        return self._blocks.can_allocate(needed, reserved_blocks, num_seqs) is AllocStatus.OK
 
     def _may_use_cache(self, group: SequenceGroup) -> bool:
         """Whoever wants logprobs of the prompt needs its logits, so all of it is computed."""
@@ -197,13 +197,13 @@ class Admission:
             ]
             if not lower:
                 break
-            self._preemption.put_out(self._preemption.victim(lower, step.now), step)
-        return group if step.crowded else None
+            self._preemption.preempt(self._preemption.victim(lower, step.now), step)
+        return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:
         rows = self._queues.rows + group.width <= self._options.max_num_seqs
-        promised = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
-        return rows and self._fits(group, blocks_to_come(self._blocks, group), promised)
+        reserved_blocks = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
+        return rows and self._fits(group, blocks_to_come(self._blocks, group), reserved_blocks)
 
 
 def _nothing_left(group: SequenceGroup) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.updates import Hypothesis
+from octavo.core.engine_outputs import Hypothesis
 
 
 class Candidates(NamedTuple):

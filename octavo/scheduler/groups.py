@@ -95,6 +95,7 @@ class SequenceGroup:
         "is_long",
         "max_length",
         "num_cached_tokens",
+        "num_pending_forks",
         "num_recomputed_tokens",
         "num_recomputes",
         "num_swapped_blocks",
@@ -108,7 +109,6 @@ class SequenceGroup:
         "seqs",
         "status",
         "stop_token_ids",
-        "unforked",
         "urgent",
     )
 
@@ -144,7 +144,7 @@ class SequenceGroup:
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.
-        self.unforked = task.num_sequences - 1
+        self.num_pending_forks = task.num_sequences - 1
         #: Whether some sequence has more than its last token to compute.
         self.prefilling = True
         self.is_long = False
@@ -164,7 +164,7 @@ class SequenceGroup:
     @property
     def width(self) -> int:
         """Sequences that it runs, those to be forked included: what counts against ``max_num_seqs``."""
-        return len(self.seqs) + self.unforked
+        return len(self.seqs) + self.num_pending_forks
 
     @property
     def num_computed(self) -> int:
@@ -189,7 +189,7 @@ class SequenceGroup:
         """
         if not self.samples:
             return self.seqs[0].awaits_token
-        forked = not self.unforked or self.beam is not None
+        forked = not self.num_pending_forks or self.beam is not None
         return forked and all(s.resume is None and s.num_uncomputed == 1 for s in self.seqs)
 
     @property

@@ -59,9 +59,9 @@ class Preemption:
         open_ = [g for g in candidates if not self._queues.has_aged(g, now)]
         return self._choose(open_) if open_ else candidates[-1]
 
-    def put_out(self, group: SequenceGroup, step: Step) -> None:
+    def preempt(self, group: SequenceGroup, step: Step) -> None:
         """Preempts a running group that has been given nothing in this step."""
-        step.crowded = True
+        step.blocked_on_memory = True
         if self._wants_swap(group) and self._swap_out(group):
             step.moved.append(group)
         else:
@@ -82,7 +82,7 @@ class Preemption:
         moved = self._blocks.blocks_to_swap_in(group.seq_ids)
         group.num_swapped_blocks += moved
         self._stats.preemptions_by_swap += 1
-        self._queues.put_out(group, SequenceStatus.SWAPPED)
+        self._queues.preempt(group, SequenceStatus.SWAPPED)
         return True
 
     def _recompute(self, group: SequenceGroup) -> None:
@@ -97,7 +97,7 @@ class Preemption:
         group.num_recomputed_tokens += lost
         self._stats.preemptions_by_recompute += 1
         self._stats.recomputed_tokens += lost
-        self._queues.put_out(group, SequenceStatus.WAITING)
+        self._queues.preempt(group, SequenceStatus.WAITING)
         group.prefilling = True
 
     def _remember_sharing(self, group: SequenceGroup) -> None:

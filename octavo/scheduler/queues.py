@@ -44,9 +44,9 @@ class Queues:
         #: Sequences that the workers must forget.
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
-        self.newcomers: list[Sequence] = []
+        self.new_seqs: list[Sequence] = []
         #: Running sequences whose last token the workers lack: they did not append it themselves.
-        self.unsent: list[Sequence] = []
+        self.unsent_tokens: list[Sequence] = []
         #: Numbers of the last step that was planned, and of the last whose result is known.
         self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
@@ -107,9 +107,9 @@ class Queues:
         self._insert(self.running, group)
         if group.prefilling:
             self._insert(self.prefilling, group)
-        self.newcomers += [s for s in group.seqs if s.resume is None]
+        self.new_seqs += [s for s in group.seqs if s.resume is None]
 
-    def put_out(self, group: SequenceGroup, status: SequenceStatus) -> None:
+    def preempt(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """From running to waiting or swapped; its blocks are the caller's business."""
         self._leave_running(group)
         group.resumable_after = self.last_step
@@ -145,15 +145,15 @@ class Queues:
             if id(seq) not in kept:
                 self._drop(seq, SequenceStatus.FINISHED_STOPPED)
         # Beams may become fewer for want of candidates, and more again: all W keep counting.
-        group.seqs, group.unforked = beams, group.width - len(beams)
-        self.unsent += beams
+        group.seqs, group.num_pending_forks = beams, group.width - len(beams)
+        self.unsent_tokens += beams
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus) -> None:
         """Ends one sequence of a group in any state, and the group with its last."""
         group = seq.group
-        if len(group.seqs) == 1 and group.seqs[0] is seq and not group.unforked:
+        if len(group.seqs) == 1 and group.seqs[0] is seq and not group.num_pending_forks:
             self.end_group(group, status)
             return
         group.seqs.remove(seq)
@@ -176,7 +176,7 @@ class Queues:
             heir = (seq, count)
             seq.resume = (ended.resume[0], min(count, ended.resume[1])) if ended.resume is not None else None
             if seq.resume is None and seq.status is SequenceStatus.RUNNING:
-                self.newcomers.append(seq)
+                self.new_seqs.append(seq)
 
     def end_group(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """Ends a group in any state and frees all it holds."""
@@ -189,7 +189,7 @@ class Queues:
         for seq in group.seqs:
             self._drop(seq, status)
         group.seqs = []
-        group.unforked = 0
+        group.num_pending_forks = 0
         group.status = status
         del self.groups[group.group_id]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
+from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import Generate, SequenceStatus
-from octavo.core.updates import AdmissionUpdate, GroupUpdate, SequenceUpdate, StepOutputs
 from octavo.scheduler.beam_search import Candidates
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
@@ -20,15 +20,15 @@ class Results:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
-    def take_in(self, step: Step, result: StepResult) -> StepOutputs:
+    def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
         """Appends sampled tokens, offers blocks to the prefix cache, ends what has come to its end."""
         for seq, num_computed in step.filled:
             self._register(seq, num_computed)
-        outputs = StepOutputs([_admission(g) for g in step.admitted])
+        outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
         for seq, _ in step.drafted:
-            self._take_verdict(seq)
+            self._resolve_drafts(seq)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -38,11 +38,11 @@ class Results:
         for group in step.completed:
             if group.group_id in self._queues.groups:
                 self._queues.end_group(group, SequenceStatus.FINISHED_LENGTH)
-                outputs.groups.append(GroupUpdate(group.group_id, group.status.value))
+                outputs.groups.append(GroupOutput(group.group_id, group.status.value))
         return outputs
 
     def _append_tokens(
-        self, result: StepResult, updates: list[SequenceUpdate], beams: dict[int, SequenceGroup]
+        self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
         """Appends what was sampled; returns the sequences that have come to their end, and finds those of beams."""
         sequences = self._queues.sequences
@@ -62,7 +62,7 @@ class Results:
                 continue
             tokens = seq.token_ids
             tokens.append(token)
-            update = SequenceUpdate(group.group_id, seq.index, token, extra)
+            update = SequenceOutput(group.group_id, seq.index, token, extra)
             updates.append(update)
             if token in seq.stop_token_ids:
                 seq.status = SequenceStatus.FINISHED_STOPPED
@@ -76,13 +76,13 @@ class Results:
             ended.append(seq)
         return ended
 
-    def _take_verdict(self, seq: Sequence) -> None:
+    def _resolve_drafts(self, seq: Sequence) -> None:
         """After drafts: what is computed is what was taken in, all but the last token; the rest is computed anew."""
         if seq.status is SequenceStatus.RUNNING:
             seq.num_computed = len(seq.token_ids) - 1
             self._register(seq, seq.num_computed)
 
-    def _add_prompt_extras(self, result: StepResult, updates: list[SequenceUpdate]) -> list[Sequence]:
+    def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """What came without a token: logprobs of a prompt's chunk, or an error. Returns the sequences that failed."""
         ended = []
         sampled = set(result.seq_ids)
@@ -94,7 +94,7 @@ class Results:
                 updates.append(_failed(seq, extra))
                 ended.append(seq)
             else:
-                updates.append(SequenceUpdate(seq.group.group_id, seq.index, None, extra))
+                updates.append(SequenceOutput(seq.group.group_id, seq.index, None, extra))
         return ended
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
@@ -107,7 +107,7 @@ class Results:
             self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
-        self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupUpdate]
+        self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupOutput]
     ) -> None:
         """One step of a beam search: who survives, who forks, and whether it is over."""
         assert group.beam is not None
@@ -115,7 +115,7 @@ class Results:
         errors = [e.error for e in found if e.error is not None]
         if errors:
             self._queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-            updates.append(GroupUpdate(group.group_id, group.status.value, errors[0]))
+            updates.append(GroupOutput(group.group_id, group.status.value, errors[0]))
             return
         candidates = [Candidates(p.top_ids, p.top_logprobs) for e in found for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
@@ -123,7 +123,7 @@ class Results:
         outcome = group.beam.step(candidates, [s.token_ids[prompt:] for s in group.seqs])
         if outcome.done:
             self._queues.end_group(group, SequenceStatus.FINISHED_STOPPED)
-            updates.append(GroupUpdate(group.group_id, group.status.value, None, group.beam.hypotheses()))
+            updates.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))
         else:
             self._replace_beams(group, outcome.survivors)
 
@@ -136,7 +136,7 @@ class Results:
             if parent in taken:
                 child = queues.fork(before[parent], 0)
                 child.fork_of = before[parent]
-                queues.newcomers.append(child)
+                queues.new_seqs.append(child)
                 after.append(child)
             else:
                 taken.add(parent)
@@ -164,14 +164,14 @@ def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceR
             yield seq_id, next(tokens), own
 
 
-def _failed(seq: Sequence, extra: SequenceResult) -> SequenceUpdate:
+def _failed(seq: Sequence, extra: SequenceResult) -> SequenceOutput:
     seq.status = SequenceStatus.FINISHED_ERROR
-    return SequenceUpdate(seq.group.group_id, seq.index, None, extra, seq.status.value, None, extra.error)
+    return SequenceOutput(seq.group.group_id, seq.index, None, extra, seq.status.value, None, extra.error)
 
 
-def _admission(group: SequenceGroup) -> AdmissionUpdate:
+def _admission(group: SequenceGroup) -> AdmissionStats:
     assert group.first_scheduled_time is not None
-    return AdmissionUpdate(
+    return AdmissionStats(
         group.group_id,
         group.first_scheduled_time,
         group.num_cached_tokens,

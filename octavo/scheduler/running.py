@@ -38,7 +38,7 @@ class Running:
         chunks = self._split_budget(step)
         running, decodes = queues.running, step.decodes
         drafts = self._propose(step) if self.drafter is not None else {}
-        hopeless = []
+        cannot_fit = []
         position = 0
         while position < len(running):
             group = running[position]
@@ -63,13 +63,13 @@ class Running:
                 else:
                     decodes += seqs
             elif self._blocks_may_come():
-                step.crowded = True
+                step.blocked_on_memory = True
             elif len(running) == 1:
-                hopeless.append(group)
+                cannot_fit.append(group)
             else:
-                self._preemption.put_out(group, step)
+                self._preemption.preempt(group, step)
                 position -= 1
-        return hopeless
+        return cannot_fit
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Drafts by sequence id, no longer than a sequence may become, and within the budget that is left."""
@@ -128,7 +128,7 @@ class Running:
         while not grow(queues, work, step):
             if position == len(queues.running) or self._blocks_may_come():
                 return False
-            self._preemption.put_out(self._preemption.victim(queues.running[position:], step.now), step)
+            self._preemption.preempt(self._preemption.victim(queues.running[position:], step.now), step)
         return True
 
     def _blocks_may_come(self) -> bool:

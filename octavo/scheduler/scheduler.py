@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 
 from octavo.core.config import SchedulerOptions
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats
-from octavo.core.updates import GroupUpdate, StepOutputs
-from octavo.memory.block_manager import Admission as Verdict
-from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
@@ -38,7 +37,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_model_len`` tokens must fit the blocks; a ``drafter`` guesses tokens that a step then verifies."""
-        if blocks.admission(blocks.blocks_for(max_model_len)) is Verdict.NEVER:
+        if blocks.can_allocate(blocks.blocks_for(max_model_len)) is AllocStatus.NEVER:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
@@ -50,7 +49,7 @@ class Scheduler:
         self._results = Results(self.queues)
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
-        self._refused: list[GroupUpdate] = []
+        self._refused: list[GroupOutput] = []
         self._last_prompt_latency = 0.0
         self._last_update = 0.0
 
@@ -73,7 +72,7 @@ class Scheduler:
         refusal = self._admission.refusal(group)
         if refusal is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
-            self._refused.append(GroupUpdate(group.group_id, group.status.value, refusal))
+            self._refused.append(GroupOutput(group.group_id, group.status.value, refusal))
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         """Ends a group in any state and frees all it holds; nothing happens if it has ended."""
@@ -87,7 +86,7 @@ class Scheduler:
         Nor before the group has forked, when no sequence has a text; and beams end together.
         """
         group = self.queues.groups.get(group_id)
-        if group is None or group.unforked or group.beam is not None:
+        if group is None or group.num_pending_forks or group.beam is not None:
             return
         for seq in group.seqs:
             if seq.index == index:
@@ -116,7 +115,7 @@ class Scheduler:
             self._fill_prefill_first(step, favoured)
         else:
             self._fill_mixed(step, favoured)
-        self._end_hopeless(step)
+        self._end_unservable(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         advance(self.queues, step)
@@ -129,7 +128,7 @@ class Scheduler:
             self._end_outgrown(group, step)
         if favoured is not None:
             self._admission.start(favoured, step)
-        elif not step.crowded:  # who was just put out must not be overtaken, nor come back at once
+        elif not step.blocked_on_memory:  # who was just put out must not be overtaken, nor come back at once
             self._admission.admit(step)
 
     def _fill_prefill_first(self, step: Step, favoured: SequenceGroup | None) -> None:
@@ -143,10 +142,10 @@ class Scheduler:
             return
         for group in self._running.schedule(step):
             self._end_outgrown(group, step)
-        while not step.crowded and (group := self.queues.swapped.head(step.now)) is not None:
+        while not step.blocked_on_memory and (group := self.queues.swapped.head(step.now)) is not None:
             first = self._admission.first(step.now)
             overtakes = first is None or (first is not group and first.urgent)
-            if overtakes or not self._admission.bring_back(group, step):
+            if overtakes or not self._admission.swap_in_group(group, step):
                 break
 
     def _next_prompt(self, now: float) -> SequenceGroup | None:
@@ -164,9 +163,9 @@ class Scheduler:
         group = self._admission.next_waiting(now)
         return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
 
-    def _end_hopeless(self, step: Step) -> None:
+    def _end_unservable(self, step: Step) -> None:
         """What cannot run though nothing else holds a block never will: several sequences outgrew all the blocks."""
-        if self.queues.running or step.crowded or step.ended:
+        if self.queues.running or step.blocked_on_memory or step.ended:
             return
         swapped = self.queues.swapped.head(step.now) if self.options.batching == "prefill_first" else None
         group = self._next_prompt(step.now) if swapped is not None else None
@@ -183,7 +182,7 @@ class Scheduler:
             f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._refused.append(GroupUpdate(group.group_id, group.status.value, message, outgrown=True))
+        self._refused.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
 
     def _count(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
@@ -193,7 +192,7 @@ class Scheduler:
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
         stats.copied_blocks += len(plan.blocks_to_copy)
 
-    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
+    def update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
         """Takes in what the plan brought: appends sampled tokens, finishes, frees. Plans come back in their order."""
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
@@ -202,18 +201,18 @@ class Scheduler:
             self._last_prompt_latency = now - max(step.now, self._last_update)
         self._last_update = now
         self._observe(step, plan, result)
-        outputs = self._results.take_in(step, result)
-        outputs.groups += self._take_refused()
+        outputs = self._results.update(step, result)
+        outputs.groups += self._pop_refused()
         return outputs
 
-    def fail(self, plan: StepPlan, message: str) -> StepOutputs:
+    def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends with an error every group of a plan that could not be executed; the others go on.
 
         Nobody knows how far the plan came, so whatever it was to move is lost too.
         """
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
-        outputs = StepOutputs(groups=self._take_refused())
+        outputs = EngineCoreOutputs(groups=self._pop_refused())
         scheduled = [s.group for s in step.decodes] + [s.group for s, _ in step.drafted] + step.prefill_groups
         groups = {g.group_id: g for g in scheduled + step.moved}
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
@@ -221,10 +220,10 @@ class Scheduler:
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
                 self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                outputs.groups.append(GroupUpdate(group_id, group.status.value, message))
+                outputs.groups.append(GroupOutput(group_id, group.status.value, message))
         return outputs
 
-    def _take_refused(self) -> list[GroupUpdate]:
+    def _pop_refused(self) -> list[GroupOutput]:
         refused, self._refused = self._refused, []
         return refused
 

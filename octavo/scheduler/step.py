@@ -37,15 +37,15 @@ class Step:
     changes: list[TableChange] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     #: (child, parent): forked off in this step; they sample from the parent's logits.
-    followers: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    forked_children: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     #: Groups whose blocks this step moves to the host or back.
     moved: list[SequenceGroup] = field(default_factory=list)
     #: Blocks that prompts half computed will still take, once somebody has asked.
-    promised: int | None = None
+    reserved_blocks: int | None = None
     #: Groups that came in, for the first time or again.
     admitted: list[SequenceGroup] = field(default_factory=list)
     #: Whether running groups lacked blocks: some were put out, or must wait, so nobody comes in.
-    crowded: bool = False
+    blocked_on_memory: bool = False
     #: Whether a group was ended because it has outgrown all blocks.
     ended: bool = False
     num_prompt_tokens: int = 0
@@ -88,12 +88,12 @@ def rejoin(queues: Queues, group: SequenceGroup) -> None:
                 seq.num_computed = count * queues.blocks.block_size
             seq.resume = None
             seq.room = 0
-            queues.newcomers.append(seq)
+            queues.new_seqs.append(seq)
 
 
 def blocks_to_come(blocks: BlockManager, group: SequenceGroup) -> int:
     """Blocks that a group still takes until its known tokens are computed and it has forked."""
-    total = group.unforked  # each writes into a block of its own next
+    total = group.num_pending_forks  # each writes into a block of its own next
     for seq in group.seqs:
         held = seq.resume[1] if seq.resume is not None else len(blocks.table(seq.seq_id))
         total += max(0, blocks.blocks_for(len(seq.token_ids)) - held)
@@ -125,7 +125,7 @@ def take_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Ste
     step.prefill_groups.append(group)
     step.num_prompt_tokens += sum(n for _, n in chunks)
     parent, n = chunks[0]
-    if group.unforked and group.beam is None and parent.num_computed + n == len(parent.token_ids):
+    if group.num_pending_forks and group.beam is None and parent.num_computed + n == len(parent.token_ids):
         _fork_prompt(queues, parent, step)
 
 
@@ -136,14 +136,14 @@ def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
         changes = [c for c in step.changes if c.seq_id == parent.seq_id]
     else:  # the row that the workers copy has no table yet
         changes = queues.blocks.tables(parent.seq_id)
-    for index in range(1, group.unforked + 1):
+    for index in range(1, group.num_pending_forks + 1):
         child = queues.fork(parent, index)
         child.known = True
         group.seqs.append(child)
         step.forks.append(Fork(parent.seq_id, child.seq_id, _seed(child)))
         step.changes += [TableChange(child.seq_id, c.index, c.blocks, c.group) for c in changes]
-        step.followers.append((child, parent))
-    group.unforked = 0
+        step.forked_children.append((child, parent))
+    group.num_pending_forks = 0
 
 
 def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
@@ -151,7 +151,7 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
-    if queues.newcomers or queues.unsent:
+    if queues.new_seqs or queues.unsent_tokens:
         scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.drafted + step.prefills}
         _introduce(queues, scheduled, plan)
         _send_tokens(queues, scheduled, plan)
@@ -182,7 +182,7 @@ def advance(queues: Queues, step: Step) -> None:
     for seq, n in step.prefills:
         seq.num_computed += n
         filled.append((seq, seq.num_computed))
-    for child, parent in step.followers:
+    for child, parent in step.forked_children:
         child.num_computed = parent.num_computed
     for group in step.prefill_groups:
         if group.prefilling and group.is_prefilled:
@@ -194,7 +194,7 @@ def advance(queues: Queues, step: Step) -> None:
 def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
     """Tells the workers of scheduled sequences that they do not hold."""
     later = []
-    for seq in queues.newcomers:
+    for seq in queues.new_seqs:
         if seq.known or seq.status is not SequenceStatus.RUNNING:
             continue
         if seq.seq_id not in scheduled:
@@ -208,15 +208,15 @@ def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
         seq.fork_of = None
     for seq_id in [n.seq_id for n in plan.new] + [f.child for f in plan.forks]:
         queues.sequences[seq_id].known = True
-    queues.newcomers = later
+    queues.new_seqs = later
 
 
 def _send_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
     """Tells the workers the last tokens that they did not append; those just introduced have theirs."""
     introduced = {new.seq_id for new in plan.new}
-    running = [s for s in queues.unsent if s.status is SequenceStatus.RUNNING and s.seq_id not in introduced]
+    running = [s for s in queues.unsent_tokens if s.status is SequenceStatus.RUNNING and s.seq_id not in introduced]
     plan.new_tokens = {s.seq_id: [s.token_ids[-1]] for s in running if s.seq_id in scheduled}
-    queues.unsent = [s for s in running if s.seq_id not in scheduled]
+    queues.unsent_tokens = [s for s in running if s.seq_id not in scheduled]
 
 
 def _seed(seq: Sequence) -> int:

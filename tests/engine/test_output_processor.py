@@ -6,11 +6,11 @@ import functools
 import operator
 import time
 
+from octavo.core.engine_outputs import EngineCoreOutputs, SequenceOutput
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.updates import SequenceUpdate, StepOutputs
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ def position(token: int) -> PositionLogprobs:
 
 def add(processor: OutputProcessor, token: int | None, extra: SequenceResult | None = None, index: int = 0) -> bool:
     """One step of one sequence; whether there is something to take."""
-    ready, _ = processor.process(StepOutputs(sequences=[SequenceUpdate(0, index, token, extra)]))
+    ready, _ = processor.process(EngineCoreOutputs(sequences=[SequenceOutput(0, index, token, extra)]))
     return bool(ready)
 
 

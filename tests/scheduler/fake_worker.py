@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from octavo.core.config import SchedulerOptions
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, Hypothesis, SequenceOutput
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Pool, SequenceStatus
-from octavo.core.updates import GroupUpdate, Hypothesis, SequenceUpdate, StepOutputs
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
@@ -246,9 +246,9 @@ class FakeWorker(Executor):
             self.has_failed = True
             step.failure = fail
             return
-        followers = self._followers(plan)
-        self._compute(plan, followers)
-        self._sample(step, followers)
+        forked_children = self._followers(plan)
+        self._compute(plan, forked_children)
+        self._sample(step, forked_children)
 
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
@@ -304,7 +304,7 @@ class FakeWorker(Executor):
         scheduled = set(plan.seq_ids)
         return {f.child: f.parent for f in plan.forks if f.parent in scheduled and f.child not in scheduled}
 
-    def _compute(self, plan: StepPlan, followers: dict[int, int]) -> None:
+    def _compute(self, plan: StepPlan, forked_children: dict[int, int]) -> None:
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
         assert plan.total_tokens <= self.options.max_num_batched_tokens
         assert 0 not in plan.num_tokens, "something of each"
@@ -331,11 +331,11 @@ class FakeWorker(Executor):
                     written[slot] = seq_id
                     self.device[slot[0]][slot[1]] = row.prints[position]
             row.num_computed = end
-        for child, parent in followers.items():
+        for child, parent in forked_children.items():
             assert self.rows[child].num_computed <= self.rows[parent].num_computed
             assert self.rows[child].tables == self.rows[parent].tables
             self.rows[child].num_computed = self.rows[parent].num_computed
-        self._check_write_access({block: seq_id for (block, _), seq_id in written.items()}, followers)
+        self._check_write_access({block: seq_id for (block, _), seq_id in written.items()}, forked_children)
         self._check_contents(before)
 
     def _read_from(self, window: int | None, num_computed: int) -> int:
@@ -357,21 +357,23 @@ class FakeWorker(Executor):
                     found = self.device[table[index]][start - index * size : stop - index * size]
                     assert found == row.prints[start:stop], f"sequence {seq_id} reads another's in block {table[index]}"
 
-    def _check_write_access(self, written: dict[int, int], followers: dict[int, int]) -> None:
+    def _check_write_access(self, written: dict[int, int], forked_children: dict[int, int]) -> None:
         """A block that somebody writes into is in nobody else's table, but for sequences just forked off the writer."""
         for seq_id, row in self.rows.items():
             for window, table in zip(self.windows, row.tables, strict=True):
                 first = self._read_from(window, row.num_computed) // self.block_size
                 for block in table[first:]:
                     writer = written.get(block, seq_id)
-                    assert writer in (seq_id, followers.get(seq_id)), f"{writer} writes into block {block} of {seq_id}"
+                    assert writer in (seq_id, forked_children.get(seq_id)), (
+                        f"{writer} writes into block {block} of {seq_id}"
+                    )
 
-    def _sample(self, step: FakeStep, followers: dict[int, int]) -> None:
+    def _sample(self, step: FakeStep, forked_children: dict[int, int]) -> None:
         plan, result = step.plan, step.result
         moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         result.swap_seconds = moves * self.seconds_per_move
         result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
-        for seq_id in [*plan.seq_ids, *followers]:
+        for seq_id in [*plan.seq_ids, *forked_children]:
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
             if row.num_computed < len(row.tokens):
                 continue
@@ -518,7 +520,7 @@ class Engine:
             self._stepping = False
             if self.worker.broken is not None:
                 raise self.worker.broken
-        updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=StepOutputs)
+        updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=EngineCoreOutputs)
         for sequence in updates.sequences:
             self._take_in_sequence(sequence)
         for end in updates.groups:
@@ -544,14 +546,14 @@ class Engine:
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.queues}")
 
-    def _take_in_end(self, update: GroupUpdate) -> None:
+    def _take_in_end(self, update: GroupOutput) -> None:
         answer = self.answers[update.group_id]
         if answer.group_reason != "abort":
             assert not answer.finished, "a second end"
             answer.group_reason = update.finish_reason
             answer.hypotheses, answer.error = update.hypotheses, update.error
 
-    def _take_in_sequence(self, update: SequenceUpdate) -> None:
+    def _take_in_sequence(self, update: SequenceOutput) -> None:
         answer = self.answers[update.group_id]
         assert answer.group_reason is None and update.index not in answer.reasons, "a token after the end"
         if update.token_id is not None:

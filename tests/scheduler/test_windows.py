@@ -24,7 +24,7 @@ def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_th
     first, second = answer.group.seqs
     alike = common_prefix(first.token_ids, second.token_ids)
     assert alike < first.num_computed - 4, "they differ before the window"
-    engine.scheduler._preemption.put_out(answer.group, Step(0.0, 0))
+    engine.scheduler._preemption.preempt(answer.group, Step(0.0, 0))
     assert second.resume == (first, alike)
     engine.run()
     assert answer.tokens == {index: tokens_alone(request, index, 40) for index in (0, 1)}

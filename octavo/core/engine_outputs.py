@@ -9,7 +9,7 @@ import msgspec
 from octavo.core.plan import SequenceResult
 
 
-class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
+class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """What a step did to one sequence of a group."""
 
     group_id: int
@@ -36,7 +36,7 @@ class Hypothesis(msgspec.Struct, frozen=True):
     finish_reason: Literal["stop", "length"]
 
 
-class AdmissionUpdate(msgspec.Struct, array_like=True):
+class AdmissionStats(msgspec.Struct, array_like=True):
     """A group runs, for the first time or again; what became of it until now (see ``RequestMetrics``)."""
 
     group_id: int
@@ -48,7 +48,7 @@ class AdmissionUpdate(msgspec.Struct, array_like=True):
     num_swapped_blocks: int
 
 
-class GroupUpdate(msgspec.Struct, array_like=True):
+class GroupOutput(msgspec.Struct, array_like=True):
     """The end of a group all at once, and not sequence by sequence: a beam search, a prompt alone, or a failure."""
 
     group_id: int
@@ -61,9 +61,9 @@ class GroupUpdate(msgspec.Struct, array_like=True):
     outgrown: bool = False
 
 
-class StepOutputs(msgspec.Struct):
+class EngineCoreOutputs(msgspec.Struct):
     """All that came of a step."""
 
-    admissions: list[AdmissionUpdate] = []
-    sequences: list[SequenceUpdate] = []
-    groups: list[GroupUpdate] = []
+    admissions: list[AdmissionStats] = []
+    sequences: list[SequenceOutput] = []
+    groups: list[GroupOutput] = []
