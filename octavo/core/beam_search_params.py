@@ -1,4 +1,4 @@
-"""What a request asks of beam search."""
+"""Parameters of beam search."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class _Options(BaseModel):
 
 
 class ModelOptions(_Options):
-    """What is served: the network, its weights and its tokenizer."""
+    """The network, its weights and its tokenizer."""
 
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
@@ -44,7 +44,7 @@ class ModelOptions(_Options):
 
 
 class CacheOptions(_Options):
-    """The KV cache: its blocks on the device and on the host, and what is kept in them."""
+    """The KV cache: its blocks on the device and on the host, and prefix caching."""
 
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto",
@@ -205,8 +205,8 @@ PARTS: dict[str, type[BaseModel]] = {
 class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
     """Options of an engine. Every description states its unit; the defaults suit one machine and one user.
 
-    It is each of its parts, so that an option has one name everywhere, and what needs one part's options alone can be
-    made without the others. Fields are listed from the last base to the first.
+    It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made
+    without the others. Fields are listed from the last base to the first.
     """
 
     @model_validator(mode="after")

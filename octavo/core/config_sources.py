@@ -1,6 +1,6 @@
-"""Where engine options come from: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
+"""Sources of engine options: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
 
-Commands and the Python interface resolve their options here and nowhere else, so an option means the same everywhere.
+Commands and the Python interface resolve their options only here, so an option means the same everywhere.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def parse_option(name: str, text: str) -> Any:
         try:
             return adapter.validate_python(None, strict=True)
         except ValidationError:
-            pass  # not optional: "none" is then an ordinary text, and judged as such
+            pass  # not optional: "none" is then an ordinary text
     try:
         return adapter.validate_python(text)
     except ValidationError as e:
@@ -142,7 +142,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
         if text == "":
-            continue  # set to nothing is how a shell unsets for one command
+            continue  # how a shell unsets a variable for one command
         try:
             options[known[variable]] = parse_option(known[variable], text)
         except ValueError as e:

@@ -1,4 +1,4 @@
-"""What a step of the engine core tells those who hold the requests: plain data, which another process may read."""
+"""Outputs of a step of the engine core: plain data, which can be sent to another process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.core.plan import SequenceResult
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
-    """What a step did to one sequence of a group."""
+    """What a step added to one sequence of a group."""
 
     group_id: int
     #: Which of the group's completions it is.
@@ -37,7 +37,7 @@ class Hypothesis(msgspec.Struct, frozen=True):
 
 
 class AdmissionStats(msgspec.Struct, array_like=True):
-    """A group runs, for the first time or again; what became of it until now (see ``RequestMetrics``)."""
+    """A group was admitted, for the first time or again; its totals so far (see ``RequestMetrics``)."""
 
     group_id: int
     first_scheduled_time: float
@@ -49,7 +49,7 @@ class AdmissionStats(msgspec.Struct, array_like=True):
 
 
 class GroupOutput(msgspec.Struct, array_like=True):
-    """The end of a group all at once, and not sequence by sequence: a beam search, a prompt alone, or a failure."""
+    """The end of a whole group: of a beam search, of a prompt without sampling, or by a failure."""
 
     group_id: int
     #: "stop", "length" (where nothing is sampled), "error" or "ignored".
@@ -57,12 +57,12 @@ class GroupOutput(msgspec.Struct, array_like=True):
     error: str | None = None
     #: Of a beam search, best first.
     hypotheses: list[Hypothesis] | None = None
-    #: Whether the failure is that the group has outgrown all KV cache blocks: it asks for too much.
+    #: Whether the error is that the group does not fit all KV cache blocks.
     outgrown: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct):
-    """All that came of a step."""
+    """All outputs of a step."""
 
     admissions: list[AdmissionStats] = []
     sequences: list[SequenceOutput] = []

@@ -1,7 +1,7 @@
 """Every error that Octavo raises on purpose.
 
 Each class also derives from the built-in exception that a caller would guess, so ``except ValueError`` catches a bad
-value and ``except OctavoError`` catches everything that is ours. A message says what was wrong, with which value, and
+value and ``except OctavoError`` catches all of them. A message says what was wrong, with which value, and
 what would be right.
 """
 
@@ -26,7 +26,7 @@ class ModelNotFoundError(OctavoError, FileNotFoundError):
 
 
 class DownloadError(OctavoError, OSError):
-    """A model could not be fetched, or what came is not what was expected."""
+    """A model could not be fetched, or what was received is not what was expected."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -57,8 +57,8 @@ class UnrecordableError(OctavoError, RuntimeError):
 
 
 class EngineStateError(OctavoError, RuntimeError):
-    """The engine cannot do this now: it sleeps, or it was to sleep while requests are unfinished."""
+    """The call is not allowed in this state: the engine sleeps, or is asked to sleep while requests are unfinished."""
 
 
 class EngineDeadError(OctavoError, RuntimeError):
-    """The engine's process or a worker has ended, or was told to; no request can finish and no new one can begin."""
+    """The engine's process or a worker has ended or was shut down; unfinished and new requests fail."""

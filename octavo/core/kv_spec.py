@@ -1,4 +1,4 @@
-"""What a layer of a network keeps of its tokens, and which layers share a block table."""
+"""The KV cache of each layer of a network, and which layers share block tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token has in this layer's cache, keys, values and scales, without padding."""
+        """Bytes of a token in this layer's cache: keys, values and scales, without padding."""
         if self.kind == "none":
             return 0
         scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0

@@ -1,7 +1,8 @@
-"""What a front end and the process of its engine core say to each other: msgpack, tagged, bounded in size.
+"""Messages between a front end and the process of its engine core: msgpack, tagged, bounded in size.
 
-Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair on which neither
-says anything while both live: its end tells each that the other is gone. A core that fails leaves ``ExitReport`` there.
+Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair that
+carries nothing while both live: when it closes, each knows that the other has ended. A core that fails sends
+``ExitReport`` there.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ MAX_EXIT_REPORT = 8000
 
 
 def check_sendable(request: EngineCoreRequest) -> None:
-    """Whether a request can go to another process: code cannot.
+    """Refuses a request that cannot be sent to another process because it holds code.
 
     Raises:
-        InvalidRequestError: naming the callable that it holds.
+        InvalidRequestError: naming the callable.
     """
     processors = request.task.params.logits_processors if isinstance(request.task, Generate) else None
     for i, processor in enumerate(processors or ()):
@@ -40,7 +41,7 @@ def check_sendable(request: EngineCoreRequest) -> None:
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message: what to load, and from which folder."""
+    """The first message: the engine's options and its working folder."""
 
     #: Fields of ``EngineConfig``.
     options: dict[str, Any]
@@ -56,13 +57,13 @@ class Add(msgspec.Struct, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
-    """Ends a request in any state; says nothing of one that has ended."""
+    """Ends a request in any state; ignored if it has ended."""
 
     group_id: int
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """Ends one sequence of a request, in whose text a stop string was found."""
+    """Ends one sequence of a request, after a stop string was found in its text."""
 
     group_id: int
     index: int
@@ -76,31 +77,29 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
-    """Ends the core's process, whatever it is doing."""
+    """Ends the core's process, in any state."""
 
 
 ToCore = Start | Add | Abort | Stop | Call | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded: what a front end needs to know of it."""
+    """The model is loaded; what the front end needs of it."""
 
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
-    num_blocks: int
-    block_size: int
 
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):
-    """All that came of one step, of all requests."""
+    """The outputs of one step, of all requests, and its statistics."""
 
     outputs: EngineCoreOutputs
     stats: StepStats
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a ``Call``: a value, or the error that it raised."""
+    """The answer to a ``Call``: a value, or the message of the error that it raised."""
 
     call_id: int
     value: msgspec.Raw
@@ -108,7 +107,7 @@ class Reply(msgspec.Struct, tag=True, array_like=True):
 
 
 class LogMessage(msgspec.Struct, tag=True, array_like=True):
-    """A message for logger "octavo", to be written as the front end writes its own."""
+    """A log message for logger "octavo" of the front end."""
 
     level: int
     text: str

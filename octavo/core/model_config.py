@@ -1,4 +1,4 @@
-"""What a network needs to know of itself: the facts of config.json, without its many spellings."""
+"""The configuration of a network: the values of config.json, whose spellings differ by family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RopeConfig:
 class ModelConfig:
     """Shape and settings of a decoder-only transformer.
 
-    A family with facts that no other has puts them into a subclass in the module of its network.
+    Settings of one family alone are fields of a subclass in the module of its network.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt: all of it, or what was added to it. ``index`` and the scores are of all of it."""
+    """One completion of a prompt, or an increment of it. ``index`` and the scores are those of the whole."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     #: Sum of its tokens' logprobs, where they were computed.
     cumulative_logprob: float | None = None
-    #: What a hypothesis of a beam search is ranked by.
+    #: Score by which a hypothesis of a beam search is ranked.
     score: float | None = None
     logprobs: list[TokenLogprobs] | None = None
-    #: "stop", "length", "abort", "error" or "ignored" (it could never run); None while it goes on.
+    #: "stop", "length", "abort", "error" or "ignored" (it could never run); None while unfinished.
     finish_reason: str | None = None
     #: The stop string or stop token id that ended it; None for the end-of-sequence token.
     stop_reason: str | int | None = None
     #: Why, if ``finish_reason`` is "error" or "ignored".
     error: str | None = None
-    #: Whether the error is that the request's sequences have outgrown the KV cache: no waiting would make them fit.
+    #: Whether the error is that the request's sequences do not fit the whole KV cache.
     outgrown: bool = False
 
     @property
@@ -69,7 +69,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def __add__(self, later: CompletionOutput) -> CompletionOutput:
-        """All of both; ``later`` was added after this."""
+        """This completion with the increment ``later`` appended."""
         ending = later if self.finish_reason is None else self
         return replace(
             ending,
@@ -82,9 +82,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came of a request: all of it, or what is new since the output before.
+    """The output of a request, or an increment: what is new since the output before.
 
-    An increment holds every completion at its place, empty if nothing was added to it. The reason of a completion's end
+    An increment has an entry for every completion, empty if nothing was added to it. The finish reason of a completion
     is in the one increment that ends it.
     """
 
@@ -98,7 +98,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def __add__(self, later: RequestOutput) -> RequestOutput:
-        """All of both; ``later`` is the next increment. Neither is changed. Copies what there is so far."""
+        """This output with the next increment ``later`` appended. A new object; copies all tokens so far."""
         return replace(
             later,
             outputs=[mine + added for mine, added in zip(self.outputs, later.outputs, strict=True)],

@@ -1,7 +1,7 @@
 """The two messages between scheduler and workers: the plan of a step and its result.
 
-A plan is the whole truth that a worker gets. It carries changes only: a worker remembers the tokens and block tables
-of the sequences it has met, and appends the tokens that it samples.
+A plan is all that a worker is sent. It carries changes only: a worker keeps the tokens and block tables of its
+sequences, and appends the tokens that it samples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.core.request import AnyTask
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that the workers do not hold: just admitted, or back from preemption.
+    """A sequence that the workers do not hold: newly admitted, or resumed after preemption.
 
     Its whole block table follows among the plan's table changes.
     """
@@ -23,13 +23,13 @@ class NewSequence(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     #: Tokens whose KV entries are in the blocks already.
     num_computed: int
-    #: A ``Generate`` has this sequence's own seed. What is sampled for a ``Beam`` is not appended: it goes on with
+    #: A ``Generate`` has this sequence's own seed. Tokens of a ``Beam`` are not sampled: they come with
     #: ``StepPlan.new_tokens``. For a task that does not sample, the worker computes the prompt.
     task: AnyTask
 
 
 class Fork(msgspec.Struct, array_like=True):
-    """A new sequence that begins as a copy of one that the workers hold: tokens, table, parameters; not the seed.
+    """A new sequence that starts as a copy of one that the workers hold: tokens, table, parameters; not the seed.
 
     The copy is taken before the plan's table changes. A child that the plan does not schedule, while it schedules its
     parent, samples with it: from the parent's logits, with its own seed.
@@ -41,7 +41,7 @@ class Fork(msgspec.Struct, array_like=True):
 
 
 class TableChange(msgspec.Struct, array_like=True):
-    """Blocks written into a sequence's block table from an index on: appended, or in place of a shared one.
+    """Blocks written into a sequence's block table from ``index`` on: appended, or in place of a shared block.
 
     A group of layers with equal KV specs has tables of its own. Of a group with an attention window, blocks before the
     window may belong to other sequences by now; they are not read.
@@ -50,7 +50,7 @@ class TableChange(msgspec.Struct, array_like=True):
     seq_id: int
     index: int
     blocks: list[int]
-    #: Of which KV group's table.
+    #: Index of the KV group.
     group: int = 0
 
 
@@ -79,8 +79,8 @@ class StepPlan(msgspec.Struct):
     seq_ids: list[int] = []
     #: Tokens to compute for each of ``seq_ids``, with its drafts. One whose last known token is computed samples.
     num_tokens: list[int] = []
-    #: By sequence id: guesses at the tokens that follow the last known one. They are computed behind it, and accepted
-    #: as long as each is the very token that the worker samples at its place.
+    #: By sequence id: draft tokens after the last known one. They are computed with it, and accepted up to the first
+    #: that is not the token that the worker samples at its position.
     drafts: dict[int, list[int]] = {}
 
     @property
@@ -92,7 +92,7 @@ class StepPlan(msgspec.Struct):
 class PositionLogprobs(msgspec.Struct, array_like=True):
     """Logprobs at one position, of the model's own distribution (natural logarithm)."""
 
-    #: The token that stands there, its logprob, and its rank (1 is the most likely).
+    #: The token at the position, its logprob, and its rank (1 is the most likely).
     token_id: int
     logprob: float
     rank: int
@@ -102,7 +102,7 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
 
 
 class SequenceResult(msgspec.Struct, array_like=True):
-    """What a step adds to one sequence beyond its tokens."""
+    """What a step adds to one sequence besides its tokens."""
 
     #: One for each sampled token, where they were asked for.
     logprobs: list[PositionLogprobs] = []
@@ -111,12 +111,12 @@ class SequenceResult(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PositionLogprobs] = []
     #: Of a ``Pool`` whose prompt is computed: the network's vector, float32.
     pooled: bytes | None = None
-    #: The sequence cannot go on; it ends with this message, its neighbours do not notice.
+    #: The sequence failed and ends with this message; other sequences are not affected.
     error: str | None = None
 
 
 class StepResult(msgspec.Struct):
-    """What came of a plan."""
+    """The result of a plan."""
 
     step: int
     #: Sequences that sampled, and their tokens, one after the other.
@@ -124,7 +124,7 @@ class StepResult(msgspec.Struct):
     token_ids: list[int] = []
     #: How many of ``token_ids`` each sequence has; empty: one each.
     num_tokens: list[int] = []
-    #: By sequence id; absent for a sequence with nothing to add.
+    #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""A request as the engine core takes it: a prompt, and one of several tasks."""
+"""Requests of the engine core: a prompt, and one of several tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is; the finished states say why it ended."""
+    """State of a sequence; the finished states give the reason."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -35,7 +35,7 @@ _UNFINISHED = frozenset({SequenceStatus.WAITING, SequenceStatus.RUNNING, Sequenc
 
 
 class Task(msgspec.Struct, tag=True, omit_defaults=True):
-    """What is wanted of a prompt; one of ``AnyTask``. As it stands here, its KV entries are computed and no more."""
+    """What to compute for a prompt; one of ``AnyTask``. The base class computes its KV entries only."""
 
     @property
     def num_sequences(self) -> int:
@@ -66,7 +66,7 @@ class Task(msgspec.Struct, tag=True, omit_defaults=True):
 class Generate(Task):
     """Completions that the workers sample."""
 
-    #: Here ``max_tokens`` may be 0: then the prompt and its logprobs are all.
+    #: ``max_tokens`` may be 0: then only the prompt and its logprobs are computed.
     params: SamplingParams
     #: Unsigned 64-bit; never None, so a resumed sequence draws the same numbers.
     seed: int
@@ -77,7 +77,7 @@ class Generate(Task):
 
     @property
     def num_sequences(self) -> int:
-        """See ``Task``. Without tokens one stands for all completions: they are alike."""
+        """See ``Task``. Without sampled tokens all completions are equal, and one sequence computes them."""
         return self.params.num_sequences if self.samples else 1
 
     @property
@@ -95,7 +95,7 @@ class Generate(Task):
         return (self.seed + index) & _MASK64
 
     def stop_reason(self, token_id: int) -> int | None:
-        """The stop token that has ended a completion, if the user named it."""
+        """``token_id``, which ended a completion, if it is among the user's stop tokens; None otherwise."""
         return token_id if token_id in (self.params.stop_token_ids or ()) else None
 
 
@@ -125,10 +125,10 @@ class Beam(Task):
     def num_candidates(self) -> int:
         """Tokens that a step of the search needs of each beam (or all there are, in a smaller vocabulary).
 
-        A beam gives at most W tokens to the best W that may end, and at most W to the survivors; these are among its
-        best W + (number of stop tokens), as no more than the stop tokens can stand between them. So it chooses as
-        transformers does, which looks at the best W * max(2, 1 + number of stop tokens) of all beams. The most
-        that a worker computes is enough unless there are more than 68 stop tokens.
+        A beam contributes at most W (beam width) hypotheses and at most W survivors, all among its best
+        W + (number of stop tokens), as only stop tokens rank between survivors. The choice is that of transformers,
+        which looks at the best W * max(2, 1 + number of stop tokens) of all beams. The most that a worker computes
+        is enough for up to 68 stop tokens.
         """
         return min(self.params.beam_width + len(self.stop_token_ids), MAX_LOGPROBS)
 
@@ -148,14 +148,14 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
     #: Position of its first placeholder token, and how many there are.
     offset: int
     length: int
-    #: Names the content of the input, and all else that decides its embeddings.
+    #: Digest of the input's content, and of all else that its embeddings depend on.
     key: bytes
     #: The input, where it has to be sent along.
     payload: bytes | None = None
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True):
-    """A prompt and what is wanted of it: tokenized, checked, with everything resolved that needs a tokenizer."""
+    """A prompt and its task: tokenized and validated; nothing in it needs a tokenizer."""
 
     group_id: int
     prompt_token_ids: list[int]
@@ -172,6 +172,6 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
 
     @property
     def cache_context(self) -> str:
-        """What decides the content of all blocks beside the tokens and features before them; one text a meaning."""
+        """What block contents depend on besides tokens and features: salt and adapter, one text for each pair."""
         salt = f"{len(self.cache_salt)}:{self.cache_salt}"
         return salt if self.adapter is None else f"{salt}/{self.adapter}"

@@ -1,4 +1,4 @@
-"""What a request asks of sampling: one validated, serialisable record."""
+"""Sampling parameters of a request: one validated, serialisable record."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 
 #: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is a float32 tensor
-#: [vocab_size] of this request's next token; the return value takes its place. One that can be called with two
-#: arguments is.
+#: [vocab_size] of this request's next token; the return value replaces it. One that takes two
+#: arguments is called with two.
 LogitsProcessor = Callable[..., Any]
 
 MAX_LOGPROBS = 100
@@ -23,7 +23,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
-    """Sampling parameters of one request; the names are those users of this field already type.
+    """Sampling parameters of one request; with the names of other engines and of the OpenAI API.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
 

@@ -1,4 +1,4 @@
-"""The queues and blocks, what the scheduler has counted, and what a step of the engine core was."""
+"""Statistics of the scheduler, and of a step of the engine core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SchedulerState(msgspec.Struct, gc=False):
     num_running: int = 0
     num_swapped: int = 0
     blocks_used: int = 0
-    #: Held by nobody, kept for a prefix that may come again.
+    #: In use by no sequence, kept for prompts that begin alike.
     blocks_cached: int = 0
     blocks_free: int = 0
     host_blocks_used: int = 0
@@ -37,8 +37,6 @@ class SchedulerStats(SchedulerState, gc=False):
     #: Totals of tokens that were computed.
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    #: Total.
-    copied_blocks: int = 0
     #: Slots of used blocks that hold no token, now.
     empty_slots: int = 0
 

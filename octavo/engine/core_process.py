@@ -229,7 +229,7 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.setLevel(start.log_level)
     try:
         core = EngineCore(make_config(**start.options), Path(start.folder))
-        outbox.send(Ready(core.model_config, core.max_model_len, core.blocks.num_blocks, core.options.block_size))
+        outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise
     except Exception:

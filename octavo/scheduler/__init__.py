@@ -1,1 +1,1 @@
-"""Who runs this step. Integers only: a step is testable without a model."""
+"""Which sequences a step computes. Integers only: a step is testable without a model."""

@@ -1,4 +1,4 @@
-"""Who comes in: from waiting or swapped to running."""
+"""Admission: waiting and swapped groups become running groups."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from octavo.memory.prefix_chain import PrefixChain
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.step import Step, blocks_to_come, grow, prompt_chunks, rejoin, take_prefill
+from octavo.scheduler.step import (
+    Step,
+    allocate_slots,
+    blocks_still_needed,
+    prompt_chunks,
+    restore_sharing,
+    schedule_prefill,
+)
 
 
 class Admission:
-    """Lets groups in, in order: who cannot come in yet is not overtaken, but for long prompts by short ones."""
+    """Admits groups in order. One that does not fit yet is not overtaken, but short prompts pass long ones."""
 
     def __init__(self, options: SchedulerOptions, queues: Queues, preemption: Preemption) -> None:
         self._options, self._queues, self._preemption = options, queues, preemption
         self._blocks = queues.blocks
 
-    def refusal(self, group: SequenceGroup) -> str | None:
-        """Why a new group could never run, or None."""
+    def rejection_reason(self, group: SequenceGroup) -> str | None:
+        """Why a new group can never run, or None if it can."""
         prompt = len(group.request.prompt_token_ids)
         limit = self._options.max_num_batched_tokens
         if self._options.batching == "prefill_first" and prompt > limit:
@@ -28,56 +35,56 @@ class Admission:
                 f"the prompt has {prompt} tokens, but with batching=prefill_first a prompt is computed in one step of "
                 f"at most max_num_batched_tokens={limit}"
             )
-        if group.width > self._options.max_num_seqs:
-            return f"it needs {group.width} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
+        if group.num_seqs > self._options.max_num_seqs:
+            return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
-        needed = full + group.width * self._blocks.blocks_for(rest + group.samples)
-        if self._blocks.can_allocate(needed, num_seqs=group.width) is AllocStatus.NEVER:
+        needed = full + group.num_seqs * self._blocks.blocks_for(rest + group.samples)
+        if self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER:
             return (
-                f"a prompt of {prompt} tokens with {group.width} sequences needs at least {needed} KV cache blocks, "
+                f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed} KV cache blocks, "
                 f"but there are {self._blocks.num_blocks}"
             )
         return None
 
     # --- the unified order ------------------------------------------------------------------------------------------
 
-    def admit(self, step: Step) -> None:
-        """Brings groups in, swapped and waiting ones in one order, while budget, rows and blocks last."""
+    def schedule_waiting(self, step: Step) -> None:
+        """Admits swapped and waiting groups, in one order, while token budget, ``max_num_seqs`` and blocks allow."""
         queues = self._queues
-        while step.budget > 0 and queues.rows < self._options.max_num_seqs:
-            group = self.first(step.now)
+        while step.budget > 0 and queues.num_running_seqs < self._options.max_num_seqs:
+            group = self.next_group(step.now)
             if group is None:
                 return
-            back = group.status is SequenceStatus.SWAPPED
-            if not (self.swap_in_group(group, step) if back else self.start(group, step)):
+            swapped = group.status is SequenceStatus.SWAPPED
+            if not (self.admit_swapped(group, step) if swapped else self.admit_waiting(group, step)):
                 return
 
-    def first(self, now: float) -> SequenceGroup | None:
-        """Who comes in next, of the swapped and the waiting."""
-        if not self._queues.num_outside:
+    def next_group(self, now: float) -> SequenceGroup | None:
+        """The next group to admit, of the swapped and the waiting ones; None if there is none."""
+        if not self._queues.num_not_running:
             return None
-        open_, held_back = self._waiting_heads(now)
-        swapped = self._queues.swapped.head(now)
-        return self._foremost([*open_, swapped] if swapped is not None else open_, held_back)
+        eligible, held_back = self._first_waiting(now)
+        swapped = self._queues.swapped.peek(now)
+        return self._first_in_order([*eligible, swapped] if swapped is not None else eligible, held_back)
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """Who of the waiting is next; long prompts stand back while as many as allowed are being computed."""
-        return self._foremost(*self._waiting_heads(now))
+        """The next waiting group to admit; long prompts are held back by ``max_long_partial_prefills``."""
+        return self._first_in_order(*self._first_waiting(now))
 
-    def _waiting_heads(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """The first short and the first long prompt: those that may begin, and those that a limit holds back."""
+    def _first_waiting(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+        """The first short and the first long prompt: (those that may start, those held back by a limit)."""
         options, queues = self._options, self._queues
-        short, long = queues.waiting.head(now), queues.waiting_long.head(now)
-        heads = [g for g in (short, long) if g is not None]
-        most = options.max_num_partial_prefills
-        if most is not None and len(queues.prefilling) >= most:
-            return [], heads
+        short, long = queues.waiting.peek(now), queues.waiting_long.peek(now)
+        candidates = [g for g in (short, long) if g is not None]
+        limit = options.max_num_partial_prefills
+        if limit is not None and len(queues.prefilling) >= limit:
+            return [], candidates
         if long is None or sum(g.is_long for g in queues.prefilling) < options.max_long_partial_prefills:
-            return heads, []
-        return heads[:-1], [long]
+            return candidates, []
+        return candidates[:-1], [long]
 
-    def _foremost(self, groups: list[SequenceGroup], held_back: list[SequenceGroup]) -> SequenceGroup | None:
-        """The first in order; nobody, if that would overtake one that is held back and has waited too long."""
+    def _first_in_order(self, groups: list[SequenceGroup], held_back: list[SequenceGroup]) -> SequenceGroup | None:
+        """The first group in order; None if it would overtake an urgent group that is held back."""
         order = self._queues.order
         best = min(groups, key=order, default=None)
         if best is None or any(g.urgent and order(g) < order(best) for g in held_back):
@@ -86,24 +93,24 @@ class Admission:
 
     # --- one group --------------------------------------------------------------------------------------------------
 
-    def start(self, group: SequenceGroup, step: Step) -> bool:
-        """Begins a waiting group, or one preempted by recompute, with what the prefix cache holds of it."""
+    def admit_waiting(self, group: SequenceGroup, step: Step) -> bool:
+        """Admits a waiting group (new, or preempted by recompute) with its cached prefix; False if it does not fit."""
         blocks = self._blocks
-        if self._queues.rows + group.width > self._options.max_num_seqs or self.awaits_tokens(group):
+        if not self._within_max_num_seqs(group) or self.has_tokens_in_flight(group):
             return False
         reserved_blocks = self._reserved_blocks(step)
         if not self._fits(group, 1, reserved_blocks):
-            return False  # most often seen without a look into the prefix cache
+            return False  # the common case needs no prefix cache lookup
         first = group.seqs[0]
-        match = blocks.match(first.token_ids, self._chain(group)) if self._may_use_cache(group) else None
-        needed = blocks_to_come(blocks, group)
+        match = blocks.match(first.token_ids, self._prefix_chain(group)) if self._may_use_prefix_cache(group) else None
+        needed = blocks_still_needed(blocks, group)
         if match is not None:
-            # One found in part is copied before it is written if there is room, so a match never costs more.
+            # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
             needed += min(0, blocks.cost(match) - match.num_full)
         if not self._fits(group, needed, reserved_blocks):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
-        if not prompt_chunks(group, step.budget, self._options) and not _nothing_left(group):
+        if not prompt_chunks(group, step.budget, self._options) and not _awaits_sharing(group):
             first.num_computed = 0
             return False
         if match is not None:
@@ -111,82 +118,83 @@ class Admission:
         if group.first_scheduled_time is None:
             group.first_scheduled_time = step.now
             group.num_cached_tokens = first.num_computed
-        self._queues.run(group)
-        self._go_on(group, step)
+        self._queues.start_running(group)
+        self._schedule_admitted(group, step)
         return True
 
-    def swap_in_group(self, group: SequenceGroup, step: Step) -> bool:
-        """Swaps a group in and lets it go on in this step."""
+    def admit_swapped(self, group: SequenceGroup, step: Step) -> bool:
+        """Swaps a group in and schedules it in this step; False if it does not fit."""
         blocks = self._blocks
-        if self._queues.rows + group.width > self._options.max_num_seqs or len(group.seqs) > step.budget:
-            return False
-        if self.awaits_tokens(group):
+        if not self._within_max_num_seqs(group) or len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
         reserved_blocks = self._reserved_blocks(step)
-        moved = blocks.blocks_to_swap_in(group.seq_ids)
-        to_grow = len(group.seqs) if self._queues.running else 0
-        if not self._fits(group, moved + to_grow, reserved_blocks) or not blocks.swap_in(group.seq_ids):
+        swapped_in = blocks.blocks_to_swap_in(group.seq_ids)
+        for_next_tokens = len(group.seqs) if self._queues.running else 0
+        if not self._fits(group, swapped_in + for_next_tokens, reserved_blocks) or not blocks.swap_in(group.seq_ids):
             return False
-        step.moved.append(group)
-        self._queues.run(group)
-        self._go_on(group, step)
+        step.swapped_groups.append(group)
+        self._queues.start_running(group)
+        self._schedule_admitted(group, step)
         return True
 
-    def awaits_tokens(self, group: SequenceGroup) -> bool:
-        """Whether it was preempted while steps were in flight that are so still: the workers need its tokens."""
+    def has_tokens_in_flight(self, group: SequenceGroup) -> bool:
+        """Whether steps planned before its preemption are still in flight: they may add tokens to it."""
         return group.resumable_after > self._queues.last_result
 
-    def _go_on(self, group: SequenceGroup, step: Step) -> None:
-        """Schedules a group that has just come in, if budget and blocks allow."""
+    def _schedule_admitted(self, group: SequenceGroup, step: Step) -> None:
+        """Schedules a group that was just admitted, if budget and blocks allow."""
         queues = self._queues
         step.admitted.append(group)
-        rejoin(queues, group)
+        restore_sharing(queues, group)
         if group.prefilling and len(group.seqs) > 1 and group.is_prefilled:
-            queues.prefilled(group)
+            queues.finish_prefill(group)
         if group.prefilling:
             chunks = prompt_chunks(group, step.budget, self._options)
-            if chunks and grow(queues, chunks, step):
-                take_prefill(queues, group, chunks, step)
+            if chunks and allocate_slots(queues, chunks, step):
+                schedule_prefill(queues, group, chunks, step)
                 step.budget -= sum(n for _, n in chunks)
-        elif len(group.seqs) <= step.budget and grow(queues, [(s, 1) for s in group.seqs], step):
+        elif len(group.seqs) <= step.budget and allocate_slots(queues, [(s, 1) for s in group.seqs], step):
             step.decodes += group.seqs
             step.budget -= len(group.seqs)
 
         if group.prefilling and step.reserved_blocks is not None:
-            step.reserved_blocks += blocks_to_come(self._blocks, group)
+            step.reserved_blocks += blocks_still_needed(self._blocks, group)
 
     def _reserved_blocks(self, step: Step) -> int:
-        """Blocks that prompts half computed will still take; counted once a step, as many may come in."""
+        """Blocks that partly computed prompts still need; counted once a step."""
         if step.reserved_blocks is None:
-            step.reserved_blocks = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
+            step.reserved_blocks = sum(blocks_still_needed(self._blocks, g) for g in self._queues.prefilling)
         return step.reserved_blocks
 
+    def _within_max_num_seqs(self, group: SequenceGroup) -> bool:
+        return self._queues.num_running_seqs + group.num_seqs <= self._options.max_num_seqs
+
     def _fits(self, group: SequenceGroup, needed: int, reserved_blocks: int) -> bool:
-        num_seqs = self._queues.rows + group.width
-        # Alone on the machine a group may use the watermark too, or one as long as the pool would never run.
+        num_seqs = self._queues.num_running_seqs + group.num_seqs
+        # A group that runs alone may use the watermark too; otherwise one as long as the pool would never run.
         if not self._queues.running:
             return self._blocks.fits(needed, reserved_blocks, num_seqs)
         return self._blocks.can_allocate(needed, reserved_blocks, num_seqs) is AllocStatus.OK
 
-    def _may_use_cache(self, group: SequenceGroup) -> bool:
-        """Whoever wants logprobs of the prompt needs its logits, so all of it is computed."""
+    def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
+        """Logprobs of the prompt need the logits of all its tokens, so nothing of it is taken from the cache."""
         return group.request.task.prompt_logprobs is None
 
-    def _chain(self, group: SequenceGroup) -> PrefixChain:
-        """Names its blocks once, however often it is looked up before it fits."""
+    def _prefix_chain(self, group: SequenceGroup) -> PrefixChain:
+        """The digests of its blocks; kept, as a group may be looked up many times before it fits."""
         token_ids = group.seqs[0].token_ids
         if group.chain is None:
             group.chain = self._blocks.chain(token_ids, group.context, group.features)
         else:
-            group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)  # it may come back longer
+            group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)
         return group.chain
 
     # --- priority ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, step: Step) -> SequenceGroup | None:
-        """Preempts running groups for a waiting one of strictly better priority; returns it if anybody was put out."""
+    def preempt_lower_priority(self, step: Step) -> SequenceGroup | None:
+        """Preempts running groups for a waiting group of strictly better priority; returns it if any was preempted."""
         queues = self._queues
-        group = self.first(step.now)
+        group = self.next_group(step.now)
         if group is None or group.status is SequenceStatus.SWAPPED:
             return None
         while queues.running and not self._would_fit(group):
@@ -201,11 +209,12 @@ class Admission:
         return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:
-        rows = self._queues.rows + group.width <= self._options.max_num_seqs
-        reserved_blocks = sum(blocks_to_come(self._blocks, g) for g in self._queues.prefilling)
-        return rows and self._fits(group, blocks_to_come(self._blocks, group), reserved_blocks)
+        reserved_blocks = sum(blocks_still_needed(self._blocks, g) for g in self._queues.prefilling)
+        return self._within_max_num_seqs(group) and self._fits(
+            group, blocks_still_needed(self._blocks, group), reserved_blocks
+        )
 
 
-def _nothing_left(group: SequenceGroup) -> bool:
-    """Whether several sequences have no chunk to compute before others can share what has been found."""
-    return len(group.seqs) > 1 and all(s.resume is not None or s.num_uncomputed == 1 for s in group.seqs)
+def _awaits_sharing(group: SequenceGroup) -> bool:
+    """Whether a group of several sequences has no chunk to compute until its sequences share the matched prefix."""
+    return len(group.seqs) > 1 and all(s.shared_prefix is not None or s.num_uncomputed == 1 for s in group.seqs)

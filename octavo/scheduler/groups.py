@@ -1,4 +1,4 @@
-"""What the scheduler moves: sequences, and the groups that are scheduled, preempted and resumed whole."""
+"""Sequences, and the groups of them that are scheduled, preempted and resumed whole."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Sequence:
 
     __slots__ = (
         "fork_of",
+        "free_slots",
         "group",
         "index",
-        "known",
         "max_length",
         "num_computed",
-        "resume",
-        "room",
+        "on_workers",
         "seq_id",
+        "shared_prefix",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -38,17 +38,17 @@ class Sequence:
         self.index = index
         self.token_ids = token_ids
         self.num_computed = 0
-        #: Tokens that its blocks take before the block manager must be asked again.
-        self.room = 0
-        #: Whether the workers hold it.
-        self.known = False
-        #: The sequence whose row the workers can copy to make this one, if it is not known.
+        #: Slots in its blocks that may be written without asking the block manager again.
+        self.free_slots = 0
+        #: Whether the workers hold this sequence.
+        self.on_workers = False
+        #: While the workers do not hold it: the sequence that they can fork to make it.
         self.fork_of: Sequence | None = None
-        #: After preemption by recompute: shares this many blocks with that sequence, once those are computed.
-        self.resume: tuple[Sequence, int] | None = None
+        #: After preemption by recompute: the sequence whose first blocks it shares once computed, and how many.
+        self.shared_prefix: tuple[Sequence, int] | None = None
         self.stop_token_ids = group.stop_token_ids
         self.max_length = group.max_length
-        #: That of its group until it ends before it.
+        #: The status of its group, unless it has ended before the group.
         self.status = SequenceStatus.WAITING
 
     @property
@@ -57,13 +57,8 @@ class Sequence:
         return len(self.group.request.prompt_token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - len(self.group.request.prompt_token_ids)
-
-    @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute, one whose id is awaited included: 1 while decoding, more while prefilling."""
+        """Tokens to compute, including one whose id is still in flight: 1 while decoding, more while prefilling."""
         return max(1, len(self.token_ids) - self.num_computed)
 
     @property
@@ -73,7 +68,7 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it awaits the last token that its limit allows: there is nothing left to compute."""
+        """Whether the last token that its limit allows is in flight: there is nothing left to compute."""
         return self.num_computed + 1 >= self.max_length
 
 
@@ -115,9 +110,9 @@ class SequenceGroup:
     def __init__(
         self, request: EngineCoreRequest, arrival: int, seq_id: int, max_model_len: int, drafted: bool = False
     ) -> None:
-        """``arrival`` numbers the groups in the order they came; ``seq_id`` is its first sequence's.
+        """``arrival`` numbers the groups in order of arrival; ``seq_id`` is the id of the first sequence.
 
-        ``drafted``: whether tokens are guessed, which wants all tokens before them.
+        ``drafted``: whether tokens are speculated, which needs the ids of all tokens before them.
         """
         self.request = request
         self.group_id = request.group_id
@@ -128,31 +123,31 @@ class SequenceGroup:
         #: Whether tokens follow the prompt.
         self.samples = task.samples
         wanted, prompt = task.max_tokens, len(request.prompt_token_ids)
-        #: Tokens at which a sequence has reached its limit, the last of which is not computed; all of a prompt are.
+        #: Most tokens of a sequence. The last one is not computed, so without sampling it is one more than the prompt.
         self.max_length = max_model_len if wanted is None else min(prompt + wanted, max_model_len)
         if not self.samples:
             self.max_length = prompt + 1
-        #: What decides the contents of its blocks beside their tokens.
+        #: What the contents of its blocks depend on besides their tokens.
         self.context = request.cache_context
         self.features = [FeatureSpan(f.offset, f.length, f.key) for f in request.features]
         self.status = SequenceStatus.WAITING
         self.beam: BeamSearch | None = None
         if isinstance(task, Beam):
             self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
-        #: Whether what it computes next depends on the result of its last step, so that it is not planned before that.
+        #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
         self.plans_on_results = drafted or task.plans_on_results
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.
         self.num_pending_forks = task.num_sequences - 1
-        #: Whether some sequence has more than its last token to compute.
+        #: Whether any sequence has more than its last token to compute.
         self.prefilling = True
         self.is_long = False
-        #: Whether it has waited so long that no later arrival goes before it.
+        #: Whether it has waited beyond ``aging_limit``: no later arrival goes before it.
         self.urgent = False
-        #: The last step that may still bring tokens to it, where it was preempted with steps in flight.
+        #: Number of the last step planned before its preemption, whose result may still add tokens to it.
         self.resumable_after = 0
-        #: Digests of its blocks' contents, for the prefix cache; made when first looked up.
+        #: Digests of its blocks' contents, for the prefix cache; computed at the first lookup.
         self.chain: PrefixChain | None = None
         self.first_scheduled_time: float | None = None
         self.num_cached_tokens = 0
@@ -162,8 +157,8 @@ class SequenceGroup:
         self.num_swapped_blocks = 0
 
     @property
-    def width(self) -> int:
-        """Sequences that it runs, those to be forked included: what counts against ``max_num_seqs``."""
+    def num_seqs(self) -> int:
+        """Its sequences, including those to be forked: what counts against ``max_num_seqs``."""
         return len(self.seqs) + self.num_pending_forks
 
     @property
@@ -172,25 +167,20 @@ class SequenceGroup:
         return sum(s.num_computed for s in self.seqs)
 
     @property
-    def num_preemptions(self) -> int:
-        """Times it was put out, in either way."""
-        return self.num_recomputes + self.num_swaps
-
-    @property
     def awaits_result(self) -> bool:
-        """Whether a step in flight decides what it computes next: it chooses beams, or verifies drafts."""
+        """Whether its next step depends on one in flight, which chooses beams or verifies drafts."""
         return self.plans_on_results and self.seqs[0].awaits_token
 
     @property
     def is_prefilled(self) -> bool:
         """Whether only the last token of each of its sequences is left to compute, and the group has forked.
 
-        A beam search forks when the first tokens are chosen. Where nothing is sampled, no token is left.
+        A beam search forks when its first tokens are chosen. Where nothing is sampled, no token is left.
         """
         if not self.samples:
             return self.seqs[0].awaits_token
         forked = not self.num_pending_forks or self.beam is not None
-        return forked and all(s.resume is None and s.num_uncomputed == 1 for s in self.seqs)
+        return forked and all(s.shared_prefix is None and s.num_uncomputed == 1 for s in self.seqs)
 
     @property
     def seq_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Scheduling policies: in which order groups are admitted, kept and brought back, and which of them is preempted.
+"""Scheduling policies: the order in which groups are admitted, kept and resumed, and which group is preempted.
 
 A policy is a class with one method. Write one in a module of your own and name it ``module:Class``:
 
@@ -27,7 +27,7 @@ class Policy(ABC):
 
     @abstractmethod
     def key(self, group: SequenceGroup) -> Any:
-        """What to compare groups by: the lower goes first; among equals, the earlier arrival."""
+        """The sort key: lower goes first; among equals, the earlier arrival."""
 
 
 class FirstComeFirstServed(Policy):
@@ -47,7 +47,7 @@ class StaticPriority(Policy):
 
 
 class ShortestJobFirst(Policy):
-    """By the length that the user expects: ``max_tokens``, or what the context leaves."""
+    """By ``max_tokens``, or what the context length leaves."""
 
     def key(self, group: SequenceGroup) -> int:
         """Most tokens that one of its sequences may generate."""
@@ -55,12 +55,12 @@ class ShortestJobFirst(Policy):
 
 
 class LongestDataFirst(Policy):
-    """Who holds most goes first: it frees most by finishing, and losing it would cost most."""
+    """By computed tokens, most first: finishing such a group frees most, and recomputing it would cost most."""
 
     dynamic = True
 
     def key(self, group: SequenceGroup) -> int:
-        """Minus the tokens it holds."""
+        """Minus its computed tokens."""
         return -group.num_computed
 
 
@@ -110,12 +110,12 @@ def _last(groups: Sequence[SequenceGroup]) -> SequenceGroup:
 
 
 def _least_computed(groups: Sequence[SequenceGroup]) -> SequenceGroup:
-    """The one that loses least; the later in order among equals."""
+    """The one with the fewest tokens to recompute; among equals, the last in order."""
     return min(reversed(groups), key=lambda g: g.num_computed)
 
 
 def _most_blocks(groups: Sequence[SequenceGroup]) -> SequenceGroup:
-    """The one that frees most, as far as tokens tell; the later in order among equals."""
+    """The one with the most computed tokens, which stand for blocks; among equals, the last in order."""
     return max(reversed(groups), key=lambda g: g.num_computed)
 
 

@@ -1,4 +1,4 @@
-"""Who has to give up its blocks, and how."""
+"""Preemption: which group gives up its blocks, and whether they are swapped out or recomputed."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from octavo.scheduler.step import Step
 
 
 class MoveCost:
-    """What it costs to move blocks and to compute tokens again, as observed."""
+    """Observed cost of swapping blocks and of recomputing tokens."""
 
     def __init__(self) -> None:
-        #: Seconds to move one block one way, and to prefill one token; None until known.
+        #: Seconds to move one block one way, and to prefill one token; None until observed.
         self.seconds_per_block: float | None = None
         self.seconds_per_token: float | None = None
 
     def observe_move(self, blocks: int, seconds: float) -> None:
-        """Takes in the time that moving these blocks took."""
+        """Adds an observation: ``blocks`` were moved in ``seconds``."""
         self.seconds_per_block = _smooth(self.seconds_per_block, seconds / blocks)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Takes in the time of a step with mostly prompt tokens."""
+        """Adds an observation: a step of ``tokens``, most of them of prompts, took ``seconds``."""
         self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
 
     def swap_is_cheaper(self, blocks: int, tokens: int) -> bool:
-        """Whether moving the blocks out and back takes less time than computing the tokens again."""
+        """Whether moving ``blocks`` out and back takes less time than recomputing ``tokens``; False until observed."""
         if self.seconds_per_block is None or self.seconds_per_token is None:
             return False
         return 2 * blocks * self.seconds_per_block < tokens * self.seconds_per_token
 
 
-def _smooth(known: float | None, seen: float) -> float:
-    return seen if known is None else 0.8 * known + 0.2 * seen
+def _smooth(average: float | None, observed: float) -> float:
+    return observed if average is None else 0.8 * average + 0.2 * observed
 
 
 class Preemption:
-    """Puts running groups out, whole: all blocks of a group leave together."""
+    """Preempts running groups whole: all blocks of a group are given up together."""
 
     def __init__(self, options: SchedulerOptions, queues: Queues, stats: SchedulerStats) -> None:
         self._queues, self._stats = queues, stats
@@ -52,18 +52,18 @@ class Preemption:
         self.cost = MoveCost()
 
     def victim(self, candidates: SequenceOf[SequenceGroup], now: float) -> SequenceGroup:
-        """Which of these groups has to go; they are in order, and all after the one that needs the blocks.
+        """The group to preempt, of ``candidates`` in order, all after the one that needs the blocks.
 
-        Those that have waited beyond the ageing limit go last, and then the latest first.
+        Groups beyond the ageing limit are preempted only when no other is left, the last in order first.
         """
-        open_ = [g for g in candidates if not self._queues.has_aged(g, now)]
-        return self._choose(open_) if open_ else candidates[-1]
+        eligible = [g for g in candidates if not self._queues.has_aged(g, now)]
+        return self._choose(eligible) if eligible else candidates[-1]
 
     def preempt(self, group: SequenceGroup, step: Step) -> None:
-        """Preempts a running group that has been given nothing in this step."""
+        """Preempts a running group that is not scheduled in this step."""
         step.blocked_on_memory = True
         if self._wants_swap(group) and self._swap_out(group):
-            step.moved.append(group)
+            step.swapped_groups.append(group)
         else:
             self._recompute(group)
 
@@ -79,17 +79,16 @@ class Preemption:
         if not self._blocks.swap_out(group.seq_ids):
             return False
         group.num_swaps += 1
-        moved = self._blocks.blocks_to_swap_in(group.seq_ids)
-        group.num_swapped_blocks += moved
+        group.num_swapped_blocks += self._blocks.blocks_to_swap_in(group.seq_ids)
         self._stats.preemptions_by_swap += 1
         self._queues.preempt(group, SequenceStatus.SWAPPED)
         return True
 
     def _recompute(self, group: SequenceGroup) -> None:
-        """Gives the blocks up; remembers which full blocks its sequences shared, so that they will again."""
+        """Frees the blocks; records which full blocks the sequences share, so that they share them again."""
         lost = sum(s.num_computed for s in group.seqs)
         if len(group.seqs) > 1:
-            self._remember_sharing(group)
+            self._record_sharing(group)
         for seq in group.seqs:
             self._blocks.free(seq.seq_id)
             seq.num_computed = 0
@@ -100,10 +99,10 @@ class Preemption:
         self._queues.preempt(group, SequenceStatus.WAITING)
         group.prefilling = True
 
-    def _remember_sharing(self, group: SequenceGroup) -> None:
+    def _record_sharing(self, group: SequenceGroup) -> None:
         size = self._blocks.block_size
         for i, seq in enumerate(group.seqs):
-            if seq.resume is not None:
+            if seq.shared_prefix is not None:
                 continue
             best: tuple[Sequence, int] | None = None
             for earlier in group.seqs[:i]:
@@ -111,4 +110,4 @@ class Preemption:
                 shared = common_prefix(seq.token_ids[:end], earlier.token_ids[:end]) // size
                 if shared > (best[1] if best else 0):
                     best = (earlier, shared)
-            seq.resume = best
+            seq.shared_prefix = best

@@ -1,17 +1,82 @@
-"""Who is where: the queues, and the ways between them."""
+"""The queues of waiting, running and swapped groups, and the transitions between them."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from typing import Any
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.policies import FirstComeFirstServed, load_policy
+from octavo.scheduler.policies import FirstComeFirstServed, Policy, load_policy
+
+#: (key, arrival, stamp, group): the stamp tells the current entry of a group from its stale ones.
+_Entry = tuple[Any, int, int, SequenceGroup]
+#: Stale entries allowed before they are cleared out, beyond the number of groups present.
+_SLACK = 64
+
+
+class GroupQueue:
+    """Groups that do not run, in the policy's order; the cost of its methods does not grow with its length.
+
+    With an ``aging_limit``, a group that arrived longer ago becomes *urgent*: urgent groups go before all others, in
+    order of arrival. So from then on no later arrival goes before it, whatever the policy.
+    """
+
+    def __init__(self, policy: Policy, aging_limit: float | None) -> None:
+        """``aging_limit`` in seconds; None: no group becomes urgent."""
+        self._policy = policy
+        self._aging_limit = aging_limit
+        self._by_key: list[_Entry] = []
+        # Under first come, first served both orders are the same.
+        self._by_arrival: list[_Entry] = self._by_key if type(policy) is FirstComeFirstServed else []
+        self._stamps: dict[int, int] = {}
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group.group_id in self._stamps
+
+    def push(self, group: SequenceGroup) -> None:
+        """Adds a group in its order. In order of arrival this takes constant time."""
+        self._pushes += 1
+        self._stamps[group.group_id] = self._pushes
+        entry = (self._policy.key(group), group.arrival, self._pushes, group)
+        heapq.heappush(self._by_key, entry)
+        if self._aging_limit is not None and self._by_arrival is not self._by_key:
+            heapq.heappush(self._by_arrival, (group.arrival, *entry[1:]))
+
+    def peek(self, now: float) -> SequenceGroup | None:
+        """The first group, or None if the queue is empty; ``now`` on the clock of the arrival times."""
+        if self._aging_limit is not None:
+            oldest = self._first(self._by_arrival)
+            if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
+                oldest.urgent = True
+                return oldest
+        return self._first(self._by_key)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Removes a group from any position; its entries become stale and are skipped later."""
+        del self._stamps[group.group_id]
+        for heap in (self._by_key, self._by_arrival):
+            if len(heap) > 2 * len(self._stamps) + _SLACK:  # some may never be reached
+                heap[:] = [entry for entry in heap if self._is_present(entry)]
+                heapq.heapify(heap)
+
+    def _first(self, heap: list[_Entry]) -> SequenceGroup | None:
+        while heap:
+            if self._is_present(heap[0]):
+                return heap[0][3]
+            heapq.heappop(heap)
+        return None
+
+    def _is_present(self, entry: _Entry) -> bool:
+        return self._stamps.get(entry[3].group_id) == entry[2]
 
 
 class Queues:
@@ -19,7 +84,7 @@ class Queues:
 
     Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
     only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
-    ``rows`` is the sum of the running groups' widths; ``prefilling`` has the running groups with that mark, in order.
+    ``num_running_seqs`` is the sum of ``num_seqs`` over them; ``prefilling`` holds those that prefill, in order.
     """
 
     def __init__(
@@ -33,19 +98,19 @@ class Queues:
         self._drafted = drafted
         self._by_arrival = type(self.policy) is FirstComeFirstServed
         self.waiting = GroupQueue(self.policy, options.aging_limit)
-        #: Prompts above the threshold wait apart, so that short ones can pass without a search.
+        #: Prompts above ``long_prefill_token_threshold`` wait apart, so that short ones pass them without a search.
         self.waiting_long = GroupQueue(self.policy, options.aging_limit)
         self.swapped = GroupQueue(self.policy, options.aging_limit)
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
-        self.rows = 0
+        self.num_running_seqs = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         #: Sequences that the workers must forget.
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
         self.new_seqs: list[Sequence] = []
-        #: Running sequences whose last token the workers lack: they did not append it themselves.
+        #: Running sequences whose last token has to be sent to the workers, which did not append it themselves.
         self.unsent_tokens: list[Sequence] = []
         #: Numbers of the last step that was planned, and of the last whose result is known.
         self.last_step = self.last_result = 0
@@ -54,24 +119,24 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait."""
+        """Waiting groups."""
         return len(self.waiting) + len(self.waiting_long)
 
     @property
-    def num_outside(self) -> int:
-        """Groups that do not run."""
+    def num_not_running(self) -> int:
+        """Waiting and swapped groups."""
         return len(self.groups) - len(self.running)
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
-        """Puts a new group into the waiting queue."""
+        """Makes a group of the request and puts it into the waiting queue."""
         group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len, self._drafted)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
-        self.waiting_for(group).push(group)
+        self.waiting_queue(group).push(group)
         return group
 
-    def waiting_for(self, group: SequenceGroup) -> GroupQueue:
+    def waiting_queue(self, group: SequenceGroup) -> GroupQueue:
         """The queue in which this group waits."""
         return self.waiting_long if group.is_long else self.waiting
 
@@ -82,7 +147,7 @@ class Queues:
         return 1, self.policy.key(group), group.arrival
 
     def reorder(self, now: float) -> None:
-        """Brings the running groups into order if time, or what they computed, may have changed it."""
+        """Sorts the running groups if time, or what they computed, may have changed their order."""
         changed = self.policy.dynamic
         if self._aging_limit is not None and not self._by_arrival:
             for group in self.running:
@@ -99,31 +164,31 @@ class Queues:
 
     # --- from queue to queue ----------------------------------------------------------------------------------------
 
-    def run(self, group: SequenceGroup) -> None:
+    def start_running(self, group: SequenceGroup) -> None:
         """From waiting or swapped to running."""
-        (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_for(group)).remove(group)
+        (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_queue(group)).remove(group)
         _set_status(group, SequenceStatus.RUNNING)
-        self.rows += group.width
+        self.num_running_seqs += group.num_seqs
         self._insert(self.running, group)
         if group.prefilling:
             self._insert(self.prefilling, group)
-        self.new_seqs += [s for s in group.seqs if s.resume is None]
+        self.new_seqs += [s for s in group.seqs if s.shared_prefix is None]
 
     def preempt(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        """From running to waiting or swapped; its blocks are the caller's business."""
+        """From running to waiting or swapped; the caller frees or moves its blocks."""
         self._leave_running(group)
         group.resumable_after = self.last_step
         for seq in group.seqs:
-            if seq.known:
+            if seq.on_workers:
                 self.forget.append(seq.seq_id)
-            seq.known = False
+            seq.on_workers = False
             seq.fork_of = None
-            seq.room = 0
-        group.chain = None  # it may come back with another first sequence, and longer
+            seq.free_slots = 0
+        group.chain = None  # its first sequence may be another one, and longer, when it resumes
         _set_status(group, status)
-        (self.swapped if status is SequenceStatus.SWAPPED else self.waiting_for(group)).push(group)
+        (self.swapped if status is SequenceStatus.SWAPPED else self.waiting_queue(group)).push(group)
 
-    def prefilled(self, group: SequenceGroup) -> None:
+    def finish_prefill(self, group: SequenceGroup) -> None:
         """The group has computed all but the last token of each sequence."""
         group.prefilling = False
         self.prefilling.remove(group)
@@ -134,48 +199,52 @@ class Queues:
         child.num_computed = parent.num_computed
         child.status = SequenceStatus.RUNNING
         self.blocks.fork(parent.seq_id, child.seq_id)
-        child.room = parent.room = 0  # the next write must look whether the block is shared
+        child.free_slots = parent.free_slots = 0  # before the next write the block manager checks for a shared block
         self.sequences[child.seq_id] = child
         return child
 
     def replace_beams(self, group: SequenceGroup, beams: list[Sequence]) -> None:
-        """The group goes on with these sequences; those it no longer has are gone."""
+        """Makes these the sequences of the group; those that are not among them end."""
         kept = set(map(id, beams))
         for seq in group.seqs:
             if id(seq) not in kept:
-                self._drop(seq, SequenceStatus.FINISHED_STOPPED)
-        # Beams may become fewer for want of candidates, and more again: all W keep counting.
-        group.seqs, group.num_pending_forks = beams, group.width - len(beams)
+                self._free(seq, SequenceStatus.FINISHED_STOPPED)
+        # Too few candidates may leave fewer beams, which may become more again: all W count against the limit.
+        group.seqs, group.num_pending_forks = beams, group.num_seqs - len(beams)
         self.unsent_tokens += beams
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Ends one sequence of a group in any state, and the group with its last."""
+        """Ends one sequence of a group in any state; the group ends with its last sequence."""
         group = seq.group
         if len(group.seqs) == 1 and group.seqs[0] is seq and not group.num_pending_forks:
             self.end_group(group, status)
             return
         group.seqs.remove(seq)
         if group.status is SequenceStatus.RUNNING:
-            self.rows -= 1
+            self.num_running_seqs -= 1
         group.chain = None
-        self._bequeath(seq)
-        self._drop(seq, status)
+        self._pass_on_sharing(seq)
+        self._free(seq, status)
 
-    def _bequeath(self, ended: Sequence) -> None:
-        """Of those that were to share blocks with a sequence that will not compute them, the first takes its place."""
-        heir: tuple[Sequence, int] | None = None
+    def _pass_on_sharing(self, ended: Sequence) -> None:
+        """Sequences that were to share blocks of an ended sequence share those of the first among them instead."""
+        successor: tuple[Sequence, int] | None = None
         for seq in ended.group.seqs:
-            if seq.resume is None or seq.resume[0] is not ended:
+            if seq.shared_prefix is None or seq.shared_prefix[0] is not ended:
                 continue
-            count = seq.resume[1]
-            if heir is not None:
-                seq.resume = (heir[0], min(count, heir[1]))
+            count = seq.shared_prefix[1]
+            if successor is not None:
+                seq.shared_prefix = (successor[0], min(count, successor[1]))
                 continue
-            heir = (seq, count)
-            seq.resume = (ended.resume[0], min(count, ended.resume[1])) if ended.resume is not None else None
-            if seq.resume is None and seq.status is SequenceStatus.RUNNING:
+            successor = (seq, count)
+            seq.shared_prefix = (
+                (ended.shared_prefix[0], min(count, ended.shared_prefix[1]))
+                if ended.shared_prefix is not None
+                else None
+            )
+            if seq.shared_prefix is None and seq.status is SequenceStatus.RUNNING:
                 self.new_seqs.append(seq)
 
     def end_group(self, group: SequenceGroup, status: SequenceStatus) -> None:
@@ -185,31 +254,31 @@ class Queues:
         elif group.status is SequenceStatus.SWAPPED:
             self.swapped.remove(group)
         else:
-            self.waiting_for(group).remove(group)
+            self.waiting_queue(group).remove(group)
         for seq in group.seqs:
-            self._drop(seq, status)
+            self._free(seq, status)
         group.seqs = []
         group.num_pending_forks = 0
         group.status = status
         del self.groups[group.group_id]
 
-    def _drop(self, seq: Sequence, status: SequenceStatus) -> None:
+    def _free(self, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
-        if seq.known:
+        if seq.on_workers:
             self.forget.append(seq.seq_id)
-            seq.known = False
+            seq.on_workers = False
         self.blocks.free(seq.seq_id)
         del self.sequences[seq.seq_id]
 
     def _leave_running(self, group: SequenceGroup) -> None:
-        # The one preempted is most often the last; one that ends may be anywhere, and comparing identities is quick.
+        # A preempted group is most often the last; an ended one may be anywhere.
         if self.running[-1] is group:
             self.running.pop()
         else:
             self.running.remove(group)
         if group.prefilling:
             self.prefilling.remove(group)
-        self.rows -= group.width
+        self.num_running_seqs -= group.num_seqs
 
     def _insert(self, groups: list[SequenceGroup], group: SequenceGroup) -> None:
         if not groups or self.order(groups[-1]) <= self.order(group):

@@ -1,4 +1,4 @@
-"""What a step brought: tokens appended, sequences and groups ended, beams chosen."""
+"""Applies the result of a step: appends tokens, ends sequences and groups, chooses beams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from octavo.scheduler.step import Step
 
 
 class Results:
-    """Takes results into the queues."""
+    """Applies step results to the queues."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
-        """Appends sampled tokens, offers blocks to the prefix cache, ends what has come to its end."""
+        """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
         for seq, num_computed in step.filled:
             self._register(seq, num_computed)
         outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
@@ -44,12 +44,12 @@ class Results:
     def _append_tokens(
         self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
-        """Appends what was sampled; returns the sequences that have come to their end, and finds those of beams."""
+        """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
         sequences = self._queues.sequences
         ended: list[Sequence] = []
         for seq_id, token, extra in _tokens_of(result):
             seq = sequences.get(seq_id)
-            # Aborted while the step ran; or ended by a token before this one.
+            # Aborted while the step ran, or finished by an earlier token of it.
             if seq is None or (result.num_tokens and seq.status.finished):
                 continue
             group = seq.group
@@ -77,13 +77,13 @@ class Results:
         return ended
 
     def _resolve_drafts(self, seq: Sequence) -> None:
-        """After drafts: what is computed is what was taken in, all but the last token; the rest is computed anew."""
+        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten."""
         if seq.status is SequenceStatus.RUNNING:
             seq.num_computed = len(seq.token_ids) - 1
             self._register(seq, seq.num_computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
-        """What came without a token: logprobs of a prompt's chunk, or an error. Returns the sequences that failed."""
+        """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""
         ended = []
         sampled = set(result.seq_ids)
         for seq_id, extra in result.extras.items():
@@ -98,9 +98,9 @@ class Results:
         return ended
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
-        """Offers full blocks to the prefix cache: those of the step taken in, whose tokens are all known, and no more.
+        """Adds the full blocks of a finished step, whose token ids are all known, to the prefix cache.
 
-        Who has been put out since that step was planned holds them no longer.
+        A sequence that was preempted since that step was planned holds them no longer.
         """
         if seq.status is SequenceStatus.RUNNING:
             group = seq.group
@@ -109,7 +109,7 @@ class Results:
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupOutput]
     ) -> None:
-        """One step of a beam search: who survives, who forks, and whether it is over."""
+        """One step of a beam search: which beams survive, which fork, and whether the search is done."""
         assert group.beam is not None
         found = [extras.get(seq.seq_id, SequenceResult()) for seq in group.seqs]
         errors = [e.error for e in found if e.error is not None]
@@ -128,7 +128,7 @@ class Results:
             self._replace_beams(group, outcome.survivors)
 
     def _replace_beams(self, group: SequenceGroup, survivors: list[tuple[int, int]]) -> None:
-        """The first survivor of a beam goes on in its place, further ones fork off it, the others end."""
+        """The first survivor of a beam replaces it, further ones are forked from it; beams without survivors end."""
         queues, before = self._queues, group.seqs
         taken: set[int] = set()
         after = []

@@ -1,4 +1,4 @@
-"""Who goes on: the running groups of a step, and who has to make way for them."""
+"""Schedules running groups, and preempts others to free blocks for them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from octavo.core.config import SchedulerOptions
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.step import Chunks, Step, grow, prompt_chunks, rejoin, take_prefill
+from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, restore_sharing, schedule_prefill
 
 
 class Drafter(Protocol):
-    """Guesses what a sequence goes on with; see ``StepPlan.drafts``."""
+    """Proposes draft tokens of a sequence; see ``StepPlan.drafts``."""
 
     def propose(self, sequence: Sequence) -> list[int]:
-        """Tokens that may follow ``sequence.token_ids``, all of which are known; perhaps none."""
+        """Tokens that may follow ``sequence.token_ids``, all of which are known; may be empty."""
         ...
 
 
 class Running:
-    """Schedules running groups. Decodes have their tokens first; blocks go in the policy's order.
+    """Schedules running groups. Decodes take their tokens of the budget first; blocks go in the policy's order.
 
-    Whoever asks for a block gets it from those after it in order, who have been given nothing yet in this step. So
-    nothing that was decided is ever taken back.
+    A group that needs a block preempts groups after it in order, which are not scheduled yet in this step. So nothing
+    that was decided is taken back.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Running:
         self._options, self._queues, self._preemption = options, queues, preemption
         self.drafter = drafter
 
-    def schedule(self, step: Step) -> list[SequenceGroup]:
-        """Schedules all that run; returns groups that can not go on even alone in all the blocks."""
+    def schedule_running(self, step: Step) -> list[SequenceGroup]:
+        """Schedules the running groups; returns those that do not fit even with all blocks to themselves."""
         queues = self._queues
         chunks = self._split_budget(step)
         running, decodes = queues.running, step.decodes
-        drafts = self._propose(step) if self.drafter is not None else {}
-        cannot_fit = []
+        drafts = self._propose_drafts(step) if self.drafter is not None else {}
+        outgrown = []
         position = 0
         while position < len(running):
             group = running[position]
@@ -49,32 +49,32 @@ class Running:
                 work = chunks.get(group.group_id)
                 if work is None:
                     continue
-            elif seq.room and len(seqs) == 1 and not drafts:  # most often: one more token inside its last block
-                seq.room -= 1
+            elif seq.free_slots and len(seqs) == 1 and not drafts:  # the common case: one more token in its last block
+                seq.free_slots -= 1
                 decodes.append(seq)
                 continue
-            elif seq.is_ending or group.awaits_result or (drafts and self._draft(group, drafts, step)):
+            elif seq.is_ending or group.awaits_result or (drafts and self._schedule_drafts(group, drafts, step)):
                 continue
             else:
                 work = [(s, 1) for s in seqs]
-            if self._make_way(group, work, position, step):
+            if self._allocate_or_preempt(group, work, position, step):
                 if group.prefilling:
-                    take_prefill(queues, group, work, step)
+                    schedule_prefill(queues, group, work, step)
                 else:
                     decodes += seqs
-            elif self._blocks_may_come():
+            elif self._blocks_will_be_freed():
                 step.blocked_on_memory = True
             elif len(running) == 1:
-                cannot_fit.append(group)
+                outgrown.append(group)
             else:
                 self._preemption.preempt(group, step)
                 position -= 1
-        return cannot_fit
+        return outgrown
 
-    def _propose(self, step: Step) -> dict[int, list[int]]:
-        """Drafts by sequence id, no longer than a sequence may become, and within the budget that is left."""
+    def _propose_drafts(self, step: Step) -> dict[int, list[int]]:
+        """Drafts by sequence id, within the length limit of the sequence and the remaining budget."""
         assert self.drafter is not None
-        open_ = [
+        eligible = [
             seq
             for group in self._queues.running
             if not (group.prefilling or group.awaits_result or group.beam is not None)
@@ -82,57 +82,60 @@ class Running:
             if not seq.is_ending
         ]
         drafts = {}
-        for seq in open_:
-            guesses = self.drafter.propose(seq)[: min(seq.max_length - 2 - seq.num_computed, max(step.budget, 0))]
-            if guesses:
-                drafts[seq.seq_id] = guesses
-                step.budget -= len(guesses)
+        for seq in eligible:
+            tokens = self.drafter.propose(seq)[: min(seq.max_length - 2 - seq.num_computed, max(step.budget, 0))]
+            if tokens:
+                drafts[seq.seq_id] = tokens
+                step.budget -= len(tokens)
         return drafts
 
-    def _draft(self, group: SequenceGroup, drafts: dict[int, list[int]], step: Step) -> bool:
-        """Schedules a group with its drafts if blocks for them are free; nobody is preempted for a guess."""
+    def _schedule_drafts(self, group: SequenceGroup, drafts: dict[int, list[int]], step: Step) -> bool:
+        """Schedules a group with its drafts if blocks for them are free; nothing is preempted for drafts."""
         work = [(seq, drafts.get(seq.seq_id, [])) for seq in group.seqs]
-        if not any(guesses for _, guesses in work):
+        if not any(tokens for _, tokens in work):
             return False
-        if not grow(self._queues, [(seq, 1 + len(guesses)) for seq, guesses in work], step):
+        if not allocate_slots(self._queues, [(seq, 1 + len(tokens)) for seq, tokens in work], step):
             return False
         step.drafted += work
         return True
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
-        """Takes the decodes' tokens from the budget, and shares out the rest to those who prefill, in order."""
+        """Takes one token for each decode from the budget, and splits the rest among prefilling groups, in order.
+
+        Returns the prompt chunks by group id.
+        """
         queues = self._queues
         if not queues.prefilling:
-            step.budget -= queues.rows
+            step.budget -= queues.num_running_seqs
             return {}
         for group in list(queues.prefilling):
-            rejoin(queues, group)
-            if group.is_prefilled:  # nothing was left for a step to compute: all was shared, or a sibling has ended
-                queues.prefilled(group)
-        step.budget -= queues.rows - sum(g.width for g in queues.prefilling)
+            restore_sharing(queues, group)
+            if group.is_prefilled:  # nothing is left to compute: all is shared, or a sibling has ended
+                queues.finish_prefill(group)
+        step.budget -= queues.num_running_seqs - sum(g.num_seqs for g in queues.prefilling)
         chunks = {}
         for group in queues.prefilling:
             if step.budget <= 0:
                 break
             work = prompt_chunks(group, step.budget, self._options)
-            if not work:  # it is to be computed whole, and must not be overtaken
+            if not work:  # it has to be computed whole, and must not be overtaken
                 step.budget = 0
                 break
             chunks[group.group_id] = work
             step.budget -= sum(n for _, n in work)
         return chunks
 
-    def _make_way(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
-        """Finds the blocks, preempting groups from ``position`` on; False if the group itself must go, or wait."""
+    def _allocate_or_preempt(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
+        """Allocates slots, preempting groups from ``position`` on; False if the group itself must go or wait."""
         queues = self._queues
-        while not grow(queues, work, step):
-            if position == len(queues.running) or self._blocks_may_come():
+        while not allocate_slots(queues, work, step):
+            if position == len(queues.running) or self._blocks_will_be_freed():
                 return False
             self._preemption.preempt(self._preemption.victim(queues.running[position:], step.now), step)
         return True
 
-    def _blocks_may_come(self) -> bool:
-        """Whether a step in flight ends a group whose blocks are worth waiting for, or may end the only one.
+    def _blocks_will_be_freed(self) -> bool:
+        """Whether a step in flight ends, or may end, a group whose blocks are then free: waiting beats preempting.
 
         A group that awaits a result keeps its blocks until that is known.
         """

@@ -1,4 +1,4 @@
-"""The scheduler: at every step, who runs, who comes in, who has to go."""
+"""The scheduler: which groups every step computes, admits and preempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.scheduler.step import Step, advance, make_plan
 
 
 class Scheduler:
-    """Decides a step (``schedule``) and takes in what came of it (``update``).
+    """Plans steps (``schedule``) and applies their results (``update``).
 
     Two ways to fill a step: ``mixed`` (one token budget: decodes first, then prompt chunks) and ``prefill_first`` (the
     three queues of Kwon et al. 2023, section 4.5: whole prompts in steps of their own, swapped groups before new ones).
@@ -36,7 +36,11 @@ class Scheduler:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_model_len`` tokens must fit the blocks; a ``drafter`` guesses tokens that a step then verifies."""
+        """A ``drafter`` proposes tokens that a step then verifies.
+
+        Raises:
+            ValueError: ``max_model_len`` tokens do not fit the blocks.
+        """
         if blocks.can_allocate(blocks.blocks_for(max_model_len)) is AllocStatus.NEVER:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
@@ -49,14 +53,14 @@ class Scheduler:
         self._results = Results(self.queues)
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
-        self._refused: list[GroupOutput] = []
+        self._pending_outputs: list[GroupOutput] = []
         self._last_prompt_latency = 0.0
         self._last_update = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether a group is unfinished, or one that was refused is still to be reported."""
-        return bool(self.queues.groups or self._refused)
+        """Whether a group is unfinished, or the end of one is still to be reported."""
+        return bool(self.queues.groups or self._pending_outputs)
 
     @property
     def move_cost(self) -> MoveCost:
@@ -69,21 +73,22 @@ class Scheduler:
         The prompt must be shorter than ``max_model_len``; as long at most if nothing is sampled.
         """
         group = self.queues.add(request)
-        refusal = self._admission.refusal(group)
-        if refusal is not None:
+        rejection_reason = self._admission.rejection_reason(group)
+        if rejection_reason is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
-            self._refused.append(GroupOutput(group.group_id, group.status.value, refusal))
+            self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
-        """Ends a group in any state and frees all it holds; nothing happens if it has ended."""
+        """Ends a group in any state and frees all it holds; no effect if it has ended."""
         group = self.queues.groups.get(group_id)
         if group is not None:
             self.queues.end_group(group, status)
 
     def finish_sequence(self, group_id: int, index: int) -> None:
-        """Ends one sequence of a group, as a stop text does; nothing happens if it has ended.
+        """Ends one sequence of a group, as a stop string does.
 
-        Nor before the group has forked, when no sequence has a text; and beams end together.
+        No effect if it has ended, before the group has forked (no sequence has text then), and on beams, which end
+        together.
         """
         group = self.queues.groups.get(group_id)
         if group is None or group.num_pending_forks or group.beam is not None:
@@ -97,66 +102,70 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether some group can be planned further before the results of the steps in flight are known."""
+        """Whether any group can be scheduled before the results of the steps in flight are known."""
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
 
     def schedule(self) -> StepPlan:
-        """Decides what the next step computes.
+        """Plans the next step.
 
         Raises:
-            RuntimeError: a step is in flight that no group can run ahead of.
+            RuntimeError: steps are in flight and no group can be scheduled before their results are known.
         """
         if self._in_flight and not self.can_run_ahead:
-            raise RuntimeError(f"step {min(self._in_flight)} is in flight and must be taken in first")
+            raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
         step = Step(self._clock(), self.options.max_num_batched_tokens)
         self.queues.reorder(step.now)
-        favoured = self._admission.make_room(step) if self.options.priority_preemption else None
+        preempting = self._admission.preempt_lower_priority(step) if self.options.priority_preemption else None
         if self.options.batching == "prefill_first":
-            self._fill_prefill_first(step, favoured)
+            self._schedule_prefill_first(step, preempting)
         else:
-            self._fill_mixed(step, favoured)
+            self._schedule_mixed(step, preempting)
         self._end_unservable(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         advance(self.queues, step)
         self._in_flight[plan.step] = step
-        self._count(step, plan)
+        self._count_totals(step, plan)
         return plan
 
-    def _fill_mixed(self, step: Step, favoured: SequenceGroup | None) -> None:
-        for group in self._running.schedule(step):
+    def _schedule_running(self, step: Step) -> None:
+        for group in self._running.schedule_running(step):
             self._end_outgrown(group, step)
-        if favoured is not None:
-            self._admission.start(favoured, step)
-        elif not step.blocked_on_memory:  # who was just put out must not be overtaken, nor come back at once
-            self._admission.admit(step)
 
-    def _fill_prefill_first(self, step: Step, favoured: SequenceGroup | None) -> None:
-        if favoured is not None:
-            self._admission.start(favoured, step)
-        elif self._waited_enough(step.now):
-            while step.budget > 0 and (group := self._next_prompt(step.now)) is not None:
-                if not self._admission.start(group, step):
+    def _schedule_mixed(self, step: Step, preempting: SequenceGroup | None) -> None:
+        """Decodes first, then prompt chunks and newly admitted groups; ``preempting`` has preempted others."""
+        self._schedule_running(step)
+        if preempting is not None:
+            self._admission.admit_waiting(preempting, step)
+        elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
+            self._admission.schedule_waiting(step)
+
+    def _schedule_prefill_first(self, step: Step, preempting: SequenceGroup | None) -> None:
+        """Whole prompts; without any, the running groups, then swapped ones."""
+        if preempting is not None:
+            self._admission.admit_waiting(preempting, step)
+        elif self._passed_delay(step.now):
+            while step.budget > 0 and (group := self._next_waiting(step.now)) is not None:
+                if not self._admission.admit_waiting(group, step):
                     break
         if step.prefills or step.decodes:
             return
-        for group in self._running.schedule(step):
-            self._end_outgrown(group, step)
-        while not step.blocked_on_memory and (group := self.queues.swapped.head(step.now)) is not None:
-            first = self._admission.first(step.now)
+        self._schedule_running(step)
+        while not step.blocked_on_memory and (group := self.queues.swapped.peek(step.now)) is not None:
+            first = self._admission.next_group(step.now)
             overtakes = first is None or (first is not group and first.urgent)
-            if overtakes or not self._admission.swap_in_group(group, step):
+            if overtakes or not self._admission.admit_swapped(group, step):
                 break
 
-    def _next_prompt(self, now: float) -> SequenceGroup | None:
-        """Who of the waiting goes before all that are swapped out: only one that has waited too long, if any are."""
+    def _next_waiting(self, now: float) -> SequenceGroup | None:
+        """The waiting group that goes before the swapped ones: if there are any, only an urgent one."""
         if not len(self.queues.swapped):
             return self._admission.next_waiting(now)
-        first = self._admission.first(now)
+        first = self._admission.next_group(now)
         return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
 
-    def _waited_enough(self, now: float) -> bool:
-        """``scheduler_delay_factor``: lets the waiting queue fill for a share of the last prompt step's time."""
+    def _passed_delay(self, now: float) -> bool:
+        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds."""
         factor = self.options.scheduler_delay_factor
         if not factor or not self.queues.running:
             return True
@@ -164,14 +173,14 @@ class Scheduler:
         return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
 
     def _end_unservable(self, step: Step) -> None:
-        """What cannot run though nothing else holds a block never will: several sequences outgrew all the blocks."""
+        """Ends a group of several sequences that does not fit although no other holds a block: it never will."""
         if self.queues.running or step.blocked_on_memory or step.ended:
             return
-        swapped = self.queues.swapped.head(step.now) if self.options.batching == "prefill_first" else None
-        group = self._next_prompt(step.now) if swapped is not None else None
-        group = group or swapped or self._admission.first(step.now)
-        # Tokens still in flight may end some of its sequences, or all.
-        if group is not None and not self._admission.awaits_tokens(group):
+        swapped = self.queues.swapped.peek(step.now) if self.options.batching == "prefill_first" else None
+        group = self._next_waiting(step.now) if swapped is not None else None
+        group = group or swapped or self._admission.next_group(step.now)
+        # Tokens in flight may end some or all of its sequences.
+        if group is not None and not self._admission.has_tokens_in_flight(group):
             self._end_outgrown(group, step)
 
     def _end_outgrown(self, group: SequenceGroup, step: Step) -> None:
@@ -182,39 +191,38 @@ class Scheduler:
             f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._refused.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
+        self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
 
-    def _count(self, step: Step, plan: StepPlan) -> None:
+    def _count_totals(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
         stats.decode_tokens += len(step.decodes) + len(step.drafted)
         stats.prefill_tokens += step.num_prompt_tokens
         stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
-        stats.copied_blocks += len(plan.blocks_to_copy)
 
     def update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
-        """Takes in what the plan brought: appends sampled tokens, finishes, frees. Plans come back in their order."""
+        """Applies the result of a plan: appends tokens, ends what has finished. Called in the order of the plans."""
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
         now = self._clock()
-        if step.prefills:  # a step planned ahead begins when the one before it is done
+        if step.prefills:  # a step planned ahead starts when the one before it is done
             self._last_prompt_latency = now - max(step.now, self._last_update)
         self._last_update = now
-        self._observe(step, plan, result)
+        self._observe_costs(step, plan, result)
         outputs = self._results.update(step, result)
-        outputs.groups += self._pop_refused()
+        outputs.groups += self._pop_pending_outputs()
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
-        """Ends with an error every group of a plan that could not be executed; the others go on.
+        """Ends with an error every group of a plan that could not be executed; the others continue.
 
-        Nobody knows how far the plan came, so whatever it was to move is lost too.
+        It is not known how much of the plan was executed, so groups whose blocks it was to move end too.
         """
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
-        outputs = EngineCoreOutputs(groups=self._pop_refused())
+        outputs = EngineCoreOutputs(groups=self._pop_pending_outputs())
         scheduled = [s.group for s in step.decodes] + [s.group for s, _ in step.drafted] + step.prefill_groups
-        groups = {g.group_id: g for g in scheduled + step.moved}
+        groups = {g.group_id: g for g in scheduled + step.swapped_groups}
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
@@ -223,12 +231,12 @@ class Scheduler:
                 outputs.groups.append(GroupOutput(group_id, group.status.value, message))
         return outputs
 
-    def _pop_refused(self) -> list[GroupOutput]:
-        refused, self._refused = self._refused, []
-        return refused
+    def _pop_pending_outputs(self) -> list[GroupOutput]:
+        pending, self._pending_outputs = self._pending_outputs, []
+        return pending
 
-    def _observe(self, step: Step, plan: StepPlan, result: StepResult) -> None:
-        """Learns what moving a block and computing a token cost."""
+    def _observe_costs(self, step: Step, plan: StepPlan, result: StepResult) -> None:
+        """Updates the observed costs of moving a block and of computing a token."""
         moved = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         if moved and result.swap_seconds:
             self._preemption.cost.observe_move(moved, result.swap_seconds)
@@ -237,13 +245,13 @@ class Scheduler:
             self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
 
     def stats(self) -> SchedulerStats:
-        """The state of queues and blocks now, and totals so far. Takes time with the number of running sequences."""
+        """Queues and blocks now, and totals so far. Its time grows with the number of running sequences."""
         stats = self.counts()
         stats.empty_slots = self._empty_slots()
         return stats
 
     def counts(self) -> SchedulerStats:
-        """``stats`` as far as they cost next to nothing: ``empty_slots`` is as it was last counted."""
+        """As ``stats`` in constant time: ``empty_slots`` is as ``stats`` last counted it."""
         stats, queues, blocks = self._stats, self.queues, self.blocks
         stats.num_waiting, stats.num_running = queues.num_waiting, len(queues.running)
         stats.num_swapped = len(queues.swapped)
@@ -253,7 +261,7 @@ class Scheduler:
         return stats
 
     def _empty_slots(self) -> int:
-        """A block's tokens are counted once, however many sequences share it."""
+        """Slots of used blocks without a token; a shared block counts once."""
         size = self.blocks.block_size
         held: dict[int, int] = {}
         for group in self.queues.running:

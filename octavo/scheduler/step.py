@@ -1,4 +1,4 @@
-"""A step being made: what its groups compute and the blocks for it, and the plan that comes of it."""
+"""A step while it is scheduled: what its groups compute, the blocks for it, and the plan made of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Chunks = list[tuple[Sequence, int]]
 
 @dataclass(slots=True)
 class Step:
-    """What has been decided so far. Who is scheduled here has its blocks and keeps them until the step is done."""
+    """What is scheduled so far. A scheduled sequence has its blocks and keeps them until the step is done."""
 
     now: float
     #: Tokens that may still be scheduled.
@@ -28,33 +28,33 @@ class Step:
     #: Decodes with drafts behind their token.
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     prefills: Chunks = field(default_factory=list)
-    #: Sequences that fill blocks in this step, and all their tokens that are computed after it.
+    #: Sequences that fill blocks in this step, and how many of their tokens are computed after it.
     filled: Chunks = field(default_factory=list)
     #: Groups with prefill chunks in this step.
     prefill_groups: list[SequenceGroup] = field(default_factory=list)
-    #: Of them, those that end with it: their prompt is computed, and nothing is sampled.
+    #: Those of them that end with this step: their prompt is computed and nothing is sampled.
     completed: list[SequenceGroup] = field(default_factory=list)
-    changes: list[TableChange] = field(default_factory=list)
+    table_changes: list[TableChange] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
-    #: (child, parent): forked off in this step; they sample from the parent's logits.
+    #: (child, parent): forked in this step; the child samples from the parent's logits.
     forked_children: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     #: Groups whose blocks this step moves to the host or back.
-    moved: list[SequenceGroup] = field(default_factory=list)
-    #: Blocks that prompts half computed will still take, once somebody has asked.
+    swapped_groups: list[SequenceGroup] = field(default_factory=list)
+    #: Blocks that partly computed prompts still need; None until counted.
     reserved_blocks: int | None = None
-    #: Groups that came in, for the first time or again.
+    #: Groups that were admitted, for the first time or again.
     admitted: list[SequenceGroup] = field(default_factory=list)
-    #: Whether running groups lacked blocks: some were put out, or must wait, so nobody comes in.
+    #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
     blocked_on_memory: bool = False
-    #: Whether a group was ended because it has outgrown all blocks.
+    #: Whether a group was ended because it does not fit all blocks.
     ended: bool = False
     num_prompt_tokens: int = 0
 
 
 def prompt_chunks(group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
-    """What a prefilling group computes within a budget of tokens, as options allow to split it.
+    """The chunks that a prefilling group computes within a budget of tokens.
 
-    Of several sequences, each keeps its last token back: a group samples together, when all have come so far.
+    Of several sequences, none computes its last token yet: a group samples together, when all are prefilled.
     """
     held_back = 1 if len(group.seqs) > 1 else 0
     whole = not options.enable_chunked_prefill or _wants_whole_prompt(group, options)
@@ -62,7 +62,7 @@ def prompt_chunks(group: SequenceGroup, budget: int, options: SchedulerOptions) 
         budget = min(budget, options.long_prefill_token_threshold)
     chunks: Chunks = []
     for seq in group.seqs:
-        if seq.resume is not None:
+        if seq.shared_prefix is not None:
             continue
         wanted = seq.num_uncomputed - held_back
         n = wanted if wanted <= budget else 0 if whole else budget
@@ -73,54 +73,54 @@ def prompt_chunks(group: SequenceGroup, budget: int, options: SchedulerOptions) 
 
 
 def _wants_whole_prompt(group: SequenceGroup, options: SchedulerOptions) -> bool:
-    """The three-queue order computes prompts whole. What was generated since counts no more: it may be too long."""
+    """``prefill_first`` computes prompts whole, but not after preemption: with generated tokens one may be too long."""
     return options.batching == "prefill_first" and not group.num_recomputes
 
 
-def rejoin(queues: Queues, group: SequenceGroup) -> None:
-    """Lets sequences of a group that was preempted by recompute share again what has been computed meanwhile."""
+def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
+    """After preemption by recompute: shares blocks between sequences of a group again, as soon as they are computed."""
     for seq in group.seqs:
-        if seq.resume is None:
+        if seq.shared_prefix is None:
             continue
-        earlier, count = seq.resume
-        if earlier.resume is None and earlier.num_computed >= count * queues.blocks.block_size:
+        earlier, count = seq.shared_prefix
+        if earlier.shared_prefix is None and earlier.num_computed >= count * queues.blocks.block_size:
             if queues.blocks.fork_prefix(earlier.seq_id, seq.seq_id, count):
                 seq.num_computed = count * queues.blocks.block_size
-            seq.resume = None
-            seq.room = 0
+            seq.shared_prefix = None
+            seq.free_slots = 0
             queues.new_seqs.append(seq)
 
 
-def blocks_to_come(blocks: BlockManager, group: SequenceGroup) -> int:
-    """Blocks that a group still takes until its known tokens are computed and it has forked."""
+def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> int:
+    """Blocks that a group still needs until its tokens are computed and it has forked."""
     total = group.num_pending_forks  # each writes into a block of its own next
     for seq in group.seqs:
-        held = seq.resume[1] if seq.resume is not None else len(blocks.table(seq.seq_id))
+        held = seq.shared_prefix[1] if seq.shared_prefix is not None else len(blocks.table(seq.seq_id))
         total += max(0, blocks.blocks_for(len(seq.token_ids)) - held)
     return total
 
 
-def grow(queues: Queues, work: Chunks, step: Step) -> bool:
-    """Gives these sequences of one group the blocks for their tokens; False and no change if there are too few."""
+def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
+    """Allocates the blocks for the tokens of these sequences of one group; False and no change if too few are free."""
     blocks = queues.blocks
-    asking = [(seq, n) for seq, n in work if seq.room < n]
-    if asking:
-        changes = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in asking])
+    short = [(seq, n) for seq, n in work if seq.free_slots < n]
+    if short:
+        changes = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in short])
         if changes is None:
             return False
-        step.changes += changes
-        for seq, n in asking:
+        step.table_changes += changes
+        for seq, n in short:
             slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
-            room = min(slots, seq.max_length - 1) - seq.num_computed
-            # Without room it is looked at again before its next token, which a result may have to decide.
-            seq.room = n if seq.group.plans_on_results else room
+            free_slots = min(slots, seq.max_length - 1) - seq.num_computed
+            # Without free slots it comes here again before its next token, which may depend on a result.
+            seq.free_slots = n if seq.group.plans_on_results else free_slots
     for seq, n in work:
-        seq.room -= n
+        seq.free_slots -= n
     return True
 
 
-def take_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
-    """Schedules chunks that have their blocks; forks the group if they complete its prompt."""
+def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
+    """Schedules chunks whose slots are allocated; forks the group if they complete its prompt."""
     step.prefills += chunks
     step.prefill_groups.append(group)
     step.num_prompt_tokens += sum(n for _, n in chunks)
@@ -130,34 +130,34 @@ def take_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Ste
 
 
 def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
-    """Parallel sampling: the prompt's last logits give every sequence of the group its first token."""
+    """Parallel sampling: every sequence of the group samples its first token from the prompt's last logits."""
     group = parent.group
-    if parent.known:
-        changes = [c for c in step.changes if c.seq_id == parent.seq_id]
-    else:  # the row that the workers copy has no table yet
+    if parent.on_workers:
+        changes = [c for c in step.table_changes if c.seq_id == parent.seq_id]
+    else:  # the workers do not hold the parent's table yet
         changes = queues.blocks.tables(parent.seq_id)
     for index in range(1, group.num_pending_forks + 1):
         child = queues.fork(parent, index)
-        child.known = True
+        child.on_workers = True
         group.seqs.append(child)
         step.forks.append(Fork(parent.seq_id, child.seq_id, _seed(child)))
-        step.changes += [TableChange(child.seq_id, c.index, c.blocks, c.group) for c in changes]
+        step.table_changes += [TableChange(child.seq_id, c.index, c.blocks, c.group) for c in changes]
         step.forked_children.append((child, parent))
     group.num_pending_forks = 0
 
 
 def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
-    """The plan of a step that is decided; takes the block moves and the newcomers with it."""
+    """The plan of a scheduled step; takes the pending block moves and new sequences with it."""
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
     if queues.new_seqs or queues.unsent_tokens:
         scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.drafted + step.prefills}
-        _introduce(queues, scheduled, plan)
-        _send_tokens(queues, scheduled, plan)
+        _add_new_sequences(queues, scheduled, plan)
+        _add_new_tokens(queues, scheduled, plan)
     plan.forks += step.forks
     plan.forget, queues.forget = queues.forget, []
-    plan.table_changes += step.changes
+    plan.table_changes += step.table_changes
     plan.seq_ids = [s.seq_id for s in step.decodes]
     plan.num_tokens = [1] * len(plan.seq_ids)
     for seq, drafts in step.drafted:
@@ -171,7 +171,7 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
 
 
 def advance(queues: Queues, step: Step) -> None:
-    """Counts the tokens of a step as computed, as they are for all that is planned after it."""
+    """Counts the tokens of a step as computed, as they are for every later plan."""
     size, filled = queues.blocks.block_size, step.filled
     for seq in step.decodes:
         seq.num_computed += 1
@@ -186,35 +186,35 @@ def advance(queues: Queues, step: Step) -> None:
         child.num_computed = parent.num_computed
     for group in step.prefill_groups:
         if group.prefilling and group.is_prefilled:
-            queues.prefilled(group)
+            queues.finish_prefill(group)
             if not group.samples:
                 step.completed.append(group)
 
 
-def _introduce(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
-    """Tells the workers of scheduled sequences that they do not hold."""
+def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+    """Adds the scheduled sequences that the workers do not hold, whole or as forks."""
     later = []
     for seq in queues.new_seqs:
-        if seq.known or seq.status is not SequenceStatus.RUNNING:
+        if seq.on_workers or seq.status is not SequenceStatus.RUNNING:
             continue
         if seq.seq_id not in scheduled:
             later.append(seq)
             continue
-        if seq.fork_of is not None and seq.fork_of.known:
+        if seq.fork_of is not None and seq.fork_of.on_workers:
             plan.forks.append(Fork(seq.fork_of.seq_id, seq.seq_id, _seed(seq)))
         else:
             plan.new.append(_new_sequence(seq))
             plan.table_changes += queues.blocks.tables(seq.seq_id)
         seq.fork_of = None
     for seq_id in [n.seq_id for n in plan.new] + [f.child for f in plan.forks]:
-        queues.sequences[seq_id].known = True
+        queues.sequences[seq_id].on_workers = True
     queues.new_seqs = later
 
 
-def _send_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
-    """Tells the workers the last tokens that they did not append; those just introduced have theirs."""
-    introduced = {new.seq_id for new in plan.new}
-    running = [s for s in queues.unsent_tokens if s.status is SequenceStatus.RUNNING and s.seq_id not in introduced]
+def _add_new_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+    """Adds last tokens that the workers did not append; sequences that are new in this plan have theirs."""
+    new = {n.seq_id for n in plan.new}
+    running = [s for s in queues.unsent_tokens if s.status is SequenceStatus.RUNNING and s.seq_id not in new]
     plan.new_tokens = {s.seq_id: [s.token_ids[-1]] for s in running if s.seq_id in scheduled}
     queues.unsent_tokens = [s for s in running if s.seq_id not in scheduled]
 

@@ -26,7 +26,7 @@ def refused(overrides: dict[str, Any], **sources: Any) -> str:
     return str(caught.value)
 
 
-def test_nothing_but_a_model_gives_the_defaults() -> None:
+def test_a_model_alone_gives_the_defaults() -> None:
     assert resolve_config({"model": "m"}, environ={}) == EngineConfig(model="m")
 
 
@@ -76,7 +76,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
     assert resolve_config({"model": "m"}, environ={"OCTAVO_SEED": ""}).seed == 0
 
 
-def test_reserved_variables_and_those_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_reserved_and_foreign_variables_are_ignored(tmp_path: Path) -> None:
     environ = dict.fromkeys(RESERVED_VARIABLES, "x") | {"OCTAVO_CONFIG": "", "OCTAVOX": "1", "HOME": "/"}
     assert resolve_config({"model": "m"}, environ=environ) == EngineConfig(model="m")
 

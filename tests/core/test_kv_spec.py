@@ -1,4 +1,4 @@
-"""What layers cache: bytes of a token, and layers that share block tables."""
+"""KV specs: bytes of a token, and layers that share block tables."""
 
 from __future__ import annotations
 

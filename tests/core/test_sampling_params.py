@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, with which words, and what is taken."""
+"""Validation of sampling parameters: refused values, their messages, and accepted values."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_message_says_value_and_range() -> None:
         dict(logit_bias={0: 100, 5: -100.0}, logits_processors=[lambda o, x: x]),
     ],
 )
-def test_the_ends_of_each_range_are_taken(options: dict[str, Any]) -> None:
+def test_the_ends_of_each_range_are_accepted(options: dict[str, Any]) -> None:
     params = SamplingParams(**options)
     for name, value in options.items():
         assert getattr(params, name) == value
@@ -142,11 +142,11 @@ def test_a_field_assigned_later_is_checked_by_validate() -> None:
 @pytest.mark.parametrize(
     ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (0.5, False), (1.0, False)]
 )
-def test_greedy_is_a_temperature_of_nothing(temperature: float, greedy: bool) -> None:
+def test_a_temperature_below_the_minimum_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
 
 
-def test_parameters_survive_the_wire() -> None:
+def test_parameters_survive_serialisation() -> None:
     params = SamplingParams(
         temperature=0.3, top_k=5, logit_bias={7: 1.5}, stop="a", seed=2**64 - 1, allowed_token_ids=[1, 2], logprobs=2
     )

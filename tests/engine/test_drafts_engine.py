@@ -35,7 +35,7 @@ class Remembering:
 
     def propose(self, sequence: Sequence) -> list[int]:
         prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
-        known = sequence.num_output_tokens
+        known = len(sequence.token_ids) - sequence.num_prompt_tokens
         guesses = self._answers[prompt, sequence.index][known : known + self._rng.randrange(5)]
         if guesses and self._rng.random() < 0.4:
             guesses[self._rng.randrange(len(guesses))] ^= 1

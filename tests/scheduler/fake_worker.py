@@ -1,7 +1,7 @@
 """A worker without a model, and the step loop around it, that check every plan of the scheduler.
 
 A slot of a block holds the *print* of its token: a hash of that token and all before it, as a KV entry depends on them.
-So content that is stale, overwritten or somebody else's is seen where it is read.
+So content that is stale, overwritten or of another sequence is detected where it is read.
 
 The worker computes a step when it is submitted, as a device would that runs ahead of its host. Its host knows the
 sampled tokens only when the step has been waited for, and until then nothing may ask it for their ids.
@@ -50,7 +50,7 @@ def print_of(token_ids: list[int]) -> int:
 
 
 def sample(context: int, seed: int) -> int:
-    """The token that follows what has this print: the end, now and then."""
+    """The token after this print; sometimes the stop token."""
     return _scramble((context, seed)) % VOCABULARY
 
 
@@ -61,14 +61,14 @@ def _scramble(values: tuple[int, int]) -> int:
 
 
 def candidates(context: int, count: int) -> Candidates:
-    """The likeliest tokens after what has this print, no two alike."""
+    """The most likely tokens after this print, all different."""
     scores = sorted((-(1 + _scramble((context, -token - 1)) % 10_007) / 1000, token) for token in range(VOCABULARY))
     best = scores[::-1][:count]
     return Candidates([token for _, token in best], [score for score, _ in best])
 
 
 def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> list[int]:
-    """What sequence ``index`` of a request generates, as the fake model alone says."""
+    """The tokens of sequence ``index`` of a request, from the fake model alone."""
     tokens, task = list(request.prompt_token_ids), request.task
     assert isinstance(task, Generate)
     limit = max_model_len if task.max_tokens is None else min(len(tokens) + task.max_tokens, max_model_len)
@@ -82,7 +82,7 @@ def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> 
 
 
 def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary: int = VOCABULARY) -> list[Hypothesis]:
-    """What a beam search finds, as the fake model alone says."""
+    """The hypotheses of a beam search, from the fake model alone."""
     prompt, task = request.prompt_token_ids, request.task
     assert isinstance(task, Beam)
     search = BeamSearch(task.params, task.stop_token_ids, min(task.max_tokens, max_model_len - len(prompt)))
@@ -97,7 +97,7 @@ def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary:
 
 @dataclass
 class Row:
-    """What a worker knows of a sequence."""
+    """The worker's state of a sequence."""
 
     task: AnyTask
     seed: int
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def appends(self) -> bool:
-        """Whether it goes on with what it samples, or with what the plans say."""
+        """Whether it appends the tokens that it samples, or those of later plans."""
         return not isinstance(self.task, Beam)
 
     @property
@@ -127,7 +127,7 @@ class Row:
 
 
 class InjectedFailure(Exception):
-    """What a worker was told to fail with."""
+    """The error that the worker was told to raise."""
 
 
 class FakeStep:
@@ -246,7 +246,7 @@ class FakeWorker(Executor):
             self.has_failed = True
             step.failure = fail
             return
-        forked_children = self._followers(plan)
+        forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
 
@@ -300,7 +300,7 @@ class FakeWorker(Executor):
             row.limit,
         )
 
-    def _followers(self, plan: StepPlan) -> dict[int, int]:
+    def _forked_children(self, plan: StepPlan) -> dict[int, int]:
         scheduled = set(plan.seq_ids)
         return {f.child: f.parent for f in plan.forks if f.parent in scheduled and f.child not in scheduled}
 
@@ -358,7 +358,7 @@ class FakeWorker(Executor):
                     assert found == row.prints[start:stop], f"sequence {seq_id} reads another's in block {table[index]}"
 
     def _check_write_access(self, written: dict[int, int], forked_children: dict[int, int]) -> None:
-        """A block that somebody writes into is in nobody else's table, but for sequences just forked off the writer."""
+        """A written block is in the table of no other sequence, except those just forked from the writer."""
         for seq_id, row in self.rows.items():
             for window, table in zip(self.windows, row.tables, strict=True):
                 first = self._read_from(window, row.num_computed) // self.block_size
@@ -408,7 +408,7 @@ class FakeWorker(Executor):
 
 @dataclass
 class Answer:
-    """What has come of a request."""
+    """The outputs of a request so far."""
 
     request: EngineCoreRequest
     group: SequenceGroup
@@ -422,12 +422,16 @@ class Answer:
     group_reason: str | None = None
 
     @property
+    def num_preemptions(self) -> int:
+        return self.group.num_recomputes + self.group.num_swaps
+
+    @property
     def finished(self) -> bool:
         return self.group_reason is not None or len(self.reasons) == self.request.task.num_sequences
 
 
 class Engine:
-    """The step loop over a fake worker, with a clock that stands still unless it is told the time."""
+    """The step loop over a fake worker, with a clock that tests set."""
 
     def __init__(
         self,
@@ -444,7 +448,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, options, max_model_len, drafter=drafter, clock=lambda: self.now)
         self.worker = FakeWorker(blocks, options, max_model_len)
         self.worker.max_in_flight = max_in_flight
-        self.worker.on_submit = self._look_at
+        self.worker.on_submit = self._record_plan
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
         self._stepping = False
         self._before: list[tuple[SequenceGroup, SequenceStatus, int]] = []
@@ -499,7 +503,7 @@ class Engine:
             self.loop.settle()
 
     def step(self, between: Callable[[], None] = lambda: None, fail: str = "") -> StepPlan:
-        """Takes in one step, whose plan it returns.
+        """Executes and applies one step; returns its plan.
 
         ``between`` is called while the loop waits for it; ``fail`` says where the next step that is submitted fails.
         """
@@ -522,16 +526,16 @@ class Engine:
                 raise self.worker.broken
         updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=EngineCoreOutputs)
         for sequence in updates.sequences:
-            self._take_in_sequence(sequence)
+            self._apply_sequence_output(sequence)
         for end in updates.groups:
-            self._take_in_end(end)
+            self._apply_group_output(end)
         return self.plans[taken_in] if len(self.plans) > taken_in else StepPlan(-1)
 
     def _remember(self) -> None:
         self._before = [(g, g.status, g.num_swaps) for g in self.scheduler.queues.groups.values()]
 
-    def _look_at(self, plan: StepPlan) -> None:
-        """A plan has just been made."""
+    def _record_plan(self, plan: StepPlan) -> None:
+        """Called with every new plan."""
         self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
         for group, status, swaps in self._before:
             back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
@@ -539,21 +543,21 @@ class Engine:
         self._remember()
 
     def run(self, max_steps: int = 1000) -> int:
-        """Steps until nothing is left; how many it took."""
+        """Steps until nothing is left; returns the number of steps."""
         for count in range(max_steps):
             if not self.scheduler.has_work:
                 return count
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.queues}")
 
-    def _take_in_end(self, update: GroupOutput) -> None:
+    def _apply_group_output(self, update: GroupOutput) -> None:
         answer = self.answers[update.group_id]
         if answer.group_reason != "abort":
             assert not answer.finished, "a second end"
             answer.group_reason = update.finish_reason
             answer.hypotheses, answer.error = update.hypotheses, update.error
 
-    def _take_in_sequence(self, update: SequenceOutput) -> None:
+    def _apply_sequence_output(self, update: SequenceOutput) -> None:
         answer = self.answers[update.group_id]
         assert answer.group_reason is None and update.index not in answer.reasons, "a token after the end"
         if update.token_id is not None:
@@ -565,14 +569,14 @@ class Engine:
 
 
 def check_accounting(engine: Engine) -> None:
-    """Every block is counted once, every unfinished group is in one queue, and nobody else holds anything."""
+    """Every block is counted once, every unfinished group is in one queue, and nothing else holds blocks."""
     queues, blocks = engine.scheduler.queues, engine.blocks
     for kv_group in blocks.groups:
         device = kv_group.device
         assert device.num_used + device.num_free + device.num_cached == device.num_blocks
     on_device: set[int] = set()
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
-    refused = {u.group_id for u in engine.scheduler._refused}
+    refused = {u.group_id for u in engine.scheduler._pending_outputs}
     assert unfinished - refused == set(queues.groups), "a group was lost"
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
@@ -598,14 +602,14 @@ def check_accounting(engine: Engine) -> None:
             tables += held
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
-    assert queues.rows == sum(g.width for g in queues.running) <= engine.scheduler.options.max_num_seqs
+    assert queues.num_running_seqs == sum(g.num_seqs for g in queues.running) <= engine.scheduler.options.max_num_seqs
     assert len(on_device) == sum(g.device.num_used for g in blocks.groups)
     assert tables == blocks.num_tables
     check_cache(engine)
 
 
 def check_cache(engine: Engine) -> None:
-    """What the prefix cache knows of a block is what is in it, and follows what is in its parent."""
+    """The prefix cache describes the content of every cached block, which follows that of its parent."""
     for kv_group in engine.blocks.groups:
         check_index(engine, kv_group.cache._on_device)
 

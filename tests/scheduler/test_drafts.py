@@ -86,7 +86,7 @@ def test_the_tokens_are_those_without_drafts(depth: int, right: float) -> None:
         assert drafter.proposed > 0
 
 
-def test_right_guesses_take_fewer_steps() -> None:
+def test_accepted_drafts_take_fewer_steps() -> None:
     steps = {}
     for right in (0.0, 1.0):
         engine = make(Guesses(1, right), 1)
@@ -103,15 +103,15 @@ def test_short_of_blocks(mode: str, depth: int) -> None:
         for group_id in range(1, 6):
             engine.add(request(group_id, 5 + group_id, 24))
         run(engine)
-        assert sum(answer.group.num_preemptions for answer in engine.answers.values()) > 0
+        assert sum(answer.num_preemptions for answer in engine.answers.values()) > 0
 
 
-def test_a_guess_preempts_nobody_and_fits_the_budget() -> None:
+def test_drafts_preempt_nothing_and_fit_the_budget() -> None:
     engine = make(Guesses(2, 1.0), 1, max_num_batched_tokens=9)
     for group_id in range(1, 9):
         engine.add(request(group_id, 1, 20))
     run(engine)  # the worker checks the budget
-    assert all(answer.group.num_preemptions == 0 for answer in engine.answers.values())
+    assert all(answer.num_preemptions == 0 for answer in engine.answers.values())
 
 
 def test_an_abort_while_drafts_are_verified() -> None:

@@ -15,9 +15,9 @@ from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import Policy, load_policy
+from octavo.scheduler.queues import GroupQueue
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -96,7 +96,7 @@ def steps_until(engine: Engine, wanted: str) -> StepPlan:
 
 
 def finish(engine: Engine) -> None:
-    """Runs to the end: everybody has what it gets alone, and nothing is left behind."""
+    """Runs to the end: every request has the tokens that it gets alone, and nothing is left behind."""
     engine.run()
     check_nothing_held(engine)
     for answer in engine.answers.values():
@@ -142,7 +142,7 @@ def test_the_sequences_that_a_group_may_still_run_count_against_max_num_seqs() -
     finish(engine)
 
 
-def test_a_group_leaves_and_comes_back_whole_by_swap() -> None:
+def test_a_group_is_preempted_and_resumed_whole_by_swap() -> None:
     engine = make(blocks=8, host=8, preemption_mode="swap")
     engine.add(request(1, 13, max_tokens=8))
     engine.add(request(2, 5, max_tokens=10, n=3))
@@ -158,7 +158,7 @@ def test_a_group_leaves_and_comes_back_whole_by_swap() -> None:
     finish(engine)
 
 
-def test_a_group_leaves_and_comes_back_whole_by_recompute_and_shares_its_prompt_again() -> None:
+def test_a_group_is_preempted_and_resumed_whole_by_recompute_and_shares_its_prompt_again() -> None:
     engine = make(blocks=10, preemption_mode="recompute", scheduling_policy="static")
     engine.add(request(2, 8, max_tokens=12, n=3, priority=1))
     step(engine)
@@ -178,7 +178,7 @@ def test_a_group_leaves_and_comes_back_whole_by_recompute_and_shares_its_prompt_
     finish(engine)
 
 
-def test_a_group_of_which_all_is_found_in_the_cache_comes_back_too() -> None:
+def test_a_group_that_is_cached_completely_is_resumed_too() -> None:
     engine = make(
         max_num_seqs=2,
         prefix_caching=True,
@@ -195,7 +195,7 @@ def test_a_group_of_which_all_is_found_in_the_cache_comes_back_too() -> None:
     assert engine.answers[1].reasons == {0: "length", 1: "length"}
 
 
-def test_a_group_whose_first_sequence_has_ended_finds_its_own_tokens_when_it_comes_back() -> None:
+def test_a_group_whose_first_sequence_has_ended_resumes_with_its_own_tokens() -> None:
     engine = make(
         blocks=16,
         prefix_caching=True,
@@ -272,7 +272,7 @@ def test_the_blocks_of_beams_that_lose_return_at_once() -> None:
 # --- preemption -----------------------------------------------------------------------------------------------------
 
 
-def crowd(engine: Engine, n: int = 1) -> None:
+def fill_blocks(engine: Engine, n: int = 1) -> None:
     """Two groups that outgrow the pool together, not alone; group 2 gives way."""
     engine.add(request(1, 9, max_tokens=10))
     engine.add(request(2, 9, max_tokens=10, n=n))
@@ -296,7 +296,7 @@ def test_preemption_mode(mode: str, n: int, move_seconds: float | None, swapped:
     engine = make(blocks=7 if n == 1 else 8, host=16, preemption_mode=mode)
     if move_seconds is not None:
         engine.scheduler.move_cost.observe_move(1, move_seconds)
-    crowd(engine, n)
+    fill_blocks(engine, n)
     steps_until(engine, "forget")
     assert engine.queues == (([], [1], [2]) if swapped else ([2], [1], []))
     finish(engine)
@@ -332,7 +332,7 @@ def test_nothing_is_swapped_in_while_something_is_swapped_out(batching: str) -> 
 
 def test_without_host_blocks_a_group_is_computed_again() -> None:
     engine = make(blocks=7, host=2, preemption_mode="swap")
-    crowd(engine)
+    fill_blocks(engine)
     steps_until(engine, "forget")
     assert engine.queues == ([2], [1], [])
     finish(engine)
@@ -378,7 +378,7 @@ def test_admission_leaves_the_watermark_free_unless_nothing_runs() -> None:
         ),
     ],
 )
-def test_what_can_never_run_is_ignored_and_says_why(
+def test_a_request_that_can_never_run_is_ignored_with_a_reason(
     options: dict[str, Any], bad: EngineCoreRequest, words: str
 ) -> None:
     engine = make(blocks=10, **options)
@@ -399,14 +399,14 @@ def test_a_prompt_that_does_not_fit_yet_is_not_overtaken() -> None:
     finish(engine)
 
 
-def test_blocks_promised_to_half_computed_prompts_are_not_given_away() -> None:
+def test_blocks_reserved_for_partly_computed_prompts_are_not_allocated() -> None:
     engine = make(blocks=8, max_num_batched_tokens=8)
     engine.add(request(1, 24, max_tokens=1))
     engine.add(request(2, 12, max_tokens=1))
     assert [step(engine) for _ in range(4)] == [{1: 8}, {1: 8}, {1: 8}, {2: 8}]
 
 
-def test_a_prompt_as_long_as_the_pool_is_not_kept_out_by_what_was_found_of_it() -> None:
+def test_a_prompt_as_long_as_the_pool_is_admitted_with_a_cached_prefix() -> None:
     engine = make(blocks=4, prefix_caching=True)
     engine.add(request(1, [1, 2, 3, 4, 5, 6, 7], max_tokens=4))
     engine.run()
@@ -436,9 +436,9 @@ def test_without_chunking_a_prompt_waits_until_the_budget_takes_it_whole() -> No
     assert [step(engine) for _ in range(3)] == [{1: 2}, {1: 1}, {2: 15}]
 
 
-def test_mixed_admits_nobody_in_a_step_that_preempts() -> None:
+def test_mixed_admits_nothing_in_a_step_that_preempts() -> None:
     engine = make(blocks=7)
-    crowd(engine)
+    fill_blocks(engine)
     steps_until(engine, "forget")
     engine.add(request(3, 1, max_tokens=1))
     assert engine.queues == ([2, 3], [1], [])
@@ -496,9 +496,9 @@ def test_prefill_first_takes_as_many_whole_prompts_as_the_budget_and_then_no_dec
     assert [step(engine) for _ in range(3)] == [{2: 12, 3: 8}, {4: 5}, {1: 1, 2: 1, 3: 1, 4: 1}]
 
 
-def test_prefill_first_brings_swapped_groups_back_before_new_prompts_and_only_if_nobody_was_preempted() -> None:
+def test_prefill_first_resumes_swapped_groups_before_new_prompts_and_only_without_preemption() -> None:
     engine = make(blocks=7, host=8, batching="prefill_first", preemption_mode="swap")
-    crowd(engine)
+    fill_blocks(engine)
     plan = steps_until(engine, "blocks_to_swap_out")
     assert engine.queues == ([], [1], [2])
     assert not plan.blocks_to_swap_in
@@ -585,7 +585,7 @@ def test_policies_order_admission(policy: str, order: list[int]) -> None:
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize(("policy", "order"), ORDERS)
-def test_policies_order_preemption_and_return(batching: str, mode: str, policy: str, order: list[int]) -> None:
+def test_policies_order_preemption_and_resumption(batching: str, mode: str, policy: str, order: list[int]) -> None:
     engine = make(blocks=7, host=8, scheduling_policy=policy, preemption_mode=mode, batching=batching)
     for group_id in (1, 2, 3):
         engine.add(traffic(engine, group_id))
@@ -605,7 +605,7 @@ def test_policies_order_preemption_and_return(batching: str, mode: str, policy: 
     finish(engine)
 
 
-def test_ldf_keeps_who_holds_most() -> None:
+def test_ldf_keeps_the_group_with_the_most_tokens() -> None:
     engine = make(blocks=8, scheduling_policy="ldf", preemption_mode="recompute")
     engine.add(request(1, 5, max_tokens=15))
     engine.add(request(2, 17, max_tokens=12))
@@ -660,7 +660,7 @@ def test_after_the_ageing_limit_no_later_arrival_is_admitted_first(policy: str) 
         finish(engine)
 
 
-def test_an_aged_group_is_kept_running_and_brought_back_before_later_ones() -> None:
+def test_an_aged_group_is_kept_running_and_resumed_before_later_ones() -> None:
     engine = make(blocks=7, host=8, scheduling_policy="lcfs", preemption_mode="swap", aging_limit=5.0)
     engine.add(request(1, 9, max_tokens=14))
     engine.add(request(2, 9, max_tokens=14))
@@ -677,7 +677,7 @@ def test_an_aged_group_is_kept_running_and_brought_back_before_later_ones() -> N
     finish(engine)
 
 
-def test_prefill_first_admits_an_aged_prompt_before_later_groups_come_back() -> None:
+def test_prefill_first_admits_an_aged_prompt_before_later_groups_resume() -> None:
     engine = make(
         blocks=8, host=8, batching="prefill_first", scheduling_policy="static", preemption_mode="swap", aging_limit=5.0
     )
@@ -693,7 +693,7 @@ def test_prefill_first_admits_an_aged_prompt_before_later_groups_come_back() -> 
     finish(engine)
 
 
-def test_a_queue_lets_go_of_those_that_left_from_its_middle() -> None:
+def test_a_queue_drops_entries_of_groups_removed_from_its_middle() -> None:
     queue = GroupQueue(load_policy("sjf"), 60.0)
     groups = [SequenceGroup(request(i, 3, max_tokens=1 + i), i, i, 1000) for i in range(500)]
     for group in groups:
@@ -703,7 +703,7 @@ def test_a_queue_lets_go_of_those_that_left_from_its_middle() -> None:
         queue.remove(group)
     assert sys.getrefcount(groups[300]) < before
     assert len(queue) == 1
-    assert queue.head(0.0) is groups[0]
+    assert queue.peek(0.0) is groups[0]
 
 
 # --- prefix cache ---------------------------------------------------------------------------------------------------
@@ -754,7 +754,7 @@ def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
 
 @pytest.mark.parametrize("length", [1, 4, 9, 10, 40])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_samples_nothing_ends_when_its_prompt_is_computed(depth: int, length: int) -> None:
+def test_a_task_without_sampling_ends_when_its_prompt_is_computed(depth: int, length: int) -> None:
     engine = make(blocks=10, max_num_seqs=4, max_num_batched_tokens=5, depth=depth)
     tasks: list[AnyTask] = [Generate(SamplingParams(n=3, max_tokens=0), 0), Pool()]
     for group_id, task in enumerate(tasks, start=1):
@@ -786,7 +786,7 @@ def test_prompts_alone_among_others_short_of_blocks() -> None:
         assert answer.pooled == b"%d" % print_of(answer.request.prompt_token_ids)
 
 
-def test_who_wants_logprobs_of_the_prompt_computes_it_all() -> None:
+def test_with_prompt_logprobs_the_whole_prompt_is_computed() -> None:
     engine = make(prefix_caching=True)
     for group_id in (1, 2):
         engine.add(request(group_id, list(range(9)), max_tokens=2, prompt_logprobs=1))
@@ -796,7 +796,7 @@ def test_who_wants_logprobs_of_the_prompt_computes_it_all() -> None:
 
 def test_preempted_groups_find_their_blocks_again() -> None:
     engine = make(blocks=7, prefix_caching=True, preemption_mode="recompute")
-    crowd(engine)
+    fill_blocks(engine)
     steps_until(engine, "forget")
     finish(engine)
     computed = sum(p.total_tokens for p in engine.plans)
@@ -855,7 +855,7 @@ def test_a_group_that_outgrows_the_pool_alone_ends_with_an_error_and_the_others_
 
 def test_a_failed_step_ends_its_groups_and_those_whose_blocks_it_moved() -> None:
     engine = make(blocks=7, host=8, preemption_mode="swap")
-    crowd(engine)
+    fill_blocks(engine)
     engine.add(request(3, 6, max_tokens=2))
     step(engine)
     while len(engine.answers[1].group.seqs[0].token_ids) < 13:

@@ -1,4 +1,4 @@
-"""The same as a state machine of hypothesis, which finds the shortest way to a broken rule."""
+"""Generated traffic as a hypothesis state machine, which shrinks a failure to the shortest sequence of calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT = [1 + (7 * i + i // 5) % 11 for i in range(40)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of all kinds come, step, and go, in any order."""
+    """Adds, steps and aborts requests of all kinds, in any order."""
 
     @initialize(
         block_size=st.sampled_from([2, 4]),

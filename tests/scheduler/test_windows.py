@@ -1,4 +1,4 @@
-"""Groups of KV layers with a window, under the scheduler."""
+"""KV groups with an attention window, under the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.scheduler.step import Step
 from tests.scheduler.fake_worker import Engine, check_nothing_held, tokens_alone
 
 
-def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_the_window() -> None:
+def test_recomputed_sequences_share_only_blocks_of_equal_tokens_though_the_window_has_passed_them() -> None:
     options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="recompute")
     blocks = BlockManager([GroupBlocks(40, window=2)], 1, max_num_batched_tokens=8)
     engine = Engine(blocks, options, max_model_len=40)
@@ -25,7 +25,7 @@ def test_sequences_are_not_taken_for_alike_because_their_beginnings_have_left_th
     alike = common_prefix(first.token_ids, second.token_ids)
     assert alike < first.num_computed - 4, "they differ before the window"
     engine.scheduler._preemption.preempt(answer.group, Step(0.0, 0))
-    assert second.resume == (first, alike)
+    assert second.shared_prefix == (first, alike)
     engine.run()
     assert answer.tokens == {index: tokens_alone(request, index, 40) for index in (0, 1)}
     assert answer.reasons == {0: "length", 1: "length"}
