@@ -31,10 +31,10 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int = 16
     #: Above 0 favours long hypotheses, below 0 short ones.
     length_penalty: float = 1.0
-    #: True: end when ``beam_width`` hypotheses are complete. False: go on while a running one scores better now.
-    #: "never": go on while a running one could still score better at any length.
+    #: True: end when ``beam_width`` hypotheses are complete. False: continue while a running one scores better now.
+    #: "never": continue while a running one could still score better at any length.
     early_stopping: bool | Literal["never"] = False
-    #: Go on after the end-of-sequence token.
+    #: Continue after the end-of-sequence token.
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 

@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     bad_words: list[str] | None = None
     #: Keep the stop string (or stop token's text) in the output.
     include_stop_str_in_output: bool = False
-    #: Go on after the end-of-sequence token.
+    #: Continue after the end-of-sequence token.
     ignore_eos: bool = False
     #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
     max_tokens: int | None = 16

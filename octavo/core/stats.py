@@ -53,7 +53,7 @@ class StepStats(SchedulerState, array_like=True, gc=False):
     worker_seconds: float = 0.0
     kernel_seconds: float = 0.0
     #: Seconds between the end of the step before and the start of this one, if there was work to do meanwhile:
-    #: outputs encoded and sent, messages taken in.
+    #: outputs encoded and sent, messages received.
     between_seconds: float = 0.0
     #: Tokens computed in this step.
     prefill_tokens: int = 0

@@ -205,7 +205,7 @@ class Admission:
             ]
             if not lower:
                 break
-            self._preemption.preempt(self._preemption.victim(lower, step.now), step)
+            self._preemption.preempt(self._preemption.choose_victim(lower, step.now), step)
         return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:

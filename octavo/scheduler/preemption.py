@@ -51,7 +51,7 @@ class Preemption:
         self._choose = VICTIMS[options.preemption_victim]
         self.cost = MoveCost()
 
-    def victim(self, candidates: SequenceOf[SequenceGroup], now: float) -> SequenceGroup:
+    def choose_victim(self, candidates: SequenceOf[SequenceGroup], now: float) -> SequenceGroup:
         """The group to preempt, of ``candidates`` in order, all after the one that needs the blocks.
 
         Groups beyond the ageing limit are preempted only when no other is left, the last in order first.
@@ -81,7 +81,7 @@ class Preemption:
         group.num_swaps += 1
         group.num_swapped_blocks += self._blocks.blocks_to_swap_in(group.seq_ids)
         self._stats.preemptions_by_swap += 1
-        self._queues.preempt(group, SequenceStatus.SWAPPED)
+        self._queues.requeue(group, SequenceStatus.SWAPPED)
         return True
 
     def _recompute(self, group: SequenceGroup) -> None:
@@ -96,7 +96,7 @@ class Preemption:
         group.num_recomputed_tokens += lost
         self._stats.preemptions_by_recompute += 1
         self._stats.recomputed_tokens += lost
-        self._queues.preempt(group, SequenceStatus.WAITING)
+        self._queues.requeue(group, SequenceStatus.WAITING)
         group.prefilling = True
 
     def _record_sharing(self, group: SequenceGroup) -> None:

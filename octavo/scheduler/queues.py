@@ -174,7 +174,7 @@ class Queues:
             self._insert(self.prefilling, group)
         self.new_seqs += [s for s in group.seqs if s.shared_prefix is None]
 
-    def preempt(self, group: SequenceGroup, status: SequenceStatus) -> None:
+    def requeue(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """From running to waiting or swapped; the caller frees or moves its blocks."""
         self._leave_running(group)
         group.resumable_after = self.last_step
@@ -239,11 +239,8 @@ class Queues:
                 seq.shared_prefix = (successor[0], min(count, successor[1]))
                 continue
             successor = (seq, count)
-            seq.shared_prefix = (
-                (ended.shared_prefix[0], min(count, ended.shared_prefix[1]))
-                if ended.shared_prefix is not None
-                else None
-            )
+            source = ended.shared_prefix
+            seq.shared_prefix = None if source is None else (source[0], min(count, source[1]))
             if seq.shared_prefix is None and seq.status is SequenceStatus.RUNNING:
                 self.new_seqs.append(seq)
 

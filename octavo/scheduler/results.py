@@ -125,9 +125,9 @@ class Results:
             self._queues.end_group(group, SequenceStatus.FINISHED_STOPPED)
             updates.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))
         else:
-            self._replace_beams(group, outcome.survivors)
+            self._fork_survivors(group, outcome.survivors)
 
-    def _replace_beams(self, group: SequenceGroup, survivors: list[tuple[int, int]]) -> None:
+    def _fork_survivors(self, group: SequenceGroup, survivors: list[tuple[int, int]]) -> None:
         """The first survivor of a beam replaces it, further ones are forked from it; beams without survivors end."""
         queues, before = self._queues, group.seqs
         taken: set[int] = set()

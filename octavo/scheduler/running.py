@@ -131,7 +131,7 @@ class Running:
         while not allocate_slots(queues, work, step):
             if position == len(queues.running) or self._blocks_will_be_freed():
                 return False
-            self._preemption.preempt(self._preemption.victim(queues.running[position:], step.now), step)
+            self._preemption.preempt(self._preemption.choose_victim(queues.running[position:], step.now), step)
         return True
 
     def _blocks_will_be_freed(self) -> bool:

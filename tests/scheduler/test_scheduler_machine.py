@@ -211,7 +211,7 @@ class Run:
         check_accounting(self.engine)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]]) -> None:
-        """Past the ageing limit no later arrival comes in, or stays, in favour of an older one."""
+        """No later arrival is admitted or kept running before a group that has waited beyond the ageing limit."""
         limit, now = self.case.options.aging_limit, self.engine.now
         if limit is None:
             return
