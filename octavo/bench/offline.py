@@ -61,7 +61,7 @@ def measure(
     ``bandwidth_gb_s`` is the measured bandwidth of the device, if it is known.
     """
     engine, rng = llm.llm_engine, random.Random(seed)
-    core, times = engine.core, engine.times
+    core, times = engine.core, engine.core.times
 
     def run(count: int, tokens: int) -> BatchRun:
         return run_batch(engine, random_prompts(engine, count, input_len, rng), greedy(tokens))
@@ -168,7 +168,7 @@ def run_batch(engine: LLMEngine, prompts: list[list[int]], params: SamplingParam
     Raises:
         WorkerError: a request ended with an error.
     """
-    counts, times = engine.core.scheduler.counts, engine.times
+    counts, times = engine.core.scheduler.counts, engine.core.times
     base = counts().prefill_tokens + counts().decode_tokens
     outputs: dict[str, RequestOutput] = {}
     calls: list[_Step] = []

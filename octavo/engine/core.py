@@ -1,4 +1,4 @@
-"""The engine core: a scheduler and an executor, joined by the step loop. It knows token ids only."""
+"""The engine core: the step loop over the scheduler and the executor of one model. It knows token ids only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
-from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
-from octavo.core.request import EngineCoreRequest
-from octavo.engine.step_loop import StepLoop, StepTimes
+from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import make_executor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
@@ -24,8 +22,8 @@ from octavo.scheduler.scheduler import Scheduler
 logger = logging.getLogger("octavo")
 
 
-class EngineCore:
-    """Owns the scheduler, the blocks and the executor of one model."""
+class EngineCore(StepLoop):
+    """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
 
     def __init__(self, options: EngineConfig, folder: Path) -> None:
         """Loads the model in ``folder`` and makes its KV cache.
@@ -33,17 +31,17 @@ class EngineCore:
         Raises:
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
-        load_policy(options.scheduling_policy)  # a name that is wrong is better known before the model is loaded
+        load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
         wanted = _context_length(options, self.model_config)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=wanted)
-        self.executor = make_executor(options, fitted, folder, self.dtype)
+        executor = make_executor(options, fitted, folder, self.dtype)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
-        self._end_workers = weakref.finalize(self, self.executor.shutdown)
-        blocks = self.executor.num_blocks(wanted)
+        self._end_workers = weakref.finalize(self, executor.shutdown)
+        blocks = executor.num_blocks(wanted)
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
         self.max_model_len = min(wanted, blocks * options.block_size)
         if self.max_model_len < wanted:
@@ -52,8 +50,8 @@ class EngineCore:
                 self.max_model_len,
                 wanted,
             )
-        host_blocks = self.executor.num_host_blocks()
-        groups = self.executor.kv_groups()
+        host_blocks = executor.num_host_blocks()
+        groups = executor.kv_groups()
         sizes = [
             GroupBlocks(count, host_count, window)
             for count, host_count, (_, window) in zip(
@@ -71,37 +69,30 @@ class EngineCore:
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
-        self.scheduler = Scheduler(self.blocks, options, self.max_model_len)
-        self.executor.collective_rpc(
+        scheduler = Scheduler(self.blocks, options, self.max_model_len)
+        executor.collective_rpc(
             "make_cache",
             [size.num_blocks for size in sizes],
             [size.num_host_blocks for size in sizes],
             self.max_model_len,
         )
-        if options.preemption_mode == "auto":  # who else would ask what moving a block costs
-            seconds = self.executor.measure_swap()
+        if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
+            seconds = executor.measure_swap()
             if seconds:
-                self.scheduler.move_cost.observe_move(1, seconds)
-        self._loop = StepLoop(self.scheduler, self.executor, max_in_flight=_steps_in_flight(options))
-        self._asleep = False
-
-    def add(self, request: EngineCoreRequest) -> None:
-        """Queues a request."""
-        self.scheduler.add(request)
+                scheduler.move_cost.observe_move(1, seconds)
+        super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
+        #: While it sleeps nothing can be computed.
+        self.is_sleeping = False
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
         self.scheduler.finish_group(group_id)
-        self._loop.settle()
+        self.settle()
 
     def stop(self, group_id: int, index: int) -> None:
         """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
         self.scheduler.finish_sequence(group_id, index)
-        self._loop.settle()
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets the contents of all blocks that requests to come could share."""
-        self.blocks.reset_prefix_cache()
+        self.settle()
 
     def sleep(self) -> None:
         """Gives the device's memory back until ``wake_up``: weights wait in host memory, cached prefixes are forgotten.
@@ -110,43 +101,20 @@ class EngineCore:
             EngineStateError: requests are unfinished.
             ConfigError: the weights cannot move.
         """
-        if self.has_work:
+        if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        logger.info("asleep: %.2f GiB of memory given back", self.executor.sleep() / (1 << 30))
-        self.reset_prefix_cache()
-        self._asleep = True
+        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        self.blocks.reset_prefix_cache()
+        self.is_sleeping = True
 
     def wake_up(self) -> None:
         """Takes the memory again and is as before; nothing happens if it does not sleep."""
         self.executor.collective_rpc("wake_up")
-        self._asleep = False
-
-    @property
-    def asleep(self) -> bool:
-        """Whether it sleeps: then it can compute nothing."""
-        return self._asleep
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-        return self.scheduler.has_work
-
-    def step(self) -> EngineCoreOutputs:
-        """One step. If it fails, its requests end with an error and the engine goes on.
-
-        Raises:
-            EngineDeadError: a worker is lost, so that no step can follow.
-        """
-        return self._loop.step()
+        self.is_sleeping = False
 
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
         self._end_workers()
-
-    @property
-    def times(self) -> StepTimes:
-        """Where the time of all steps went."""
-        return self._loop.times
 
 
 def _split(

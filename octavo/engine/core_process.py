@@ -127,19 +127,19 @@ class CoreLoop:
     def run(self) -> None:
         """Until it is told to shut down."""
         while self._take_messages():
-            if self._core.has_work:
+            if self._core.scheduler.has_work:
                 self._step()
 
     def _take_messages(self) -> bool:
         """Takes in what has come; sleeps before if there is nothing to do. False: it is time to end."""
-        busy = self._core.has_work
+        busy = self._core.scheduler.has_work
         if not busy:
             self._inbox.wait()
         while (message := self._inbox.take()) is not None:
             if isinstance(message, Shutdown):
                 return False
             self._handle(message)
-        if busy and not self._core.has_work:  # emptied by aborts: no step will tell
+        if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step will tell
             self._step_ended = None
             self._outbox.send(StepDone(EngineCoreOutputs(), self._state()))
         return True
@@ -147,7 +147,7 @@ class CoreLoop:
     def _handle(self, message: ToCore) -> None:
         match message:
             case Add(request):
-                self._core.add(request)
+                self._core.scheduler.add(request)
             case Abort(group_id):
                 self._core.abort(group_id)
             case Stop(group_id, index):
@@ -162,7 +162,7 @@ class CoreLoop:
                 value = self._core.scheduler.stats()
             else:
                 {
-                    "reset_prefix_cache": self._core.reset_prefix_cache,
+                    "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
                     "sleep": self._core.sleep,
                     "wake_up": self._core.wake_up,
                 }[method]()
@@ -178,7 +178,7 @@ class CoreLoop:
         stats.seconds = end - start
         if self._step_ended is not None:
             stats.between_seconds = start - self._step_ended
-        self._step_ended = end if self._core.has_work else None
+        self._step_ended = end if self._core.scheduler.has_work else None
         self._outbox.send(StepDone(outputs, stats))
 
     def _state(self) -> StepStats:

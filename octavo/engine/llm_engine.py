@@ -13,7 +13,6 @@ from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.step_loop import StepTimes
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 
@@ -74,7 +73,7 @@ class LLMEngine:
             InvalidRequestError: the request cannot be served; the engine is as before.
             EngineStateError: it sleeps.
         """
-        if self.core.asleep:
+        if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
@@ -86,11 +85,11 @@ class LLMEngine:
             cache_salt=cache_salt,
         )
         self._outputs.open(request, streaming=streaming)
-        self.core.add(request.group)
+        self.core.scheduler.add(request.group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
-        if not self.core.has_work:
+        if not self.core.scheduler.has_work:
             return []
         ready, stopped = self._outputs.process(self.core.step())
         for group_id, index in stopped:
@@ -107,7 +106,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
-        self.core.reset_prefix_cache()
+        self.core.blocks.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Gives the device's memory back until ``wake_up``; errors are those of ``EngineCore.sleep``."""
@@ -123,9 +122,4 @@ class LLMEngine:
 
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""
-        return copy.copy(self.core.scheduler.stats())  # which goes on counting in its own
-
-    @property
-    def times(self) -> StepTimes:
-        """Where the time of all steps went."""
-        return self.core.times
+        return copy.copy(self.core.scheduler.stats())  # the scheduler goes on counting in its own

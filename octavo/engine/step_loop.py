@@ -44,8 +44,8 @@ class StepLoop:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
         """While the workers compute a step, so many in all may be planned and submitted."""
-        self._scheduler = scheduler
-        self._executor = executor
+        self.scheduler = scheduler
+        self.executor = executor
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
@@ -68,18 +68,18 @@ class StepLoop:
 
     def _may_run_ahead(self) -> bool:
         failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
-        return len(self._in_flight) < self._max_in_flight and not failed and self._scheduler.can_run_ahead
+        return len(self._in_flight) < self._max_in_flight and not failed and self.scheduler.can_run_ahead
 
     def settle(self) -> None:
         """Waits for what is in flight if no request is left that it could be for: all of them ended meanwhile."""
-        while self._in_flight and not self._scheduler.has_work:
+        while self._in_flight and not self.scheduler.has_work:
             self._receive()
 
     def _submit(self) -> None:
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         pending: PendingStep = _INTERRUPTED
         try:
-            pending = self._executor.submit(plan)
+            pending = self.executor.submit(plan)
         except Exception as e:  # to be known when its turn comes: the step before it is taken in first
             pending = _Failed(e)
         finally:
@@ -101,19 +101,19 @@ class StepLoop:
         times.kernels += result.kernel_seconds
         times.device += result.device_seconds
         times.idle += result.idle_seconds
-        return self._scheduler.update(plan, result)
+        return self.scheduler.update(plan, result)
 
     def _fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends all that the plan was to compute, and the plan after it, which built on that."""
-        outputs = self._scheduler.fail(plan, message)
+        outputs = self.scheduler.fail(plan, message)
         while self._in_flight:
             later, pending = self._in_flight.popleft()
             try:
                 pending.wait()
             except Exception as e:
                 logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
-            outputs.groups += self._scheduler.fail(later, message).groups
-        self._executor.check_health()
+            outputs.groups += self.scheduler.fail(later, message).groups
+        self.executor.check_health()
         return outputs
 
 

@@ -213,33 +213,27 @@ class ModelRunner:
         """Seconds to move one block between device and host; see ``CacheEngine.measure_swap``."""
         return self._cache.measure_swap()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. An error of one sequence is part of the result; an exception means that the step failed."""
-        return self.submit(plan).wait()
-
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Queues a step's work on the device and returns; as ``execute`` with the waiting left to the caller.
+        """Queues a step's work on the device. An exception means that the step failed; errors of one sequence are in
+        its result.
 
         Further steps may be in flight, and the plan may schedule sequences that sample in them: their tokens then go
         from step to step on the device. Where the host must know a token before the next is sampled (penalties, bad
-        words, processors), it is waited for when the network's forward is queued. The plan may not fork a sequence
-        whose token is awaited, nor append to it, nor follow drafts whose verdict is.
+        words, processors), it is waited for when the network's forward is queued. While a sequence's token is pending,
+        the plan may not fork it, append to it, or follow its unverified drafts.
 
         Raises:
-            RuntimeError: the plan needs a token that nobody knows yet.
+            RuntimeError: the plan needs a token that is not known yet.
         """
-        with self._mode():
-            return self._submit(plan)
-
-    def _submit(self, plan: StepPlan) -> PendingStep:
         start, in_kernels = time.perf_counter(), self.clock.seconds
-        self._forget(plan.forget)
-        self._change_rows(plan)
-        inputs = self._batch.build(plan) if plan.seq_ids else None
-        step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
-        step.swap_seconds = self._cache.move(plan)
-        if inputs is not None:
-            self._compute(inputs, step)
+        with self._mode():
+            self._forget(plan.forget)
+            self._change_rows(plan)
+            inputs = self._batch.build(plan) if plan.seq_ids else None
+            step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
+            step.swap_seconds = self._cache.move(plan)
+            if inputs is not None:
+                self._compute(inputs, step)
         self._in_flight.append(step)
         step.result.seconds = time.perf_counter() - start
         step.result.kernel_seconds = self.clock.seconds - in_kernels

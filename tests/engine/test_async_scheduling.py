@@ -93,8 +93,8 @@ def load(folder: Path, **options: Any) -> LLM:
 
 
 def watch(llm: LLM) -> Watch:
-    loop = llm.llm_engine.core._loop
-    loop._executor = watched = Watch(loop._executor)
+    core = llm.llm_engine.core
+    core.executor = watched = Watch(core.executor)
     return watched
 
 
@@ -126,7 +126,7 @@ def _numbers(logprobs: Any) -> Any:
 def check_nothing_held(llm: LLM) -> None:
     core = llm.llm_engine.core
     assert core.blocks.num_used == core.blocks.host_used == core.blocks.num_tables == 0
-    assert not core.has_work and not core._loop._in_flight
+    assert not core.scheduler.has_work and not core._in_flight
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_one_penalised_request_among_64_holds_no_step_up(tiny_model: Path) -> No
     penalised = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, repetition_penalty=1.3)
     prompts: list[Any] = [{"prompt_token_ids": [10 + i]} for i in range(64)]
     outputs = llm.generate(prompts, [plain] * 63 + [penalised], use_tqdm=False)
-    steps = llm.llm_engine.times.steps
+    steps = llm.llm_engine.core.times.steps
     assert steps == 30 and watched.ahead == steps - 1
     alone = load(tiny_model).generate(prompts[63], penalised, use_tqdm=False)
     assert outputs[63].outputs[0].token_ids == alone[0].outputs[0].token_ids
@@ -356,7 +356,7 @@ def test_a_sequence_that_fails_ends_alone(llm: LLM) -> None:
 def test_by_default_steps_are_planned_ahead_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.engine import core
 
-    assert load(tiny_model, device="cpu").llm_engine.core._loop._max_in_flight == 1
+    assert load(tiny_model, device="cpu").llm_engine.core._max_in_flight == 1
     options = make_config(model="any")
     for device, expected in (("cpu", 1), ("cuda", 2)):
         monkeypatch.setattr(core, "resolve_device", lambda name, found=device: found)

@@ -85,4 +85,4 @@ def test_bit_for_bit_the_answers_without_guesses(
     assert everything(found) == everything(outputs)
     assert drafter.proposed > 50
     if not options:
-        assert llm.llm_engine.times.steps < max(len(c.token_ids) for o in outputs for c in o.outputs)
+        assert llm.llm_engine.core.times.steps < max(len(c.token_ids) for o in outputs for c in o.outputs)

@@ -35,7 +35,7 @@ def nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]
     if "llm" in request.fixturenames:
         core = request.getfixturevalue("llm").llm_engine.core
         assert core.blocks.num_used == 0
-        assert not core.has_work
+        assert not core.scheduler.has_work
 
 
 def text(output: RequestOutput) -> str:

@@ -37,12 +37,14 @@ def make(tiny_model: Path) -> MakeEngine:
 def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> list[NDArray[np.float32]]:
     """The vectors of prompts that arrive together, with so many requests that generate."""
     for i, prompt in enumerate(prompts):
-        core.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Pool()))
+        core.scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Pool()))
     for i in range(neighbours):
-        core.add(EngineCoreRequest(group_id=100 + i, prompt_token_ids=PROMPTS[i][::-1], task=Generate(GREEDY, i)))
+        core.scheduler.add(
+            EngineCoreRequest(group_id=100 + i, prompt_token_ids=PROMPTS[i][::-1], task=Generate(GREEDY, i))
+        )
     found: dict[int, bytes] = {}
     ends: dict[int, str] = {}
-    while core.has_work:
+    while core.scheduler.has_work:
         outputs = core.step()
         for update in outputs.sequences:
             assert update.finish_reason != "error", update.error

@@ -113,32 +113,32 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
     assert engine.scheduler.move_cost.seconds_per_block == 0.5, "a block has moved when the slower worker has moved it"
     with caplog.at_level(logging.INFO, logger="octavo"):
         engine.sleep()
-    assert "7.00 GiB of memory given back" in caplog.text
+    assert "7.00 GiB of memory freed" in caplog.text
 
 
 def test_a_step_that_fails_on_one_worker_ends_its_requests_and_the_engine_goes_on(
     tiny_model: Path, executor: TwoWorkers
 ) -> None:
     engine = make(tiny_model)
-    engine.add(request(0))
+    engine.scheduler.add(request(0))
     executor.workers[1].fails = True
     ended = engine.step().groups
     assert [(end.group_id, end.finish_reason) for end in ended] == [(0, "error")]
     assert "a worker failed" in (ended[0].error or "")
     executor.workers[1].fails = False
-    engine.add(request(1))
+    engine.scheduler.add(request(1))
     tokens = [sequence.token_id for _ in range(3) for sequence in engine.step().sequences]
-    assert tokens == [7, 7, 7] and not engine.has_work
+    assert tokens == [7, 7, 7] and not engine.scheduler.has_work
 
 
 def test_a_worker_that_is_lost_ends_the_engine(tiny_model: Path, executor: TwoWorkers) -> None:
     engine = make(tiny_model)
-    engine.add(request(0))
+    engine.scheduler.add(request(0))
     engine.step()
     executor.workers[1].is_lost = True
     with pytest.raises(EngineDeadError, match="the worker of rank 1 is lost"):
         engine.step()
-    assert not engine.has_work
+    assert not engine.scheduler.has_work
 
 
 def test_workers_end_with_the_engine_once(tiny_model: Path, executor: TwoWorkers) -> None:

@@ -66,7 +66,7 @@ class Worker:
             flying.append(self.runner.submit(StepPlan(step=i, **make(tokens))))
         while flying:
             wait()
-        self.runner.execute(StepPlan(step=0, forget=list(tokens)))
+        self.runner.submit(StepPlan(step=0, forget=list(tokens))).wait()
         return results
 
     def check(self, plans: list[MakePlan]) -> list[StepResult]:
@@ -309,8 +309,8 @@ def test_prompt_logprobs_are_waited_for_with_their_step(worker: Worker, monkeypa
         return Late(start_scoring(*arguments), started)
 
     plan = StepPlan(step=1, **start(0, params=SamplingParams(temperature=0.0, prompt_logprobs=1))({}))
-    expected = worker.runner.execute(plan)
-    worker.runner.execute(StepPlan(step=0, forget=[0]))
+    expected = worker.runner.submit(plan).wait()
+    worker.runner.submit(StepPlan(step=0, forget=[0])).wait()
     monkeypatch.setattr(worker.runner._sampler, "start_prompt_logprobs", late)
     first = worker.runner.submit(plan)
     second = worker.runner.submit(StepPlan(step=2, **decode(0)({})))
@@ -318,7 +318,7 @@ def test_prompt_logprobs_are_waited_for_with_their_step(worker: Worker, monkeypa
     assert facts(first.wait()) == facts(expected)
     assert waited == [1]
     second.wait()
-    worker.runner.execute(StepPlan(step=0, forget=[0]))
+    worker.runner.submit(StepPlan(step=0, forget=[0])).wait()
 
 
 def test_steps_without_tokens(worker: Worker) -> None:
@@ -422,7 +422,7 @@ def test_steps_are_waited_for_in_order_and_once(worker: Worker) -> None:
     with pytest.raises(RuntimeError, match="step 1 is not the oldest"):
         first.wait()
     assert len(second.wait().token_ids) == 1
-    worker.runner.execute(StepPlan(step=3, forget=[0]))
+    worker.runner.submit(StepPlan(step=3, forget=[0])).wait()
 
 
 def test_a_plan_that_needs_a_token_in_flight_is_refused(worker: Worker) -> None:
@@ -432,7 +432,7 @@ def test_a_plan_that_needs_a_token_in_flight_is_refused(worker: Worker) -> None:
     with pytest.raises(RuntimeError, match=r"sequences \[0\] are not known yet"):
         worker.runner.submit(StepPlan(step=2, new_tokens={0: [5]}))
     pending.wait()
-    worker.runner.execute(StepPlan(step=3, forget=[0]))
+    worker.runner.submit(StepPlan(step=3, forget=[0])).wait()
 
 
 def test_a_step_that_fails_is_not_in_flight(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,8 +447,8 @@ def test_a_step_that_fails_is_not_in_flight(worker: Worker, monkeypatch: pytest.
         with pytest.raises(ValueError, match="no"):
             worker.runner.submit(StepPlan(step=1, **start(1)({})))
     second = worker.runner.submit(StepPlan(step=1, **decode(0, forget=[1])({})))
-    results = [first.wait(), second.wait(), worker.runner.execute(StepPlan(step=2, **decode(0)({})))]
-    worker.runner.execute(StepPlan(step=3, forget=[0]))
+    results = [first.wait(), second.wait(), worker.runner.submit(StepPlan(step=2, **decode(0)({}))).wait()]
+    worker.runner.submit(StepPlan(step=3, forget=[0])).wait()
     assert [facts(r) for r in results] == [facts(r) for r in expected]
 
 

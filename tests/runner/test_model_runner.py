@@ -38,7 +38,7 @@ class Worker:
 
     def step(self, **plan: Any) -> StepResult:
         self._steps += 1
-        return self.runner.execute(StepPlan(step=self._steps, **plan))
+        return self.runner.submit(StepPlan(step=self._steps, **plan)).wait()
 
     def alone(
         self, prompt: list[int], params: SamplingParams, count: int, *, seed: int = 0, **sequence: Any
