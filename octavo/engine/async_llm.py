@@ -73,8 +73,8 @@ class AsyncLLM:
         self.on_step: Callable[[StepStats], None] | None = None
         #: Set when the core has died, not when it was shut down.
         self.died = asyncio.Event()
-        #: Whether the engine sleeps: requests are refused.
-        self.asleep = False
+        #: While the engine sleeps, requests are refused.
+        self.is_sleeping = False
         self.inputs = InputProcessor(
             tokenizer,
             vocab_size=ready.model_config.vocab_size,
@@ -179,14 +179,14 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the request cannot be served.
             EngineDeadError: the engine has died or is being shut down.
-            EngineStateError: the engine sleeps.
+            EngineStateError: the engine is sleeping.
         """
         params = params if params is not None else SamplingParams()
         text, prompt = await self._tokenize(prompt)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()
-        if self.asleep:
+        if self.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         check_sendable(request.group)
@@ -315,7 +315,7 @@ class AsyncLLM:
         await self._client.call("reset_prefix_cache", type(None))
 
     async def sleep(self) -> None:
-        """Gives the GPU's memory back until ``wake_up``; see ``LLM.sleep``.
+        """Frees the GPU's memory until ``wake_up``; see ``LLM.sleep``.
 
         Raises:
             EngineStateError: requests are unfinished.
@@ -324,17 +324,17 @@ class AsyncLLM:
         self.check_alive()
         if self._streams:
             raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
-        self.asleep = True  # from now on requests are refused
+        self.is_sleeping = True  # from now on requests are refused
         try:
             await self._client.call("sleep", type(None))
         except OctavoError:
-            self.asleep = False
+            self.is_sleeping = False
             raise
 
     async def wake_up(self) -> None:
-        """Takes the memory again; nothing happens if the engine does not sleep."""
+        """Restores weights and KV cache; nothing happens if the engine is not sleeping."""
         await self._client.call("wake_up", type(None))
-        self.asleep = False
+        self.is_sleeping = False
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""

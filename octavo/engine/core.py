@@ -35,20 +35,20 @@ class EngineCore(StepLoop):
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
-        wanted = _context_length(options, self.model_config)
+        context_length = _context_length(options, self.model_config)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
-        fitted = replace(self.model_config, max_position=wanted)
+        fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
         self._end_workers = weakref.finalize(self, executor.shutdown)
-        blocks = executor.num_blocks(wanted)
+        blocks = executor.num_blocks(context_length)
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
-        self.max_model_len = min(wanted, blocks * options.block_size)
-        if self.max_model_len < wanted:
+        self.max_model_len = min(context_length, blocks * options.block_size)
+        if self.max_model_len < context_length:
             logger.warning(
                 "the KV cache holds %d tokens, less than the context length of %d: longer requests are refused",
                 self.max_model_len,
-                wanted,
+                context_length,
             )
         host_blocks = executor.num_host_blocks()
         groups = executor.kv_groups()
@@ -95,7 +95,7 @@ class EngineCore(StepLoop):
         self.settle()
 
     def sleep(self) -> None:
-        """Gives the device's memory back until ``wake_up``: weights wait in host memory, cached prefixes are forgotten.
+        """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
 
         Raises:
             EngineStateError: requests are unfinished.
@@ -108,7 +108,7 @@ class EngineCore(StepLoop):
         self.is_sleeping = True
 
     def wake_up(self) -> None:
-        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        """Restores weights and KV cache; nothing happens if it is not sleeping."""
         self.executor.collective_rpc("wake_up")
         self.is_sleeping = False
 
@@ -120,7 +120,7 @@ class EngineCore(StepLoop):
 def _split(
     num_blocks: int, groups: list[tuple[int, int | None]], options: EngineConfig, max_model_len: int
 ) -> list[int]:
-    """Blocks for each KV group in the memory of ``num_blocks`` of all of them; ``groups`` as a worker tells them."""
+    """Blocks for each KV group in the memory of ``num_blocks`` of all of them; ``groups`` as ``Executor.kv_groups``."""
     if len(groups) == 1:
         return [num_blocks]
     block_bytes, windows = [size for size, _ in groups], [window for _, window in groups]
@@ -136,7 +136,7 @@ def _split(
 
 
 def _steps_in_flight(options: EngineConfig) -> int:
-    """Two with ``async_scheduling``, by default where the processor has time to spare while the device computes."""
+    """Two with ``async_scheduling``, by default on a GPU, where the processor is idle while the device computes."""
     ahead = options.async_scheduling
     return 2 if ahead or (ahead is None and resolve_device(options.device) != "cpu") else 1
 

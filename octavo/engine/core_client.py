@@ -1,4 +1,4 @@
-"""The front end's side of the core's process: starting it, talking to it, noticing its end."""
+"""The front end's side of the core's process: starts it, exchanges messages with it, and detects its end."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ from octavo.core.messages import (
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70
-#: Seconds that a core told to end may take for the step that it is in.
-_PATIENCE = 5.0
+#: Seconds that a core may take to end.
+_END_TIMEOUT = 5.0
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
 
 
 class CoreProcess:
-    """The process of a core, which begins at once to import what it needs and loads a model when ``AsyncLLM`` says so.
+    """The process of a core: imports its modules at once, and loads a model when ``AsyncLLM`` sends ``Start``.
 
-    Starting it before anything else that takes time (the front end's own imports) is what makes a quick start. It ends
-    with this process, whatever ends this one.
+    Starting it before the front end's own imports shortens the start. It ends when this process ends, for any reason.
     """
 
     def __init__(self) -> None:
         temp = tempfile.gettempdir()
-        #: Holds the sockets; nobody else may look into it.
+        #: Private folder of the sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
         #: Readable when the core has ended or is about to.
         self.life, theirs = socket.socketpair()
         with theirs:
-            # Modules that a user names (scheduling policies) are found as they are here; -P: and nothing more.
+            # Modules that options name (scheduling policies) are found on the same path; -P adds nothing to it.
             path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "octavo.engine.core_process", str(self.folder), str(theirs.fileno())],
@@ -75,23 +74,23 @@ class CoreProcess:
         return self._process.pid
 
     def end(self) -> None:
-        """Lets it end at once, also where it is stopped or hangs, without waiting for that."""
+        """Kills it, even if it is stopped or hangs, without waiting for its end."""
         self._process.kill()
 
     def kill(self) -> None:
-        """Ends it at once if it has not ended, and leaves nothing of it behind."""
+        """Kills it if it has not ended, waits for its end, and removes its sockets."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of a driver not even this ends it
-            self._process.wait(_PATIENCE)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
+            self._process.wait(_END_TIMEOUT)
         self.life.close()
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Removes the sockets, when the core has no more use for them."""
+        """Removes the sockets once the core no longer uses them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def fate(self) -> str:
-        """How a process that has ended, or will within milliseconds, ended."""
+    def exit_reason(self) -> str:
+        """How the process ended; it may still be ending, for some milliseconds."""
         try:
             code = self._process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
@@ -107,7 +106,7 @@ def _signal_name(number: int) -> str:
 
 
 class CoreClient:
-    """Sends messages to a core and hands on what it sends. For one event loop.
+    """Sends messages to a core and passes on those that it sends. For one event loop.
 
     When the core dies all calls fail at once, and ``on_death`` is called, once, and never after ``close``.
     """
@@ -127,10 +126,10 @@ class CoreClient:
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
         self._context: Any = zmq.asyncio.Context(io_threads=1)
-        # What a core that has died did not take must not hold up this process's end.
+        # Messages that a dead core did not receive must not delay the end of this process.
         self._context.setsockopt(zmq.LINGER, 0)
-        # Sending never waits, so that it can be done where nothing may be awaited: while a task is being cancelled.
-        # What is not sent yet is bounded by the open requests.
+        # Sending never waits, so it is possible while a task is being cancelled, where nothing can be awaited.
+        # The number of open requests bounds the messages that wait.
         self._out = zmq.Socket(self._context, zmq.PUSH)
         self._out.setsockopt(zmq.LINGER, 0)
         self._out.setsockopt(zmq.SNDHWM, 0)
@@ -143,7 +142,7 @@ class CoreClient:
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._call_ids = itertools.count()
-        self._words = b""
+        self._exit_report = b""
         self._ended = asyncio.Event()
         self._closing = False
         self._receiver = self._loop.create_task(self._receive())
@@ -196,7 +195,7 @@ class CoreClient:
         try:
             while True:
                 await self._process_message(decoder.decode(await self._in.recv()))
-                # A message that is there already is received without a pause; others must have their turn too.
+                # Receiving a message that has already arrived does not yield to other tasks.
                 await asyncio.sleep(0)
         except Exception as e:
             logger.exception("the front end failed at a message of the engine's process")
@@ -208,7 +207,7 @@ class CoreClient:
                 await self.on_step(message)
             case Reply(call_id, value, error):
                 future = self._calls.get(call_id)
-                if future is None or future.done():  # nobody waits for it any more
+                if future is None or future.done():  # its caller was cancelled
                     return
                 if error is None:
                     future.set_result(value)
@@ -221,20 +220,20 @@ class CoreClient:
                     self.ready.set_result(message)
 
     def _read_exit_report(self) -> None:
-        """Something came on the socket on which there is silence while both sides live."""
+        """Called when ``life`` is readable: the core sends its exit report there, and its end closes the socket."""
         with contextlib.suppress(ConnectionError):  # like its end
             data = self._process.life.recv(1 << 16)
             if data:
-                self._words += data
+                self._exit_report += data
                 return
         self._loop.remove_reader(self._process.life)
         self._ended.set()
         self._process.remove_folder()
         if not self._closing:
-            self._die(_reason(self._words, self._process, loading=not self.ready.done()))
+            self._die(_exit_error(self._exit_report, self._process, loading=not self.ready.done()))
 
     def give_up(self, error: OctavoError) -> None:
-        """Ends a core that cannot go on, as if it had died of this error."""
+        """Kills a core that cannot go on and fails all calls with ``error``."""
         self._die(error)
         self._process.end()
 
@@ -247,7 +246,7 @@ class CoreClient:
         self.error = error
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # perhaps nobody awaits it, and asyncio would complain
+            self.ready.exception()  # marks it as retrieved: asyncio warns of an error that is never awaited
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -255,17 +254,17 @@ class CoreClient:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Ends the core, after its step if that does not take too long, and leaves nothing of it behind."""
+        """Ends the core, if possible after its current step, and removes its sockets."""
         if self.error is None and not self._closing:
             self.send(Shutdown())
             self._closing = True
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(_END_TIMEOUT):
                     await self._ended.wait()
         self.kill()
 
     def kill(self) -> None:
-        """Ends the core at once and leaves nothing of it behind."""
+        """Ends the core at once and removes its sockets."""
         self._closing = True
         if self.error is None:
             self._fail_calls(EngineDeadError("the engine has been shut down"))
@@ -278,22 +277,22 @@ class CoreClient:
 
 
 async def _ignore(step: StepDone) -> None:
-    """For whoever is not interested."""
+    """The default of ``on_step``."""
 
 
 def _plain_number(value: object) -> Any:
-    """Numbers of numpy, which are subclasses of Python's, as Python's own."""
+    """Converts numpy's numbers, which are subclasses of Python's, to Python's own."""
     if isinstance(value, float):
         return float(value)
     raise TypeError(f"{type(value).__name__} cannot cross to another process")
 
 
-def _reason(words: bytes, process: CoreProcess, *, loading: bool) -> OctavoError:
-    """The error that a core's end means: while it loads, its own if it is one of ours; else that the engine is dead."""
-    if not words:
-        return EngineDeadError(f"the engine's process {process.fate()}")
-    last = msgspec.msgpack.decode(words, type=ExitReport)
-    kind = getattr(errors, last.kind, None)
+def _exit_error(report: bytes, process: CoreProcess, *, loading: bool) -> OctavoError:
+    """The error of a core that has ended: the ``OctavoError`` reported while loading, else ``EngineDeadError``."""
+    if not report:
+        return EngineDeadError(f"the engine's process {process.exit_reason()}")
+    decoded = msgspec.msgpack.decode(report, type=ExitReport)
+    kind = getattr(errors, decoded.kind, None)
     if loading and isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(last.message)
-    return EngineDeadError(f"the engine's process failed: {last.message}")
+        return kind(decoded.message)
+    return EngineDeadError(f"the engine's process failed: {decoded.message}")

@@ -1,11 +1,11 @@
-"""The engine core in a process of its own: takes requests, steps while there is work, sends what came of each step.
+"""The engine core in a process of its own: receives requests, steps while there is work, sends outputs of each step.
 
 Started by ``core_client.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER DESCRIPTOR``.
 
-On a CPU nothing is prepared for the next step while one computes: all cores are computing then, and there is little to
-gain. With 64 sequences of the demo model, scheduling and taking in results cost 0.4 ms of processor time a step, and
-sending 0.1 ms; the step itself takes more than 50 ms. On a GPU these are done while it computes (``step_loop``). What
-the front end does with a step (1.2 ms) costs it nothing on either.
+On a CPU nothing is prepared for the next step while one computes: all cores are busy then, and there is little to gain.
+With 64 sequences of the demo model, scheduling and processing results cost 0.4 ms of processor time a step, and sending
+0.1 ms; the step itself takes more than 50 ms. On a GPU these are done while it computes (``step_loop``). The front
+end's work for a step (1.2 ms) is done in its own process.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 #: Names of the sockets in the private folder. The core binds the first, the front end the second.
 TO_CORE, FROM_CORE = "to_core", "from_core"
-#: Steps that may wait on either side for a front end that does not keep up; then the core waits for it.
+#: Steps that may be queued on either side for a slow front end; then the core waits.
 MAX_WAITING_STEPS = 64
-#: Most milliseconds that the process waits, at its end, for its messages to be taken.
+#: Milliseconds that the process waits at its end, at most, for its messages to be received.
 LINGER = 500
-#: What the scheduler says of the state after a step; the first fields of ``StepStats``, in their order.
+#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
 _state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 
 logger = logging.getLogger("octavo")
@@ -76,7 +76,7 @@ class Inbox:
         """Sleeps until there is a message."""
         self._socket.poll()
 
-    def take(self) -> ToCore | None:
+    def receive(self) -> ToCore | None:
         """The next message, or None if there is none now."""
         try:
             data = self._socket.recv(zmq.NOBLOCK)
@@ -114,7 +114,7 @@ class LogSender(logging.Handler):
 
 
 class CoreLoop:
-    """Drives a core by messages. It takes in all that have come before each step, and sends one message a step."""
+    """Drives a core by messages: handles those that have arrived before each step, and sends one after it."""
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self._core = core
@@ -126,20 +126,20 @@ class CoreLoop:
 
     def run(self) -> None:
         """Until it is told to shut down."""
-        while self._take_messages():
+        while self._receive_messages():
             if self._core.scheduler.has_work:
                 self._step()
 
-    def _take_messages(self) -> bool:
-        """Takes in what has come; sleeps before if there is nothing to do. False: it is time to end."""
+    def _receive_messages(self) -> bool:
+        """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
         busy = self._core.scheduler.has_work
         if not busy:
             self._inbox.wait()
-        while (message := self._inbox.take()) is not None:
+        while (message := self._inbox.receive()) is not None:
             if isinstance(message, Shutdown):
                 return False
             self._handle(message)
-        if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step will tell
+        if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
             self._step_ended = None
             self._outbox.send(StepDone(EngineCoreOutputs(), self._state()))
         return True
@@ -166,7 +166,7 @@ class CoreLoop:
                     "sleep": self._core.sleep,
                     "wake_up": self._core.wake_up,
                 }[method]()
-        except Exception as e:  # the caller's to deal with
+        except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
         return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)
 
@@ -203,7 +203,7 @@ def serve(folder: Path) -> None:
     try:
         inbox, outbox = Inbox(context, folder), Outbox(context, folder)
         core = _load(inbox, outbox)
-        gc.freeze()  # what lives now is never looked at again
+        gc.freeze()  # objects that exist now are excluded from garbage collection
         gc.enable()
         if core is not None:
             try:
@@ -222,7 +222,7 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     from octavo.engine.core import EngineCore
 
     inbox.wait()
-    start = inbox.take()
+    start = inbox.receive()
     if not isinstance(start, Start):
         return None
     logger.handlers, logger.propagate = [LogSender(outbox)], False
@@ -240,10 +240,10 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
 
 def main(arguments: list[str]) -> int:
     """The process: ``arguments`` are its private folder and the descriptor of the socket shared with its parent."""
-    # Ctrl-C and a supervisor's signals reach every process of a group; the front end decides what they mean.
+    # Ctrl-C and a supervisor's signals reach every process of a group; the front end handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.disable()  # while hundreds of thousands of objects are made that stay: it would cost a fifth of the start
+    gc.disable()  # the imports make many objects that stay: collecting would take a fifth of the start
     folder, life = Path(arguments[0]), socket.socket(fileno=int(arguments[1]))
     life.set_inheritable(False)
     threading.Thread(target=_end_with_parent, args=(life, folder), daemon=True).start()
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_with_parent(life: socket.socket, folder: Path) -> None:
-    """Waits for the parent's end, however it comes, and ends this process at once: nobody is left to serve."""
+    """Waits for the parent's end, and ends this process at once: no client is left."""
     life.recv(1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
@@ -267,4 +267,4 @@ def _end_with_parent(life: socket.socket, folder: Path) -> None:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # all has been sent; taking torch and the weights apart would only take time
+    os._exit(code)  # all messages have been sent; destroying torch and the weights would only take time

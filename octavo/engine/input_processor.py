@@ -1,4 +1,4 @@
-"""From what a user gives to what the engine core takes: tokenize, check, resolve."""
+"""From prompts and parameters to requests of the engine core: tokenize, check, resolve."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class InputProcessor:
 
     def _beam(self, params: BeamSearchParams) -> Beam:
         self.tokenizer.check_can_decode()
-        self._unseeded += 1  # what the next request draws does not depend on the task of this one
+        self._unseeded += 1  # the seed of the next request does not depend on the task of this one
         return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
 
     def _generate(self, params: SamplingParams) -> Generate:

@@ -27,7 +27,7 @@ class LLM:
     >>> llm = LLM(model="smollm2-135m")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
 
-    A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts such a one fails alone:
+    A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts it fails alone:
     its output has ``finish_reason`` "error" and says why in ``error``, the others finish.
     """
 
@@ -118,9 +118,9 @@ class LLM:
         return self._run(rendered, sampling_params, use_tqdm, priority, single)
 
     def sleep(self) -> None:
-        """Gives the GPU's memory back until ``wake_up``, so that another program can have it.
+        """Frees the GPU's memory until ``wake_up``, for other programs.
 
-        The weights wait in host memory; what is in the KV cache is dropped, cached prefixes are forgotten. Meanwhile
+        The weights move to host memory; the KV cache and its prefixes are dropped. Meanwhile
         requests are refused with ``EngineStateError``.
 
         Raises:
@@ -130,7 +130,7 @@ class LLM:
         self.llm_engine.sleep()
 
     def wake_up(self) -> None:
-        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        """Restores weights and KV cache; nothing happens if it is not sleeping."""
         self.llm_engine.wake_up()
 
     def _run(

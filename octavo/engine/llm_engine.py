@@ -71,7 +71,7 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
-            EngineStateError: it sleeps.
+            EngineStateError: the engine is sleeping.
         """
         if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
@@ -109,11 +109,11 @@ class LLMEngine:
         self.core.blocks.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Gives the device's memory back until ``wake_up``; errors are those of ``EngineCore.sleep``."""
+        """Frees the device's memory until ``wake_up``; errors are those of ``EngineCore.sleep``."""
         self.core.sleep()
 
     def wake_up(self) -> None:
-        """Takes the memory again and is as before; nothing happens if it does not sleep."""
+        """Restores weights and KV cache; nothing happens if it is not sleeping."""
         self.core.wake_up()
 
     def has_unfinished_requests(self) -> bool:

@@ -1,4 +1,4 @@
-"""From what a step did to what a user gets: text, stop strings, logprobs, finish reasons, metrics."""
+"""From outputs of the core to outputs of requests: text, stop strings, logprobs, finish reasons, metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STOPPED = SequenceStatus.FINISHED_STOPPED.value
 class _Completion:
     """One sequence of a request. Without a detokenizer its text is made once, at its end."""
 
-    #: What was added to it and not taken yet.
+    #: What was added since the last ``take``.
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None = None
     finished: bool = False
@@ -42,7 +42,7 @@ class _Completion:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request, and what came of it since its output was last taken. What is not taken adds up; nothing is lost."""
+    """An open request and its output since the last ``take``; output that is not taken accumulates."""
 
     source: ProcessedRequest
     #: How its completions are shown.
@@ -64,7 +64,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether all of its completions have ended."""
         return all(c.finished for c in self.completions)
 
     def take(self) -> RequestOutput:
@@ -150,7 +150,7 @@ class OutputProcessor:
     def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
         now = time.monotonic()
-        touched: dict[int, RequestState] = {}
+        updated: dict[int, RequestState] = {}
         stopped: list[tuple[int, int]] = []
         for admission in step.admissions:
             request = self._groups.get(admission.group_id)
@@ -165,16 +165,16 @@ class OutputProcessor:
                 continue
             self._add(request, completion, update, now)
             if update.token_id is not None or completion.finished:
-                touched[update.group_id] = request
+                updated[update.group_id] = request
             if completion.finished and update.finish_reason is None:
                 stopped.append((update.group_id, update.index))
         for end in step.groups:
             request = self._groups.get(end.group_id)
             if request is not None:
-                touched[end.group_id] = request
+                updated[end.group_id] = request
                 self._end_group(request, end)
         ready = []
-        for request in touched.values():
+        for request in updated.values():
             finished = request.finished
             if finished:
                 self._close(request, now)
@@ -193,7 +193,7 @@ class OutputProcessor:
         return request
 
     def discard(self, request: RequestState) -> None:
-        """Closes a request as it is: what was not taken is still there, and no end will come."""
+        """Closes a request as it is; output not yet taken stays in it."""
         del self._requests[request.request_id]
         del self._groups[request.group_id]
 

@@ -1,4 +1,4 @@
-"""The step loop: what the scheduler plans goes to the executor, and what comes of it back to the scheduler."""
+"""The step loop: plans of the scheduler go to the executor, and their results back to the scheduler."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger("octavo")
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds summed over steps, by where they went."""
+    """Seconds summed over steps, by where they were spent."""
 
     steps: int = 0
-    #: In the step loop: schedule, wait for a step, update.
+    #: In the step loop: schedule, wait, update.
     total: float = 0.0
     #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
     worker: float = 0.0
     kernels: float = 0.0
-    #: On a GPU: computing and moving blocks, and with nothing to do between two steps.
+    #: On a GPU: busy with steps, and idle between them.
     device: float = 0.0
     idle: float = 0.0
 
@@ -36,14 +36,14 @@ class StepTimes:
 
 
 class StepLoop:
-    """Owns the steps in flight: planned and submitted, not yet taken in.
+    """Owns the steps in flight: planned and submitted, result not yet received.
 
     Invariant: they are waited for in order, and between two calls there are fewer than ``max_in_flight``; none if no
     request is left.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
-        """While the workers compute a step, so many in all may be planned and submitted."""
+        """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""
         self.scheduler = scheduler
         self.executor = executor
         self._max_in_flight = max_in_flight
@@ -51,7 +51,7 @@ class StepLoop:
         self.times = StepTimes()
 
     def step(self) -> EngineCoreOutputs:
-        """Takes in one step. If it fails, its requests end with an error and the others go on.
+        """Receives the result of one step. If it fails, its requests end with an error and the others go on.
 
         Raises:
             EngineDeadError: a worker is lost, so that no step can follow.
@@ -71,7 +71,7 @@ class StepLoop:
         return len(self._in_flight) < self._max_in_flight and not failed and self.scheduler.can_run_ahead
 
     def settle(self) -> None:
-        """Waits for what is in flight if no request is left that it could be for: all of them ended meanwhile."""
+        """Waits for the steps in flight if all of their requests have ended meanwhile."""
         while self._in_flight and not self.scheduler.has_work:
             self._receive()
 
@@ -80,7 +80,7 @@ class StepLoop:
         pending: PendingStep = _INTERRUPTED
         try:
             pending = self.executor.submit(plan)
-        except Exception as e:  # to be known when its turn comes: the step before it is taken in first
+        except Exception as e:  # raised by ``wait``: the result of the step before comes first
             pending = _Failed(e)
         finally:
             self._in_flight.append((plan, pending))
@@ -104,7 +104,7 @@ class StepLoop:
         return self.scheduler.update(plan, result)
 
     def _fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
-        """Ends all that the plan was to compute, and the plan after it, which built on that."""
+        """Ends the requests of the plan and of the plans after it, which build on it."""
         outputs = self.scheduler.fail(plan, message)
         while self._in_flight:
             later, pending = self._in_flight.popleft()
@@ -127,5 +127,5 @@ class _Failed:
         raise self._error
 
 
-#: What Ctrl-C, or whatever else is no ``Exception``, makes of a step.
+#: A step interrupted by Ctrl-C or another ``BaseException``.
 _INTERRUPTED = _Failed(RuntimeError("interrupted"))

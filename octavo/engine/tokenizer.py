@@ -83,8 +83,6 @@ class Tokenizer:
         #: Texts of the special tokens under the names that templates use, such as ``bos_token``.
         self.named_tokens = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
         _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
-        self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_id = self._id_of("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         #: Number of ids that stand for a token; a model may have more embeddings.
@@ -187,10 +185,6 @@ class Tokenizer:
         if not unique:
             raise InvalidRequestError(f"bad_words: {word!r} has no tokens")
         return unique
-
-    def _id_of(self, name: str) -> int | None:
-        text = self.named_tokens.get(name)
-        return None if text is None else self.backend.token_to_id(text)
 
     def _find_anchor(self) -> list[int]:
         """A token with a visible text to put before others, so that these are not at the start of a text."""

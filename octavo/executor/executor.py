@@ -1,4 +1,4 @@
-"""Executors: the interface, what makes one, and the simplest: one worker in this process."""
+"""Executors: the interface, a factory, and the executor of one worker in this process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class PendingStep(Protocol):
-    """A step on its way through the workers."""
+    """A step submitted to the workers."""
 
     def wait(self) -> StepResult:
-        """What came of it, once it is done. Steps are waited for in the order in which they were submitted.
+        """The result, once it is done. Steps are waited for in the order in which they were submitted.
 
         Raises:
             Exception: the step failed.
@@ -27,12 +27,12 @@ class PendingStep(Protocol):
 
 
 class Executor(ABC):
-    """Owns the workers' life, carries plans to them, and makes one answer of theirs.
+    """Owns the workers, sends plans to them, and combines their results.
 
     All workers get the same plans in the same order and have the same number of blocks.
 
     A step has failed if it failed on any worker. ``wait`` then raises, once every worker has answered or is lost: none
-    still computes the step when the next plan comes. How far each came is unknown and may differ, so nothing of the
+    still computes the step when the next plan arrives. How far each came is unknown and may differ, so nothing of the
     step counts: the scheduler ends its requests with an error and forgets the contents of the blocks that it moved. A
     worker that lives has applied the plan's changes to its rows as far as it could, and takes further plans, which name
     the step's sequences only to forget them. A worker that is lost misses changes that no later plan repeats: from then
@@ -69,7 +69,7 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and gives back what they hold; nothing happens if it was called before."""
+        """Ends the workers and frees their memory; nothing happens if it was called before."""
 
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that every worker has memory for."""
@@ -89,12 +89,12 @@ class Executor(ABC):
         return max(self.collective_rpc("measure_swap"))
 
     def sleep(self) -> int:
-        """Gives the devices' memory back until ``wake_up``: bytes, of all workers together.
+        """Frees the devices' memory until ``wake_up``: bytes, of all workers together.
 
         Raises:
             ConfigError: the weights cannot move.
         """
-        return sum(slept.bytes_freed for slept in self.collective_rpc("sleep"))
+        return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
 
 
 class UniprocExecutor(Executor):

@@ -143,7 +143,7 @@ class StreamedCacheEngine(CacheEngine):
     All swaps are done one after the other, so a host block is never read before the copy to it is done, nor written
     while it is read. They begin when the steps queued before them are done. The compute stream waits for them where
     their plan swaps in (its sequences go on at once), and where a plan hands out a device block that is still being
-    copied to the host; so putting a sequence out does not delay a step that does not need its blocks yet. Every block
+    copied to the host; so preempting a sequence does not delay a step that does not need its blocks yet. Every block
     that a step writes to for the first time is in its plan: a target of a copy, or new in a block table.
     """
 
@@ -161,15 +161,15 @@ class StreamedCacheEngine(CacheEngine):
         super().__init__(kernels, make, make_host, block_bytes, num_blocks, num_host_blocks)
         self._cuda = cuda
         self._stream = cuda.Stream()
-        #: Device blocks that may still be read for the host, until ``_swapped`` has come.
-        self._leaving: set[int] = set()
+        #: Device blocks that may still be read for the host, until the event ``_swapped``.
+        self._swapping_out: set[int] = set()
         self._swapped: Any = None
 
     def move(self, plan: StepPlan) -> SwapSeconds | None:
-        """Queues the plan's moves; work queued afterwards on the current stream finds them done, as far as it needs."""
-        if self._leaving:
+        """Queues the plan's moves; later work on the current stream waits for those that it depends on."""
+        if self._swapping_out:
             if self._swapped.query():
-                self._leaving.clear()
+                self._swapping_out.clear()
             elif not plan.blocks_to_swap_in and self._reuses(plan):
                 self._wait_for_swaps()
         return super().move(plan)
@@ -182,23 +182,23 @@ class StreamedCacheEngine(CacheEngine):
             self._queue_swaps(plan)
             end.record()
         self._swapped = end
-        self._leaving.update(block for block, _ in plan.blocks_to_swap_out)
+        self._swapping_out.update(block for block, _ in plan.blocks_to_swap_out)
         if plan.blocks_to_swap_in or self._reuses(plan):
             self._wait_for_swaps()
-        # A swap that outlasts its step cost that step nothing.
+        # A swap that outlasts its step did not delay it.
         return lambda: begin.elapsed_time(end) / 1e3 if end.query() else 0.0
 
     def _reuses(self, plan: StepPlan) -> bool:
         """Whether the plan writes to a block that may still be read for the host."""
-        leaving = self._leaving
-        return any(target in leaving for _, target in plan.blocks_to_copy) or any(
-            not leaving.isdisjoint(change.blocks) for change in plan.table_changes
+        swapping_out = self._swapping_out
+        return any(target in swapping_out for _, target in plan.blocks_to_copy) or any(
+            not swapping_out.isdisjoint(change.blocks) for change in plan.table_changes
         )
 
     def _wait_for_swaps(self) -> None:
         """What the current stream does from here on comes after all swaps queued so far."""
         self._cuda.current_stream().wait_event(self._swapped)
-        self._leaving.clear()
+        self._swapping_out.clear()
 
     def finish_swaps(self) -> None:
         """Returns when all that was queued on the device is done."""

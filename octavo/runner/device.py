@@ -1,4 +1,4 @@
-"""What a worker's device does in its own way: it counts memory, takes a step's inputs, moves blocks and times steps."""
+"""What differs between devices: counting memory, sending a step's inputs, moving blocks, timing steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import StepInputs
 from octavo.runner.memory import CudaMemory, WorkerShare
-from octavo.runner.pending import CudaSpans, Span
+from octavo.runner.pending import CudaTimers, StepTimer
 
 
 class Device(ABC):
-    """The device of one worker, as far as a runner on it is unlike one on another."""
+    """The device of one worker: everything in which runners on different devices differ."""
 
     #: What moves blocks on the device, and to the host and back.
     cache_engine: type[CacheEngine]
@@ -53,14 +53,14 @@ class Device(ABC):
         return memory.num_host_blocks(self._config, self._options, block_bytes, free, self._share.local_size)
 
     @abstractmethod
-    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """The inputs of a step on the device, valid until the step is done."""
 
     @abstractmethod
-    def begin_span(self) -> Callable[[], Span | None]:
-        """The step's work is queued from here on; to be called again when all of it is.
+    def start_timer(self) -> Callable[[], StepTimer | None]:
+        """Starts to time a step's work; the returned function is called when all of it is queued.
 
-        None: work is done when it is queued, so there is nothing to time.
+        It returns None if work is done when it is queued.
         """
 
 
@@ -81,15 +81,15 @@ class HostDevice(Device):
     def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
         """See ``memory.num_blocks``; the largest step is estimated."""
         free = self._free_for_caches()
-        # What is swapped out only moves within this memory. Host blocks take none before they are used; given away
-        # here, it would be missing just when the cache is full.
+        # Swapping moves blocks within this memory, so the host blocks are subtracted although they are not touched
+        # before they are used: otherwise memory would be short just when the cache is full.
         host_blocks = self._host_blocks_within(free, block_bytes)
         return memory.num_blocks(self._options, block_bytes, free - host_blocks * block_bytes, max_model_len)
 
-    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``Device``."""
-        if awaited:  # some tokens are not in the arrays
-            return to_device(inputs, awaited, send_nowhere)
+        if pending:  # some tokens are not in the arrays
+            return to_device(inputs, pending, send_nowhere)
         if self._last is not None and self._last[0] is inputs:
             batch = self._last[1]
             batch.max_seq_len = inputs.max_seq_len
@@ -98,9 +98,9 @@ class HostDevice(Device):
             self._last = inputs, batch
         return batch
 
-    def begin_span(self) -> Callable[[], Span | None]:
+    def start_timer(self) -> Callable[[], StepTimer | None]:
         """See ``Device``: a step is computed while it is submitted."""
-        return _no_span
+        return _no_timer
 
 
 class CudaDevice(Device):
@@ -112,7 +112,7 @@ class CudaDevice(Device):
         super().__init__("cuda", options, config, share)
         self._memory = CudaMemory(self.torch_device)
         self._send = PinnedSend(self.torch_device)
-        self._spans = CudaSpans()
+        self._timers = CudaTimers()
 
     def free_memory(self) -> int:
         """As the driver and torch count it."""
@@ -125,14 +125,14 @@ class CudaDevice(Device):
             peak = memory.measure_peak(run_largest_step, self._memory)
         return memory.num_gpu_blocks(self._options, block_bytes, self._memory.total(), peak, max_model_len)
 
-    def to_device(self, inputs: StepInputs, awaited: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """In one copy from pinned memory."""
-        return to_device(inputs, awaited, self._send)
+        return to_device(inputs, pending, self._send)
 
-    def begin_span(self) -> Callable[[], Span | None]:
+    def start_timer(self) -> Callable[[], StepTimer | None]:
         """See ``Device``."""
-        span = self._spans.begin()
-        return lambda: self._spans.end(span)
+        timer = self._timers.begin()
+        return lambda: self._timers.end(timer)
 
 
 def make_device(options: EngineConfig, config: ModelConfig, share: WorkerShare) -> Device:
@@ -145,5 +145,5 @@ def make_device(options: EngineConfig, config: ModelConfig, share: WorkerShare) 
     return kind(options, config, share)
 
 
-def _no_span() -> None:
+def _no_timer() -> None:
     return None

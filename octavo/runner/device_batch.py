@@ -125,10 +125,10 @@ class SampledTokens:
         return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
 
 
-def to_device(inputs: StepInputs, awaited: Sequence[SampledTokens], send: Send) -> ForwardBatch:
+def to_device(inputs: StepInputs, pending: Sequence[SampledTokens], send: Send) -> ForwardBatch:
     """Sends a step's arrays, and puts tokens that are on the device already in their places there, in this order."""
     count = len(inputs.arrays["token_ids"])
-    some = [tokens for tokens in awaited if not tokens.is_all(count)]
+    some = [tokens for tokens in pending if not tokens.is_all(count)]
     indices = [array for tokens in some for array in (tokens.targets, tokens.sources)]
     sent = send([*indices, *(inputs.arrays[array.name] for array in ARRAYS)])
     batch = ForwardBatch.of(
@@ -138,7 +138,7 @@ def to_device(inputs: StepInputs, awaited: Sequence[SampledTokens], send: Send) 
         all_sampled=inputs.all_sampled,
     )
     places = iter(sent[: len(indices)])
-    for tokens in awaited:
+    for tokens in pending:
         if any(tokens is one for one in some):
             targets, sources = next(places), next(places)
             batch.token_ids.index_copy_(0, targets, tokens.token_ids.index_select(0, sources).clamp_(min=0))

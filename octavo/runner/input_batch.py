@@ -38,27 +38,27 @@ class StepInputs:
     #: The sequences that sample, as indices into ``seq_ids``, and children that sample with them.
     sampling: NDArray[np.int64]
     forked: ForkedRows | None
-    #: Guesses that are computed with them, if the plan has any.
+    #: Drafts that are computed with them, if the plan has any.
     drafted: DraftedTokens | None
 
 
 @dataclass(slots=True)
 class DraftedTokens:
-    """Guesses behind the known tokens of the sequences that sample, forked ones last."""
+    """Draft tokens behind the known tokens of the sequences that sample, forked ones last."""
 
-    #: The guesses of each.
+    #: The drafts of each.
     tokens: list[list[int]]
-    #: Rows that each samples: one more than it has guesses.
+    #: Rows that each samples: one more than it has drafts.
     counts: NDArray[np.int64]
     #: Which of its sequence's sampled rows each sampled row is: 0 follows the last known token.
     offsets: NDArray[np.int64]
 
     def accept(self, sampled: list[int]) -> list[list[int]]:
-        """Of each sequence's sampled tokens those that count: up to the first that its guess does not foresee."""
+        """The accepted tokens of each sequence: up to the first sampled one that differs from its draft, included."""
         accepted, start = [], 0
-        for guesses in self.tokens:
-            tokens = sampled[start : start + len(guesses) + 1]
-            right = next((i for i, guess in enumerate(guesses) if guess != tokens[i]), len(guesses))
+        for draft in self.tokens:
+            tokens = sampled[start : start + len(draft) + 1]
+            right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
             accepted.append(tokens[: right + 1])
             start += len(tokens)
         return accepted
@@ -106,9 +106,9 @@ class InputBatch:
     ) -> None:
         """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``."""
         self.block_size = block_size
-        # A place more than there are tokens: for one that is sampled after the last, though nobody wants it.
+        # One place more than tokens: a step in flight may sample a token past the longest sequence, which is discarded.
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
-        # Zeros are virtual until written: a long context that nobody uses costs nothing.
+        # Zeros are virtual until written: an unused part of a long context takes no memory.
         self.block_tables = np.zeros((len(num_blocks), max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         #: The number of each group's first block.
         self._first_block = [0, *itertools.accumulate(num_blocks)]
@@ -124,11 +124,6 @@ class InputBatch:
         self._last: StepInputs | None = None
         self._rows: dict[int, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences held."""
-        return len(self._rows)
 
     def row(self, seq_id: int) -> int:
         """The row of a held sequence."""
@@ -171,7 +166,7 @@ class InputBatch:
         self.tokens.num_tokens[row] += len(token_ids)
 
     def forget(self, seq_id: int) -> int | None:
-        """Takes the row back; None if the sequence was never met."""
+        """Frees the row and returns it; None for an unknown sequence."""
         row = self._rows.pop(seq_id, None)
         if row is not None:
             self._prompts.discard(seq_id)
@@ -270,11 +265,11 @@ class InputBatch:
         tokens = self.tokens
         drafts = [plan.drafts.get(seq_ids[i], []) for i in sampling.tolist()]
         drafts += [[]] * (len(forked.rows) if forked else 0)
-        for i, guesses in zip(sampling.tolist(), drafts, strict=False):
+        for i, draft in zip(sampling.tolist(), drafts, strict=False):
             row = self._rows[seq_ids[i]]
             known = tokens.num_tokens[row]
-            tokens.ids[row, known : known + len(guesses)] = guesses
-        counts = np.array([1 + len(guesses) for guesses in drafts], dtype=np.int64)
+            tokens.ids[row, known : known + len(draft)] = draft
+        counts = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         ends = counts.cumsum()
         return DraftedTokens(drafts, counts, np.arange(ends[-1]) - np.repeat(ends - counts, counts))
 
@@ -335,7 +330,7 @@ class InputBatch:
         row = self._rows[seq_id]
         self.num_computed[row] = self.tokens.num_tokens[row] - 1
 
-    def awaited(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def find_pending(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of a step's tokens are those that a step in flight samples, whose ids are not filled in yet.
 
         Returns:

@@ -1,6 +1,6 @@
-"""A worker's memory: what there is, what the weights and the largest step take, and the KV cache blocks that are left.
+"""A worker's memory: weights, the largest step, and the KV cache blocks that fit beside them.
 
-What the largest step takes is estimated on a CPU and measured on a GPU, by running it.
+The memory of the largest step is estimated on a CPU and measured on a GPU, by running it.
 """
 
 from __future__ import annotations
@@ -188,19 +188,19 @@ class DeviceMemory(Protocol):
     """Memory of one device, in bytes."""
 
     def reset_peak(self) -> None:
-        """Gives back what is kept for later, and begins to watch for the peak."""
+        """Frees cached memory and resets the peak."""
 
     def peak(self) -> int:
-        """Most that this process's tensors have taken since ``reset_peak``, with what is lost between them."""
+        """Peak of this process's tensors since ``reset_peak``, fragmentation included."""
 
     def outside(self) -> int:
-        """In use now by all that is no tensor of this process: the driver's context, compiled code, other programs."""
+        """In use by anything but this process's tensors: the driver's context, compiled code, other programs."""
 
     def total(self) -> int:
-        """All there is."""
+        """Of the device."""
 
     def free(self) -> int:
-        """In use by nobody."""
+        """Bytes not in use."""
 
 
 class CudaMemory:
@@ -210,13 +210,13 @@ class CudaMemory:
         self._device = torch.device(device)
 
     def reset_peak(self) -> None:
-        """Empties torch's own store of freed memory first."""
+        """Empties torch's cache of freed memory first."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Segments that torch had taken from the driver: what does not fit between two tensors is in use as well."""
+        """Segments that torch has reserved from the driver, fragmentation included."""
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_reserved(self._device))
 
@@ -230,7 +230,7 @@ class CudaMemory:
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     def free(self) -> int:
-        """As the driver counts it, and what torch keeps for later."""
+        """As the driver counts it, plus what torch has cached."""
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0] + kept)
 
@@ -238,8 +238,8 @@ class CudaMemory:
 def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -> int:
     """Bytes of the device in use at the peak of the largest step, weights and other programs included.
 
-    The step is run twice: the first time compiles kernels and makes workspaces that stay. What it needed and nobody
-    holds is given back, so that the KV cache can have it until the next such step.
+    The step is run twice: the first time compiles kernels and makes workspaces that stay. Memory that it
+    no longer holds is freed, so that the KV cache can use it.
 
     Raises:
         InsufficientMemoryError: the step does not fit.

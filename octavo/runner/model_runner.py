@@ -31,8 +31,8 @@ from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
-from octavo.runner.pending import PendingPrompt, PendingStep, PendingTokens
-from octavo.runner.sleep import SleepState, put_to_sleep, wake
+from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
+from octavo.runner.sleep import SleepState, put_to_sleep, wake_up
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -71,7 +71,7 @@ class ModelRunner:
         kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
-        # The clock passes every call on, so it stands in for the backend that it measures.
+        # The clock forwards every call to the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
         context = LayerContext(
             kernels=self._kernels,
@@ -86,7 +86,7 @@ class ModelRunner:
         else:
             gguf = gguf_source(options.model) if options.quantization == "gguf" else None
             self.model = load_model(folder, config, context, gguf)
-        #: The one that keeps most tokens first, as the block manager wants them.
+        #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             group_layers(self.model.kv_specs), key=lambda group: -(group.spec.window or config.max_position)
         )
@@ -127,7 +127,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
-        """As many tokens as a step may have, and as many sequences, which all draw and ask for logprobs."""
+        """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
         batch = largest_step(self._largest(max_model_len), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         rows = np.arange(len(batch.seq_lens))
@@ -169,11 +169,11 @@ class ModelRunner:
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._pooled: set[int] = set()
-        self._in_flight: deque[PendingStep] = deque()
-        self._slept: SleepState | None = None
+        self._in_flight: deque[QueuedStep] = deque()
+        self._sleep_state: SleepState | None = None
 
     def _capture(self) -> None:
-        """Prepares the network for steps: where its weights and the KV cache lie may be remembered here."""
+        """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
         caches = self._cache.device
         self._forward = self._kernels.capture(
             lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
@@ -181,7 +181,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sleep(self) -> SleepState:
-        """Gives the device's memory back until ``wake_up``; what is in the KV cache is lost.
+        """Frees the device's memory until ``wake_up``; the content of the KV cache is lost.
 
         There may be no sequence, and no step may run meanwhile.
 
@@ -190,22 +190,24 @@ class ModelRunner:
         """
         if self._in_flight:
             raise RuntimeError("a step is in flight: wait for it before sleep")
-        if self._slept is None:
+        if self._sleep_state is None:
             self._cache.finish_swaps()
-            self._forward = _asleep  # nobody may hold a graph: its memory is given back, and its addresses are wrong
+            self._forward = (
+                _refuse_while_sleeping  # drops the graphs: their memory is freed, and their addresses become invalid
+            )
             try:
-                self._slept = put_to_sleep(self.model, self._cache.device)
+                self._sleep_state = put_to_sleep(self.model, self._cache.device)
             finally:
-                if self._slept is None:
+                if self._sleep_state is None:
                     self._capture()
-        return self._slept
+        return self._sleep_state
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Takes the memory again and is as before; nothing happens if it does not sleep."""
-        if self._slept is not None:
-            wake(self._slept)
-            self._slept = None
+        """Restores weights and KV cache; nothing happens if it is not sleeping."""
+        if self._sleep_state is not None:
+            wake_up(self._sleep_state)
+            self._sleep_state = None
             self._capture()
 
     @torch.inference_mode()
@@ -213,7 +215,7 @@ class ModelRunner:
         """Seconds to move one block between device and host; see ``CacheEngine.measure_swap``."""
         return self._cache.measure_swap()
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> QueuedStep:
         """Queues a step's work on the device. An exception means that the step failed; errors of one sequence are in
         its result.
 
@@ -230,7 +232,7 @@ class ModelRunner:
             self._forget(plan.forget)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
-            step = PendingStep(StepResult(step=plan.step), self._batch, self._in_flight)
+            step = QueuedStep(StepResult(step=plan.step), self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
             if inputs is not None:
                 self._compute(inputs, step)
@@ -239,11 +241,11 @@ class ModelRunner:
         step.result.kernel_seconds = self.clock.seconds - in_kernels
         return step
 
-    def _compute(self, inputs: StepInputs, step: PendingStep) -> None:
+    def _compute(self, inputs: StepInputs, step: QueuedStep) -> None:
         """Runs the network, scores prompts, and samples."""
-        batch = self._device.to_device(inputs, self._awaited(inputs))
-        # Not before: a device that waits for the host to prepare the step, or for blocks to come, is idle.
-        end_span = self._device.begin_span()
+        batch = self._device.to_device(inputs, self._pending_tokens(inputs))
+        # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
+        stop_timer = self._device.start_timer()
         output = self._forward(batch)
         if self._wants_prompt_logprobs:
             self._score_prompts(inputs, output.hidden, step)
@@ -253,17 +255,17 @@ class ModelRunner:
             self._sample(inputs, output.logits, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
-        step.span = end_span()
+        step.timer = stop_timer()
 
-    def _awaited(self, inputs: StepInputs) -> list[SampledTokens]:
+    def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:
         """The tokens of this step that steps in flight sample, oldest first."""
-        awaited = []
+        pending = []
         for step in self._in_flight:
             if step.sampled is not None:
-                targets, sources = self._batch.awaited(inputs, step.sampled.new)
+                targets, sources = self._batch.find_pending(inputs, step.sampled.new)
                 if len(targets):
-                    awaited.append(SampledTokens(step.sampled.sample.tokens, targets, sources))
-        return awaited
+                    pending.append(SampledTokens(step.sampled.sample.tokens, targets, sources))
+        return pending
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -292,13 +294,13 @@ class ModelRunner:
             self._batch.change_table(change)
 
     def _require_known(self, seq_ids: list[int]) -> None:
-        """Refuses a change that needs the tokens of these sequences while the device alone has one of them."""
+        """Refuses a change that needs tokens of these sequences that are still on the device only."""
         unknown = {seq_id for step in self._in_flight for seq_id in step.result.seq_ids}.intersection(seq_ids)
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
 
-    def _sample(self, inputs: StepInputs, logits: Tensor, step: PendingStep) -> None:
-        """Samples for the sequences that have come to their last known token, and for those just forked from them."""
+    def _sample(self, inputs: StepInputs, logits: Tensor, step: QueuedStep) -> None:
+        """Samples for the sequences whose last known token is computed, and for those just forked from them."""
         chosen, forked = inputs.sampling, inputs.forked
         rows, seq_ids = inputs.rows, inputs.seq_ids
         if len(chosen) != len(rows):
@@ -317,7 +319,7 @@ class ModelRunner:
         sample = self._sampler.start(logits, sampled, positions)
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
 
-    def _score_prompts(self, inputs: StepInputs, hidden: Tensor, step: PendingStep) -> None:
+    def _score_prompts(self, inputs: StepInputs, hidden: Tensor, step: QueuedStep) -> None:
         """Begins to score the prompt tokens that follow the positions computed in this step."""
         table = self._batch.tokens
         offsets = inputs.arrays["query_start_loc"]
@@ -336,8 +338,8 @@ class ModelRunner:
             if scored:
                 step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
 
-    def _pool(self, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: PendingStep) -> None:
-        """Begins to pool the prompts that are to be and that end in this step."""
+    def _pool(self, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep) -> None:
+        """Begins to pool the prompts of pooling requests that end in this step."""
         ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
         places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}
         if places:
@@ -345,5 +347,5 @@ class ModelRunner:
             step.pooled = {seq_id: vectors[i] for seq_id, i in places.items()}
 
 
-def _asleep(batch: ForwardBatch) -> ForwardOutput:
+def _refuse_while_sleeping(batch: ForwardBatch) -> ForwardOutput:
     raise RuntimeError("the worker sleeps; wake_up must come before the next step")

@@ -38,18 +38,18 @@ class PendingPrompt:
     parts: list[PendingLogprobs]
 
 
-class Span(Protocol):
-    """The time of a step's work on the device, once it is done."""
+class StepTimer(Protocol):
+    """Times the work of one step on the device."""
 
     def wait(self) -> tuple[float, float]:
-        """Waits for the work; seconds that it took, and those that the device had nothing to do before it."""
+        """Waits for the work; the seconds that it took, and those that the device was idle before it."""
         ...
 
 
-class PendingStep:
+class QueuedStep:
     """A step that the device may still be computing; ``wait`` for it, in the order of submission."""
 
-    def __init__(self, result: StepResult, batch: InputBatch, in_flight: deque[PendingStep]) -> None:
+    def __init__(self, result: StepResult, batch: InputBatch, in_flight: deque[QueuedStep]) -> None:
         """Not yet in flight: the runner appends it when all of its work is queued."""
         self.result = result
         self.sampled: PendingTokens | None = None
@@ -57,13 +57,13 @@ class PendingStep:
         #: By sequence id: float32 [D] on the device.
         self.pooled: dict[int, Tensor] = {}
         self.swap_seconds: Callable[[], float] | None = None
-        self.span: Span | None = None
+        self.timer: StepTimer | None = None
         self._batch = batch
         self._in_flight = in_flight
         self._received = False
 
     def wait(self) -> StepResult:
-        """What came of the plan; its tokens are in the token table from now on. To be called once.
+        """The result of the plan; its tokens are in the token table from now on. To be called once.
 
         Raises:
             RuntimeError: an earlier step was not waited for, or this one was already; or the device failed.
@@ -79,8 +79,8 @@ class PendingStep:
         for seq_id, vector in self.pooled.items():
             self._extra(seq_id).pooled = vector.cpu().numpy().tobytes()
         self.receive()
-        if self.span is not None:
-            result.device_seconds, result.idle_seconds = self.span.wait()
+        if self.timer is not None:
+            result.device_seconds, result.idle_seconds = self.timer.wait()
         if self.swap_seconds is not None:
             result.swap_seconds = self.swap_seconds()
         result.seconds = max(result.seconds + time.perf_counter() - start, result.device_seconds)
@@ -103,7 +103,7 @@ class PendingStep:
             self._extra(result.seq_ids[i]).error = message
 
     def _accept(self, drafted: DraftedTokens, output: SamplerOutput) -> None:
-        """Of what was sampled behind drafts, takes as much as the drafts foresaw, and the token after it."""
+        """Accepts the sampled tokens that agree with the drafts, and the token after them."""
         result, start = self.result, 0
         accepted = drafted.accept(output.token_ids.tolist())
         for seq_id, tokens, count in zip(result.seq_ids, accepted, drafted.counts.tolist(), strict=True):
@@ -122,7 +122,7 @@ class PendingStep:
         return self.result.extras.setdefault(seq_id, SequenceResult())
 
 
-class CudaSpans:
+class CudaTimers:
     """Times steps by events on the current stream."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -130,14 +130,14 @@ class CudaSpans:
         self._cuda = cuda
         self._last_end: Any = None
 
-    def begin(self) -> CudaSpan:
+    def begin(self) -> CudaTimer:
         """The step's work is queued from here on."""
-        return CudaSpan(self._last_end, self._record())
+        return CudaTimer(self._last_end, self._record())
 
-    def end(self, span: CudaSpan) -> CudaSpan:
+    def end(self, timer: CudaTimer) -> CudaTimer:
         """All of the step's work is queued."""
-        span.end = self._last_end = self._record()
-        return span
+        timer.end = self._last_end = self._record()
+        return timer
 
     def _record(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
@@ -146,7 +146,7 @@ class CudaSpans:
 
 
 @dataclass(slots=True)
-class CudaSpan:
+class CudaTimer:
     """The events before, at the beginning and at the end of a step's work."""
 
     before: Any
@@ -154,7 +154,7 @@ class CudaSpan:
     end: Any = None
 
     def wait(self) -> tuple[float, float]:
-        """See ``Span``."""
+        """See ``StepTimer``."""
         self.end.synchronize()
         idle = 0.0 if self.before is None else self.before.elapsed_time(self.begin) / 1e3
         return self.begin.elapsed_time(self.end) / 1e3, idle

@@ -1,7 +1,7 @@
-"""Giving a device's memory back for a while: weights wait in host memory, what is in the KV cache is dropped.
+"""Sleep mode: the weights move to host memory and the KV cache is dropped, so the device's memory is free.
 
-Every tensor stays the object that it is; only its storage is emptied and filled again. So nothing that holds a tensor
-need know, but for what remembers addresses: captured graphs must be dropped before, and captured again after.
+Every tensor object stays; only its storage is emptied and filled again, so references to tensors remain valid.
+Captured graphs hold addresses: they must be dropped before, and captured again after.
 """
 
 from __future__ import annotations
@@ -22,70 +22,65 @@ from octavo.kernels.timing import KernelClock
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 
-#: What a layer holds that is not its own.
+#: Objects that layers refer to but do not own.
 _SHARED = (Kernels, KernelClock, LayerContext)
 _PLAIN = (str, bytes, int, float, complex, type(None), slice, torch.dtype, torch.device, torch.Size, type)
 
 
 @dataclass(frozen=True)
-class _Parked:
+class _EmptiedStorage:
     """One storage that was emptied."""
 
     tensors: list[Tensor]
-    #: Size in bytes, and the bytes if they are wanted again.
+    #: Size in bytes, and the content if it is to be restored.
     size: int
     kept: Tensor | None
-    #: Offset, shape and stride of each of ``tensors``, where they had to be taken off their storage.
+    #: Offset, shape and stride of each of ``tensors``, where they were detached from their storage.
     views: list[tuple[int, torch.Size, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class SleepState:
-    """What ``wake`` needs to bring everything back."""
+    """What ``wake_up`` needs to bring everything back."""
 
-    parked: list[_Parked]
-
-    @property
-    def bytes_on_host(self) -> int:
-        """Host memory that the weights take meanwhile."""
-        return sum(p.kept.nbytes for p in self.parked if p.kept is not None)
+    emptied: list[_EmptiedStorage]
 
     @property
     def bytes_freed(self) -> int:
         """Memory that was given back on the device."""
-        return sum(p.size for p in self.parked)
+        return sum(p.size for p in self.emptied)
 
 
 @torch.inference_mode()
 def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> SleepState:
     """Moves the weights to host memory and frees the KV cache, whose content is lost.
 
-    No step may run, and no captured graph be replayed, before ``wake``.
+    No step may run, and no captured graph be replayed, before ``wake_up``.
 
     Raises:
         ConfigError: weights are in memory that is not torch's (packed for the CPU's kernels); nothing has changed.
     """
     weights = _by_storage(_tensors(network))
     cached = _by_storage(_tensors(list(caches)))
-    parked = []
+    emptied = []
     try:
         for tensors in weights:
-            parked.append(_park(tensors, keep=True))
-        parked += [_park(tensors, keep=False) for tensors in cached]
-    except BaseException:  # such as no host memory: as if nothing had been
-        wake(SleepState(parked))
+            emptied.append(_empty(tensors, keep=True))
+        emptied += [_empty(tensors, keep=False) for tensors in cached]
+    except BaseException:  # such as no host memory: undo
+        wake_up(SleepState(emptied))
         raise
-    _give_back(parked)
-    return SleepState(parked)
+    _release_memory(emptied)
+    return SleepState(emptied)
 
 
 @torch.inference_mode()
-def wake(slept: SleepState) -> None:
+def wake_up(state: SleepState) -> None:
     """Brings the weights back, and the KV cache as zeros; the tensors are those of before.
 
-    If the memory is taken by somebody else now, torch's error is passed on, and it can be tried again.
+    If another program has taken the memory, torch's error is passed on, and the call can be repeated.
     """
-    for p in slept.parked:
+    for p in state.emptied:
         storage = p.tensors[0].untyped_storage()
         if p.views:
             fresh = torch.from_numpy(np.zeros(p.size, dtype=np.uint8)).untyped_storage()
@@ -98,10 +93,10 @@ def wake(slept: SleepState) -> None:
             _bytes_of(storage).copy_(p.kept, non_blocking=True)
         elif not p.views:
             _bytes_of(storage).zero_()
-    _wait(slept.parked)
+    _wait_for_copies(state.emptied)
 
 
-def _park(tensors: list[Tensor], *, keep: bool) -> _Parked:
+def _empty(tensors: list[Tensor], *, keep: bool) -> _EmptiedStorage:
     storage = tensors[0].untyped_storage()
     size, kept = storage.nbytes(), None
     if keep:
@@ -109,12 +104,12 @@ def _park(tensors: list[Tensor], *, keep: bool) -> _Parked:
         kept.copy_(_bytes_of(storage))
     if storage.resizable():
         storage.resize_(0)
-        return _Parked(tensors, size, kept, [])
-    # Memory that somebody else gave to torch is freed when no tensor refers to it.
+        return _EmptiedStorage(tensors, size, kept, [])
+    # Memory that torch did not allocate is freed when no tensor refers to it.
     views = [(int(tensor.storage_offset()), tensor.shape, tensor.stride()) for tensor in tensors]
     for tensor in tensors:
         tensor.set_(torch.UntypedStorage(0), 0, (0,), (1,))
-    return _Parked(tensors, size, kept, views)
+    return _EmptiedStorage(tensors, size, kept, views)
 
 
 def _host_memory(size: int, pinned: bool) -> Tensor:
@@ -131,16 +126,16 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _give_back(parked: list[_Parked]) -> None:
-    """To the driver, so that other programs can have it; graphs that were dropped may wait for the collector."""
-    if any(p.tensors[0].is_cuda for p in parked):
+def _release_memory(emptied: list[_EmptiedStorage]) -> None:
+    """Returns memory to the driver, for other programs; dropped graphs may wait for the garbage collector."""
+    if any(p.tensors[0].is_cuda for p in emptied):
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _wait(parked: list[_Parked]) -> None:
-    """Until what is copied has arrived: the host memory it comes from is about to go."""
-    if any(p.tensors[0].is_cuda for p in parked):
+def _wait_for_copies(emptied: list[_EmptiedStorage]) -> None:
+    """Waits for the copies: their host memory is freed next."""
+    if any(p.tensors[0].is_cuda for p in emptied):
         torch.cuda.synchronize()
 
 

@@ -197,7 +197,7 @@ def test_a_stream_grows_to_the_whole_answer(shared: Shared) -> None:
     shared(test)
 
 
-def test_who_is_cancelled_frees_all_within_two_steps(shared_real: Shared, tries: Callable[..., None]) -> None:
+def test_cancellation_frees_all_within_two_steps(shared_real: Shared, tries: Callable[..., None]) -> None:
     seen: list[StepStats] = []
 
     async def test(llm: AsyncLLM) -> None:
@@ -222,7 +222,7 @@ def test_who_is_cancelled_frees_all_within_two_steps(shared_real: Shared, tries:
     tries(measure)
 
 
-def test_who_leaves_ends_the_request(shared: Shared) -> None:
+def test_leaving_the_iteration_ends_the_request(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
         async with contextlib.aclosing(llm.generate("left", "Hello", LONG)) as outputs:
             async for _ in outputs:

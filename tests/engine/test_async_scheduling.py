@@ -422,7 +422,7 @@ def test_the_times_of_the_device_are_summed(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_an_engine_is_empty_between_requests(llm: LLM) -> None:
-    """Nothing is in flight when no request is left, whoever asks."""
+    """Nothing is in flight when no request is left."""
     engine: LLMEngine = llm.llm_engine
     engine.add_request("a", "a", SamplingParams(max_tokens=30, stop=["e", "t", "o", " "], seed=3))
     while engine.has_unfinished_requests():

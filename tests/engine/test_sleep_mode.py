@@ -1,4 +1,4 @@
-"""Sleeping engines: as before after they wake, no request is taken or lost meanwhile."""
+"""Sleep mode of engines: the same answers after ``wake_up``; requests are refused meanwhile, none is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(llm: LLM) -> Any:
     return completion.token_ids, completion.logprobs, output.metrics.num_cached_tokens
 
 
-def test_an_engine_that_slept_answers_the_same_and_has_forgotten_prefixes(tiny_model: Path) -> None:
+def test_after_sleep_answers_are_the_same_and_the_prefix_cache_is_empty(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **OPTIONS)
     tokens, logprobs, _ = answer(llm)
     assert answer(llm) == (tokens, logprobs, 32)
@@ -90,11 +90,11 @@ def test_an_engine_in_another_process_sleeps_and_wakes(tiny_model: Path) -> None
                 await llm.sleep()
             stream.close()
             await llm.sleep()
-            assert llm.asleep
+            assert llm.is_sleeping
             with pytest.raises(EngineStateError, match="sleeps"):
                 await ask("c")
             await llm.wake_up()
-            assert not llm.asleep
+            assert not llm.is_sleeping
             assert await ask("d") == before
         finally:
             await llm.shutdown()
@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_sleep_says_so_across_processes_and_stays_awake(ti
         try:
             with pytest.raises(OctavoError, match="kernels='reference'"):
                 await llm.sleep()
-            assert not llm.asleep
+            assert not llm.is_sleeping
         finally:
             await llm.shutdown()
 

@@ -1,4 +1,4 @@
-"""Steps that are submitted before the one ahead of them is known: nothing but the time changes."""
+"""Steps submitted before the result of the step ahead is known: the results are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.models.config import read_model_config
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.pending import PendingStep
+from octavo.runner.pending import QueuedStep
 
 BLOCK, MAX_LEN, ROWS = 4, 64, 4
 BLOCKS_OF_ONE = MAX_LEN // BLOCK
@@ -53,7 +53,7 @@ class Worker:
         """The results of all plans, each of which is made when the one ``depth`` before it is known."""
         tokens: Tokens = {}
         results: list[StepResult] = []
-        flying: deque[PendingStep] = deque()
+        flying: deque[QueuedStep] = deque()
 
         def wait() -> None:
             results.append(flying.popleft().wait())
@@ -163,7 +163,7 @@ def test_chunks_of_a_prompt_beside_decodes(worker: Worker) -> None:
     assert [r.seq_ids for r in results] == [[0, 1], [0, 1], [1, 0], [5, 0, 1], [0, 5], [5, 1]]
 
 
-def test_the_next_tenant_of_a_row_does_not_get_the_last_ones_token(worker: Worker) -> None:
+def test_a_reused_row_does_not_get_the_token_of_its_last_sequence(worker: Worker) -> None:
     """All rows are in use; sequence 1 samples in the step that is in flight when another takes its row."""
     assert ROWS == 4
     plans = [
@@ -360,7 +360,7 @@ class Life:
         self.prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 14))]
         self.params = rng.choice([GREEDY, RANDOM, SamplingParams(temperature=0.7, top_k=9, min_p=0.01)])
         self.known, self.computed = len(self.prompt), 0
-        #: The step that put it out.
+        #: The step that preempted it.
         self.out_since = -9
         self.held = False
 
@@ -455,8 +455,8 @@ def test_a_step_that_fails_is_not_in_flight(worker: Worker, monkeypatch: pytest.
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_that_is_none_is_handed_over_as_token_zero() -> None:
-    """Whoever samples it has an error, which the host learns later."""
+def test_an_invalid_sampled_token_becomes_token_zero() -> None:
+    """The sequence that samples it has an error, which the host receives later."""
     batch = InputBatch(4, MAX_LEN, BLOCK)
     for i in range(3):
         batch.add(introduce(i, PROMPT[: 2 + i], GREEDY))
@@ -465,11 +465,11 @@ def test_a_token_that_is_none_is_handed_over_as_token_zero() -> None:
     new = batch.advance(first, first.rows)
     then = batch.build(StepPlan(step=2, seq_ids=[2, 0, 1], num_tokens=[1, 1, 1]))
     tokens = torch.tensor([5, -2, 9])
-    inputs = to_device(then, [SampledTokens(tokens, *batch.awaited(then, new))], send_nowhere)
+    inputs = to_device(then, [SampledTokens(tokens, *batch.find_pending(then, new))], send_nowhere)
     assert inputs.token_ids.tolist() == [9, 5, 0]
     assert inputs.positions.tolist() == [4, 2, 3]
     same = batch.build(StepPlan(step=2, seq_ids=[0, 1, 2], num_tokens=[1, 1, 1]))
-    inputs = to_device(same, [SampledTokens(tokens, *batch.awaited(same, new))], send_nowhere)
+    inputs = to_device(same, [SampledTokens(tokens, *batch.find_pending(same, new))], send_nowhere)
     assert inputs.token_ids.tolist() == [5, 0, 9]
     batch.fill(new, np.array([5, 0, 9]))
     rows = [batch.row(i) for i in range(3)]

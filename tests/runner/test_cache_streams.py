@@ -21,7 +21,7 @@ from octavo.core.plan import StepPlan, TableChange
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.cache_engine import StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend
-from octavo.runner.pending import CudaSpans
+from octavo.runner.pending import CudaTimers
 
 
 class _Event:
@@ -258,7 +258,7 @@ def test_a_step_waits_only_for_the_swaps_that_it_needs() -> None:
     cuda = FakeCuda(random.Random(0))
     engine = make(cuda)
     engine.move(plan(blocks_to_swap_out=[(1, 0), (2, 1)], table_changes=[TableChange(7, 0, [3])]))
-    assert runs_at_once(cuda), "nobody needs blocks 1 and 2 yet"
+    assert runs_at_once(cuda), "no step needs blocks 1 and 2 yet"
     engine._swapped.query = lambda: False  # still copying
     engine.move(plan(table_changes=[TableChange(7, 1, [4, 5])], blocks_to_copy=[(1, 6)]))
     assert runs_at_once(cuda), "block 1 is only read"
@@ -349,18 +349,18 @@ def test_a_buffer_is_filled_again_after_its_last_copy() -> None:
 
 def test_time_on_the_device_and_without_work() -> None:
     cuda = FakeCuda(random.Random(3))
-    spans = CudaSpans(cuda)
+    timers = CudaTimers(cuda)
 
     def queue(pieces: int) -> None:
         for _ in range(pieces):
             cuda.queue(lambda: None)
 
-    first = spans.begin()
+    first = timers.begin()
     queue(5)
-    first = spans.end(first)
+    first = timers.end(first)
     queue(2)
-    second = spans.begin()
+    second = timers.begin()
     queue(3)
-    second = spans.end(second)
+    second = timers.end(second)
     assert first.wait() == (pytest.approx(5 / 1e3), 0.0)
     assert second.wait() == (pytest.approx(3 / 1e3), pytest.approx(2 / 1e3))

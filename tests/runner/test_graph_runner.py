@@ -24,7 +24,7 @@ from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.graphs import GraphedForward
 from octavo.models.config import read_model_config
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.pending import PendingStep
+from octavo.runner.pending import QueuedStep
 
 BLOCK = 16
 PARAMS = [
@@ -73,7 +73,7 @@ def plans() -> list[dict[str, Any]]:
 
 def run(runner: ModelRunner, depth: int) -> list[StepResult]:
     results: list[StepResult] = []
-    flying: deque[PendingStep] = deque()
+    flying: deque[QueuedStep] = deque()
     for i, plan in enumerate(plans()):
         if len(flying) == depth:
             results.append(flying.popleft().wait())

@@ -32,7 +32,6 @@ def test_a_fork_is_a_copy_and_goes_its_own_way() -> None:
     batch = make(num_computed=4)
     row = batch.fork(7, 9)
     assert row == batch.row(9) != batch.row(7)
-    assert batch.num_rows == 2
     batch.tokens.num_tokens[row] -= 1
     batch.append(9, [15])
     batch.change_table(TableChange(9, 2, [30]))
@@ -171,7 +170,7 @@ def test_whatever_changes_between_two_steps_the_inputs_are_those_of_the_sequence
             child, parent = rng.sample(held, 2)
             decoding.forget(child)
             decoding.fork(parent, child)
-        for seq_id in held if event == 5 else []:  # put out and come back, with the same id and maybe another row
+        for seq_id in held if event == 5 else []:  # preempted and resumed, with the same id and maybe another row
             known = len(decoding.tokens[seq_id])
             decoding.forget(seq_id)
             if known > 25:
@@ -198,7 +197,7 @@ def test_a_token_is_not_given_to_the_next_sequence_of_its_row() -> None:
     assert batch.tokens.ids[batch.row(8), :3].tolist() == [1, 2, 61]
 
 
-def test_a_token_after_the_longest_sequence_harms_nobody() -> None:
+def test_a_token_past_the_longest_sequence_changes_no_other() -> None:
     batch = InputBatch(max_num_seqs=2, max_model_len=4, block_size=2)
     batch.add(NewSequence(1, [1, 2, 3, 4], 4, 3, GREEDY))
     batch.add(NewSequence(2, [5, 6, 7], 3, 2, GREEDY))

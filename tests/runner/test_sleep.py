@@ -1,4 +1,4 @@
-"""Sleeping: memory is given back, the same tensors come back with the same content, and nobody notices."""
+"""Sleep mode: memory is freed, and the same tensors come back with the same content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runner.sleep import _tensors, put_to_sleep, wake
+from octavo.runner.sleep import SleepState, _tensors, put_to_sleep, wake_up
 
 
 @pytest.fixture
@@ -41,18 +41,22 @@ def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
     return model.logits(model.forward(batch, caches))
 
 
-def test_a_network_that_slept_computes_the_same(model: Any) -> None:
+def bytes_on_host(state: SleepState) -> int:
+    return sum(p.kept.nbytes for p in state.emptied if p.kept is not None)
+
+
+def test_a_network_computes_the_same_after_sleep(model: Any) -> None:
     caches = caches_of(model)
     before = logits(model, caches)
     tensors = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
     table = model.embed_tokens.table
     assert table is not None
     weights = sum(p.nbytes for p in (table, model.head.packed.weight, model.layers[0].attention.cos_sin))
-    slept = put_to_sleep(model, caches)
-    assert slept.bytes_on_host > weights
-    assert slept.bytes_freed > slept.bytes_on_host
+    state = put_to_sleep(model, caches)
+    assert bytes_on_host(state) > weights
+    assert state.bytes_freed > bytes_on_host(state)
     assert table.untyped_storage().nbytes() == caches[0].key.untyped_storage().nbytes() == 0
-    wake(slept)
+    wake_up(state)
     after = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
     assert all(a is b for a, b in zip(tensors, after, strict=True))
     assert all(not cache.key.any() and cache.key.shape == (8, 16, 2, 8) for cache in caches)
@@ -64,9 +68,9 @@ def test_it_can_sleep_again_and_again(model: LlamaForCausalLM) -> None:
     before = logits(model, caches)
     freed = set()
     for _ in range(3):
-        slept = put_to_sleep(model, caches)
-        freed.add(slept.bytes_freed)
-        wake(slept)
+        state = put_to_sleep(model, caches)
+        freed.add(state.bytes_freed)
+        wake_up(state)
     assert len(freed) == 1
     assert logits(model, caches).equal(before)
 
@@ -98,10 +102,10 @@ def test_every_way_of_holding_a_tensor_is_found() -> None:
     root = Layer()
     odd = root.attach("odd", Odd())
     expected = odd.packed.codes.clone(), half.clone()
-    slept = put_to_sleep(root, [])
-    assert slept.bytes_on_host == 64 * 4 + 6 * 4 + 3 * 2
+    state = put_to_sleep(root, [])
+    assert bytes_on_host(state) == 64 * 4 + 6 * 4 + 3 * 2
     assert pool.untyped_storage().nbytes() == half.untyped_storage().nbytes() == 0
-    wake(slept)
+    wake_up(state)
     assert odd.packed.codes.equal(expected[0])
     assert half.equal(expected[1])
     assert odd.packed.codes.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
@@ -120,9 +124,9 @@ def test_what_the_gpu_backend_holds_comes_back(network: Path, quantization: str 
     held = list(_tensors([model, caches]))
     before = [tensor.clone() for tensor in held]
     in_cache = {id(tensor) for tensor in _tensors(caches)}
-    slept = put_to_sleep(model, caches)
+    state = put_to_sleep(model, caches)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
-    wake(slept)
+    wake_up(state)
     for tensor, expected in zip(held, before, strict=True):
         assert tensor.shape == expected.shape
         if id(tensor) not in in_cache:
@@ -172,8 +176,8 @@ def test_a_gpu_gets_its_memory_back(network: Path) -> None:
     table = model.embed_tokens.table
     assert table is not None
     before, used = table.cpu(), torch.cuda.memory_reserved()
-    slept = put_to_sleep(model, caches)
+    state = put_to_sleep(model, caches)
     assert torch.cuda.memory_reserved() <= used - size
-    wake(slept)
+    wake_up(state)
     assert table.cpu().equal(before)
     assert not caches[0].key.any()
