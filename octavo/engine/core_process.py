@@ -125,7 +125,7 @@ class CoreLoop:
         self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
 
     def run(self) -> None:
-        """Until it is told to shut down."""
+        """Runs until ``Shutdown``."""
         while self._receive_messages():
             if self._core.scheduler.has_work:
                 self._step()
@@ -194,7 +194,7 @@ class CoreLoop:
 
 
 def serve(folder: Path) -> None:
-    """Loads what the first message names and serves until told to shut down.
+    """Loads what the first message names and serves until ``Shutdown``.
 
     Raises:
         OctavoError: the model cannot be loaded.

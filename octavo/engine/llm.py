@@ -28,7 +28,7 @@ class LLM:
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
 
     A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts it fails alone:
-    its output has ``finish_reason`` "error" and says why in ``error``, the others finish.
+    its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:

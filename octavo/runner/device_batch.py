@@ -1,4 +1,4 @@
-"""How the inputs of a step come to the device: as they are on a CPU, as one copy from pinned memory to a GPU."""
+"""Sends the inputs of a step to the device: in place on a CPU, as one copy from pinned memory to a GPU."""
 
 from __future__ import annotations
 

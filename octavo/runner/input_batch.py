@@ -206,7 +206,7 @@ class InputBatch:
         return inputs
 
     def _repeats(self, positions: NDArray[np.int64]) -> int:
-        """Tokens that each sequence can take after these before one of them comes to its next block."""
+        """Further tokens of each sequence before one of them reaches its next block."""
         return self.block_size - 1 - max((positions % self.block_size).tolist())
 
     def _build(self, plan: StepPlan) -> StepInputs:

@@ -47,7 +47,7 @@ class SleepState:
 
     @property
     def bytes_freed(self) -> int:
-        """Memory that was given back on the device."""
+        """Device memory that was freed."""
         return sum(p.size for p in self.emptied)
 
 

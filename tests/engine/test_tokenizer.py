@@ -133,7 +133,8 @@ def test_a_token_has_its_leading_space(demo: Tokenizer, tmp_path: Path) -> None:
         ids = tokenizer.encode("hello world", add_special_tokens=False)
         assert tokenizer.token_text(ids[-1]) == " world"
         eos = tokenizer.named_tokens["eos_token"]
-        assert tokenizer.token_text(tokenizer.backend.token_to_id(eos)) == eos
+        eos_id = tokenizer.backend.token_to_id(eos)
+        assert eos_id is not None and tokenizer.token_text(eos_id) == eos
 
 
 def test_a_token_of_part_of_a_character_is_a_replacement_character(demo: Tokenizer) -> None:
