@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.sampling_params import check_integer, check_number
 
 #: A step looks at ``beam_width`` candidates of each beam and one for each stop token; at most 100 are computed.
 MAX_BEAM_WIDTH = 32
@@ -47,16 +48,9 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         Raises:
             InvalidRequestError: naming the field, its value and what would be right.
         """
-        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", None)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
-            if value < 1 or (high is not None and value > high):
-                limit = f"in [1, {high}]" if high is not None else "at least 1"
-                raise InvalidRequestError(f"{name} must be {limit}, not {value}")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
-            raise InvalidRequestError(f"length_penalty must be a finite number, not {penalty!r}")
+        check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_integer("max_tokens", self.max_tokens, 1, None)
+        check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
         for name in ("ignore_eos", "skip_special_tokens"):

@@ -99,21 +99,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_CANDIDATES)
+        check_integer("n", self.n, 1, MAX_CANDIDATES)
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _integer("top_k", self.top_k, -1, None)
-        _number("min_p", self.min_p, 0.0, 1.0)
+            check_integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_integer("top_k", self.top_k, -1, None)
+        check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            check_integer("max_tokens", self.max_tokens, 0, None)
+        check_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _integer(name, value, 0, MAX_LOGPROBS)
+                check_integer(name, value, 0, MAX_LOGPROBS)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -147,7 +147,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
                 ) from None
             _token_ids("logit_bias", list(self.logit_bias))
             for token, bias in self.logit_bias.items():
-                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+                check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
             raise InvalidRequestError(f"logits_processors must be a list of callables, not {self.logits_processors!r}")
         for f in self.logits_processors or ():
@@ -165,7 +165,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         return self.temperature < MIN_TEMPERATURE
 
 
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """Refuses what is not a finite number in [low, high], or in (low, high] if ``above``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
         raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
@@ -182,7 +182,8 @@ def _finite(value: float) -> bool:
         return False
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
+def check_integer(name: str, value: object, low: int, high: int | None) -> None:
+    """Refuses what is not an integer in [low, high], or at least low if ``high`` is None."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
     if value < low or (high is not None and value > high):

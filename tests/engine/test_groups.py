@@ -200,6 +200,7 @@ def test_beam_search_and_sampling_run_in_one_batch(llm: LLM) -> None:
         ({"beam_width": 1000}, "beam_width"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
+        ({"beam_width": 2, "length_penalty": 10**400}, "length_penalty"),
         ({"beam_width": 2, "early_stopping": "always"}, "early_stopping"),
     ],
 )
