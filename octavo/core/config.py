@@ -193,16 +193,57 @@ class DeviceOptions(_Options):
     )
 
 
+class ParallelOptions(_Options):
+    """How many workers share the network, and what runs them."""
+
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, description="Workers that divide the matrices and heads of every layer among them."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=1024, description="Stages of workers that divide the layers among them, one after the other."
+    )
+    pipeline_layer_partition: list[int] | None = Field(
+        None, description="Layers of each pipeline stage, such as [8, 8, 14]; default: divided evenly."
+    )
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = Field(
+        None,
+        description="What runs the workers: this process (uni), processes of this machine (mp), actors on a Ray "
+        "cluster (ray), or a launcher such as torchrun that has started a process for each (external_launcher). "
+        "Default: uni for one worker, mp for as many as this machine has devices for, else ray.",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def _partition_has_all_stages(self) -> Self:
+        partition, stages = self.pipeline_layer_partition, self.pipeline_parallel_size
+        if partition is not None and (len(partition) != stages or min(partition) < 1):
+            raise ValueError(
+                f"pipeline_layer_partition ({partition}) must have a positive number for each of the {stages} stages "
+                "of pipeline_parallel_size"
+            )
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='uni' runs one worker, but tensor_parallel_size x "
+                f"pipeline_parallel_size is {self.world_size}; use mp, ray or external_launcher"
+            )
+        return self
+
+
 #: The parts of ``EngineConfig``, by the names of their sections in the documentation.
 PARTS: dict[str, type[BaseModel]] = {
     "Model": ModelOptions,
     "KV cache": CacheOptions,
     "Scheduler": SchedulerOptions,
+    "Parallelism": ParallelOptions,
     "Device": DeviceOptions,
 }
 
 
-class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
+class EngineConfig(DeviceOptions, ParallelOptions, SchedulerOptions, CacheOptions, ModelOptions):
     """Options of an engine. Every description states its unit; the defaults suit one machine and one user.
 
     It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made

@@ -52,13 +52,19 @@ class KVGroup:
     """Layers of equal specs: they share block tables."""
 
     spec: KVSpec
-    #: Indices among the layers of this rank, ascending.
+    #: Indices among the layers of this rank, ascending; none if they belong to other pipeline stages.
     layers: tuple[int, ...]
 
 
-def group_layers(specs: Sequence[KVSpec]) -> list[KVGroup]:
-    """The groups of a rank's layers, in the order of their first layers."""
+def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[KVGroup]:
+    """The groups of layers with these specs, in the order of their first layers.
+
+    ``stage``: those that this rank has, if it has not all. The groups are alike on every stage, with or without layers.
+    """
     groups: dict[KVSpec, list[int]] = {}
+    stage = range(len(specs)) if stage is None else stage
     for layer, spec in enumerate(specs):
-        groups.setdefault(spec, []).append(layer)
+        members = groups.setdefault(spec, [])
+        if layer in stage:
+            members.append(layer - stage.start)
     return [KVGroup(spec, tuple(layers)) for spec, layers in groups.items()]

@@ -69,13 +69,9 @@ class EngineCore(StepLoop):
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
-        scheduler = Scheduler(self.blocks, options, self.max_model_len)
-        executor.collective_rpc(
-            "make_cache",
-            [size.num_blocks for size in sizes],
-            [size.num_host_blocks for size in sizes],
-            self.max_model_len,
-        )
+        scheduler = Scheduler(self.blocks, options, self.max_model_len, num_stages=executor.num_stages)
+        counts = [size.num_blocks for size in sizes], [size.num_host_blocks for size in sizes]
+        executor.collective_rpc("make_cache", [*counts, self.max_model_len])
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
             if seconds:
@@ -136,7 +132,12 @@ def _split(
 
 
 def _steps_in_flight(options: EngineConfig) -> int:
-    """Two with ``async_scheduling``, by default on a GPU, where the processor is idle while the device computes."""
+    """One for each pipeline stage; at least two with ``async_scheduling``, by default on a GPU.
+
+    There the processor is idle while the device computes.
+    """
+    if options.pipeline_parallel_size > 1:
+        return options.pipeline_parallel_size
     ahead = options.async_scheduling
     return 2 if ahead or (ahead is None and resolve_device(options.device) != "cpu") else 1
 

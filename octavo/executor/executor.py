@@ -1,18 +1,15 @@
-"""Executors: the interface, a factory, and the executor of one worker in this process."""
+"""The interface of executors, and the factory that chooses one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from octavo.runner.model_runner import ModelRunner
 
 
 class PendingStep(Protocol):
@@ -31,28 +28,51 @@ class Executor(ABC):
 
     All workers get the same plans in the same order and have the same number of blocks.
 
-    A step has failed if it failed on any worker. ``wait`` then raises, once every worker has answered or is lost: none
-    still computes the step when the next plan arrives. How far each came is unknown and may differ, so nothing of the
-    step counts: the scheduler ends its requests with an error and forgets the contents of the blocks that it moved. A
-    worker that lives has applied the plan's changes to its rows as far as it could, and takes further plans, which name
-    the step's sequences only to forget them. A worker that is lost misses changes that no later plan repeats: from then
-    on ``check_health`` raises, and the engine ends.
+    A step has failed if it failed on any worker. ``wait`` then raises: how far each came is unknown and may differ, so
+    nothing of the step counts, and the scheduler ends its requests with an error and forgets the contents of the blocks
+    that it moved. A single worker has applied the plan's changes to its rows as far as it could, and takes further
+    plans, which name the step's sequences only to forget them. Of several, the others may wait for the one that failed
+    in the middle of a collective: all are ended then, ``check_health`` raises from then on, and the engine ends.
     """
 
+    #: Whether workers run in this process, so that requests may hold code (logits processors).
+    in_process: bool = False
+    #: Pipeline stages: steps that must be in flight to keep all workers busy.
+    num_stages: int = 1
+
     @abstractmethod
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on every worker: their answers, by rank.
+    def start(self) -> None:
+        """Creates the workers, gives each its device, and loads the model.
+
+        Raises:
+            OctavoError: the checkpoint is unusable, or memory, devices or options do not allow to run it.
+        """
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, or a function with each worker as first argument: the answers, by rank.
+
+        Arguments and answers are plain data where workers run in other processes, and functions must be importable
+        there. ``timeout`` in seconds.
 
         Raises:
             EngineDeadError: a worker is lost, or ``shutdown`` was called.
+            TimeoutError: not all have answered in time; the workers are ended.
             Exception: the method failed on a worker.
         """
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts one step on all workers; while one is in flight a second may follow, which runs after it.
+        """Starts one step on all workers; while one is in flight others may follow, which run after it.
 
-        The second may schedule sequences that sample in the first, unless their sampling needs tokens by their id.
+        They may schedule sequences that sample in it, unless their sampling needs tokens by their id or there are
+        several stages.
 
         Raises:
             EngineDeadError: as ``collective_rpc``.
@@ -71,18 +91,22 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Ends the workers and frees their memory; nothing happens if it was called before."""
 
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step, from its start to its result; errors are those of ``submit`` and ``PendingStep.wait``."""
+        return self.submit(plan).wait()
+
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that every worker has memory for."""
-        return min(self.collective_rpc("num_blocks", max_model_len))
+        return min(self.collective_rpc("num_blocks", [max_model_len]))
 
     def num_host_blocks(self) -> int:
         """Blocks for preempted requests that every worker has memory for."""
         return min(self.collective_rpc("num_host_blocks"))
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
-        """The groups of KV layers, alike on every worker: bytes of a block in all layers of each, and its window."""
-        groups: list[tuple[int, int | None]] = self.collective_rpc("kv_groups")[0]
-        return groups
+        """The groups of KV layers: bytes of a block in all layers of each, on the worker with most; and its window."""
+        workers = self.collective_rpc("kv_groups")
+        return [(max(size for size, _ in group), group[0][1]) for group in zip(*workers, strict=True)]
 
     def measure_swap(self) -> float:
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
@@ -97,39 +121,8 @@ class Executor(ABC):
         return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
 
 
-class UniprocExecutor(Executor):
-    """One worker, called directly."""
-
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
-        """Loads the model; errors are those of ``ModelRunner``."""
-        from octavo.runner.model_runner import ModelRunner
-
-        self._worker: ModelRunner | None = ModelRunner(options, config, folder, dtype)
-
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on the worker."""
-        return [getattr(self._alive(), method)(*args)]
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts one step on the worker."""
-        return self._alive().submit(plan)
-
-    def check_health(self) -> None:
-        """The worker lives as long as this process, or until ``shutdown``."""
-        self._alive()
-
-    def shutdown(self) -> None:
-        """Drops the worker, and with it weights and KV cache."""
-        self._worker = None
-
-    def _alive(self) -> ModelRunner:
-        if self._worker is None:
-            raise EngineDeadError("the executor was shut down; a new engine must be made")
-        return self._worker
-
-
 def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> Executor:
-    """The workers that ``options`` ask for: one, in this process.
+    """The workers that ``options`` ask for, started.
 
     Args:
         config: the network's, with the context length that is wanted.
@@ -137,6 +130,46 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
         dtype: of weights and activations: float32, bfloat16 or float16.
 
     Raises:
-        OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
+        OctavoError: see ``Executor.start``.
     """
-    return UniprocExecutor(options, config, folder, dtype)
+    executor = _choose(options)(options, config, folder, dtype)
+    try:
+        executor.start()
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor
+
+
+def _choose(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str], Executor]:
+    backend = options.distributed_executor_backend
+    if backend is None:
+        backend = "uni" if options.world_size == 1 else "mp" if _machine_has_devices(options) else "ray"
+    if backend == "uni":
+        from octavo.executor.uniproc import UniprocExecutor
+
+        return UniprocExecutor
+    if backend == "mp":
+        from octavo.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor
+    if backend == "external_launcher":
+        from octavo.executor.external import ExternalLauncherExecutor
+
+        return ExternalLauncherExecutor
+    from octavo.executor.ray_executor import RayExecutor
+
+    return RayExecutor
+
+
+def _machine_has_devices(options: EngineConfig) -> bool:
+    """Whether this machine has a device for each worker, or there is no Ray that might know of other machines."""
+    import importlib.util
+
+    from octavo.kernels import resolve_device
+
+    if resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None:
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= options.world_size

@@ -89,6 +89,10 @@ class Kernels(ABC):
         function(x)
         return x
 
+    def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
+        """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
+        return batch.token_ids.new_empty((len(batch.token_ids), width), dtype=torch.float32)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x, contiguous float32 [T, width], over the ranks of ``group``; its memory may be reused."""
         return x if self.group is None else self.group.all_reduce(x)

@@ -102,9 +102,19 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: Sequence[int] = (0,)
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: Sequence[int] = (0,),
+        *,
+        samples: bool = True,
     ) -> None:
-        """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``."""
+        """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``.
+
+        Without ``samples``, in a pipeline stage that is not the last, tokens come by ``append_sampled``.
+        """
+        self._samples = samples
         self.block_size = block_size
         # One place more than tokens: a step in flight may sample a token past the longest sequence, which is discarded.
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
@@ -164,6 +174,13 @@ class InputBatch:
         start = self.tokens.num_tokens[row]
         self.tokens.ids[row, start : start + len(token_ids)] = token_ids
         self.tokens.num_tokens[row] += len(token_ids)
+
+    def append_sampled(self, sampled: dict[int, list[int]]) -> None:
+        """Adds tokens that another worker has sampled to the sequences that append what they sample."""
+        for seq_id, token_ids in sampled.items():
+            row = self._rows.get(seq_id)
+            if row is not None and self.appends[row]:
+                self.append(seq_id, token_ids)
 
     def forget(self, seq_id: int) -> int | None:
         """Frees the row and returns it; None for an unknown sequence."""
@@ -299,6 +316,8 @@ class InputBatch:
         With drafts both are counted by ``accept``, when it is known how many tokens there are.
         """
         self._last = inputs if inputs.repeats else None
+        if not self._samples:
+            rows = rows[:0]
         self.num_computed[inputs.rows] = inputs.ends
         if inputs.forked is not None:
             self.num_computed[inputs.forked.rows] = inputs.ends[inputs.forked.parents]

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
@@ -26,12 +27,14 @@ from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
+from octavo.models.sizes import outline_network
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
+from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, wake_up
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
@@ -44,11 +47,18 @@ class ModelRunner:
     """Owns the weights, the KV cache tensors and the rows of one device."""
 
     def __init__(
-        self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, share: WorkerShare | None = None
+        self,
+        options: EngineConfig,
+        config: ModelConfig,
+        folder: Path,
+        dtype: str,
+        share: WorkerShare | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Loads the weights; ``make_cache`` must follow before the first step.
 
-        ``share`` is what the worker may take of its machine, by default all.
+        ``share`` is what the worker may take of its machine, by default all; ``ranks`` its place among the workers, by
+        default alone.
 
         Raises:
             InsufficientMemoryError: the weights do not fit.
@@ -58,6 +68,8 @@ class ModelRunner:
         self.config = config
         self.dtype = dtype
         share = share or WorkerShare()
+        self._ranks = ranks = ranks or Ranks()
+        layout = ranks.layout
         self._device = make_device(options, config, share)
         self.device = self._device.torch_device
         kernels = load_kernels(
@@ -65,9 +77,11 @@ class ModelRunner:
             str(self.device),
             head_dim=config.head_dim,
             deterministic=options.deterministic,
-            enforce_eager=options.enforce_eager,
+            # An exchange between stages is a call on the host, which a graph cannot hold.
+            enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
             graph_capture=options.graph_capture,
         )
+        kernels.group = ranks.group
         kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
@@ -79,6 +93,9 @@ class ModelRunner:
             device=self.device,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tensor_parallel_size,
+            layers=layout.layers(config.num_layers),
         )
         memory.check_weights_fit(config, context, self._device.free_memory())
         if options.load_format == "dummy":
@@ -88,8 +105,13 @@ class ModelRunner:
             self.model = load_model(folder, config, context, gguf)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
-            group_layers(self.model.kv_specs), key=lambda group: -(group.spec.window or config.max_position)
+            self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
         )
+
+    def _group_layers(self, context: LayerContext) -> list[KVGroup]:
+        if context.layers is None:
+            return group_layers(self.model.kv_specs)
+        return group_layers(outline_network(self.config, replace(context, layers=None)).kv_specs, context.layers)
 
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
@@ -130,11 +152,12 @@ class ModelRunner:
         """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
         batch = largest_step(self._largest(max_model_len), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
+        if output.logits is None:
+            return
         rows = np.arange(len(batch.seq_lens))
         sampler = self._make_sampler(TokenTable(len(rows), 1))
         for row in rows.tolist():
             sampler.add(row, NewSequence(row, [0], 1, 0, Generate(SamplingParams(top_p=0.9, logprobs=1), row)))
-        assert output.logits is not None
         sampler.start(output.logits, rows).wait()
 
     def _largest(self, max_model_len: int) -> BatchSize:
@@ -145,8 +168,18 @@ class ModelRunner:
         return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._kv_groups))
 
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
-        hidden = self.model.forward(batch, caches)
-        return ForwardOutput(hidden, self.model.logits(self._kernels.take_sampled(hidden, batch)))
+        """This stage's part of the network; hidden states come from the stage before and go to the one after."""
+        ranks, kernels = self._ranks, self._kernels
+        if ranks.incoming is None:
+            residual = self.model.embed(batch.token_ids)
+        else:
+            residual = kernels.host_call(
+                ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size)
+            )
+        hidden = self.model.forward_layers(residual, batch, caches)
+        if ranks.outgoing is not None:
+            return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
+        return ForwardOutput(hidden, self.model.logits(kernels.take_sampled(hidden, batch)))
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -165,7 +198,8 @@ class ModelRunner:
         )
         self._max_model_len = max_model_len
         self._capture()
-        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
+        samples = self._ranks.layout.is_last_stage
+        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._pooled: set[int] = set()
@@ -215,7 +249,7 @@ class ModelRunner:
         """Seconds to move one block between device and host; see ``CacheEngine.measure_swap``."""
         return self._cache.measure_swap()
 
-    def submit(self, plan: StepPlan) -> QueuedStep:
+    def submit(self, plan: StepPlan, sampled: dict[int, list[int]] | None = None) -> QueuedStep:
         """Queues a step's work on the device. An exception means that the step failed; errors of one sequence are in
         its result.
 
@@ -224,11 +258,15 @@ class ModelRunner:
         words, processors), it is waited for when the network's forward is queued. While a sequence's token is pending,
         the plan may not fork it, append to it, or follow its unverified drafts.
 
+        ``sampled``: tokens by sequence id that the last pipeline stage has sampled since, for a stage that does not.
+
         Raises:
             RuntimeError: the plan needs a token that is not known yet.
         """
         start, in_kernels = time.perf_counter(), self.clock.seconds
         with self._mode():
+            if sampled:
+                self._batch.append_sampled(sampled)
             self._forget(plan.forget)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
@@ -247,11 +285,15 @@ class ModelRunner:
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
         output = self._forward(batch)
+        if output.logits is None:
+            self._batch.advance(inputs, inputs.sampling)
+            step.timer = stop_timer()
+            return
         if self._wants_prompt_logprobs:
             self._score_prompts(inputs, output.hidden, step)
         if self._pooled:
             self._pool(inputs, batch, output.hidden, step)
-        if len(inputs.sampling) and output.logits is not None:
+        if len(inputs.sampling):
             self._sample(inputs, output.logits, step)
         else:
             self._batch.advance(inputs, inputs.sampling)

@@ -108,11 +108,11 @@ class SequenceGroup:
     )
 
     def __init__(
-        self, request: EngineCoreRequest, arrival: int, seq_id: int, max_model_len: int, drafted: bool = False
+        self, request: EngineCoreRequest, arrival: int, seq_id: int, max_model_len: int, plans_on_results: bool = False
     ) -> None:
         """``arrival`` numbers the groups in order of arrival; ``seq_id`` is the id of the first sequence.
 
-        ``drafted``: whether tokens are speculated, which needs the ids of all tokens before them.
+        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before, as drafts do.
         """
         self.request = request
         self.group_id = request.group_id
@@ -135,7 +135,7 @@ class SequenceGroup:
         if isinstance(task, Beam):
             self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
         #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
-        self.plans_on_results = drafted or task.plans_on_results
+        self.plans_on_results = plans_on_results or task.plans_on_results
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.

@@ -88,14 +88,14 @@ class Queues:
     """
 
     def __init__(
-        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, drafted: bool = False
+        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, plans_on_results: bool = False
     ) -> None:
         self.blocks = blocks
         self.policy = load_policy(options.scheduling_policy)
         self._threshold = options.long_prefill_token_threshold
         self._max_model_len = max_model_len
         self._aging_limit = options.aging_limit
-        self._drafted = drafted
+        self._plans_on_results = plans_on_results
         self._by_arrival = type(self.policy) is FirstComeFirstServed
         self.waiting = GroupQueue(self.policy, options.aging_limit)
         #: Prompts above ``long_prefill_token_threshold`` wait apart, so that short ones pass them without a search.
@@ -129,7 +129,8 @@ class Queues:
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Makes a group of the request and puts it into the waiting queue."""
-        group = SequenceGroup(request, next(self._arrivals), next(self._seq_ids), self._max_model_len, self._drafted)
+        arrival, seq_id = next(self._arrivals), next(self._seq_ids)
+        group = SequenceGroup(request, arrival, seq_id, self._max_model_len, self._plans_on_results)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]

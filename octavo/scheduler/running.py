@@ -27,8 +27,14 @@ class Running:
     """
 
     def __init__(
-        self, options: SchedulerOptions, queues: Queues, preemption: Preemption, drafter: Drafter | None = None
+        self,
+        options: SchedulerOptions,
+        queues: Queues,
+        preemption: Preemption,
+        drafter: Drafter | None = None,
+        num_stages: int = 1,
     ) -> None:
+        self._num_stages = num_stages
         self._options, self._queues, self._preemption = options, queues, preemption
         self.drafter = drafter
 
@@ -39,6 +45,7 @@ class Running:
         running, decodes = queues.running, step.decodes
         drafts = self._propose_drafts(step) if self.drafter is not None else {}
         outgrown = []
+        most_decodes = -(-queues.num_running_seqs // self._num_stages)
         position = 0
         while position < len(running):
             group = running[position]
@@ -52,6 +59,8 @@ class Running:
             elif seq.free_slots and len(seqs) == 1 and not drafts:  # the common case: one more token in its last block
                 seq.free_slots -= 1
                 decodes.append(seq)
+                continue
+            elif len(decodes) >= most_decodes:  # the others are for the next stage's step
                 continue
             elif seq.is_ending or group.awaits_result or (drafts and self._schedule_drafts(group, drafts, step)):
                 continue

@@ -34,9 +34,13 @@ class Scheduler:
         max_model_len: int,
         *,
         drafter: Drafter | None = None,
+        num_stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A ``drafter`` proposes tokens that a step then verifies.
+
+        With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
+        step at a time, and the running sequences are divided among that many steps.
 
         Raises:
             ValueError: ``max_model_len`` tokens do not fit the blocks.
@@ -45,12 +49,13 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        self.queues = Queues(options, blocks, max_model_len, drafted=drafter is not None)
+        self.queues = Queues(options, blocks, max_model_len, plans_on_results=drafter is not None or num_stages > 1)
         self._stats = SchedulerStats()
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
-        self._running = Running(options, self.queues, self._preemption, drafter)
+        self._running = Running(options, self.queues, self._preemption, drafter, num_stages)
         self._results = Results(self.queues)
+        self._num_stages = num_stages
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
@@ -103,6 +108,8 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
+        if self._num_stages > 1 and self.queues.num_waiting:
+            return True
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
 
     def schedule(self) -> StepPlan:

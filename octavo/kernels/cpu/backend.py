@@ -106,6 +106,12 @@ class CpuKernels(Kernels):
         self._recording.append(op, out)
         return out
 
+    def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
+        """See ``Kernels``."""
+        if self._recording is None:
+            return super().token_rows(batch, width)
+        return self._recording.new((len(batch.token_ids), width), torch.float32, _cpu.Rows.tokens)
+
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
         """The function gets the step's rows of x."""
         self._do(_cpu.host_call(lambda rows: function(x[:rows])), _cpu.Step(x.shape[0]), x)

@@ -1,0 +1,147 @@
+"""Messages between an executor and worker processes of one machine: one writer and many readers, and their answers.
+
+A message is written once, to shared memory that all workers map, and a few bytes on each worker's socket say where it
+lies. Answers come back on the same socket, in the order of the messages. The socket also tells each side that the other
+has ended. The memory has no name in the file system, so that nothing of it is left behind, however a process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+
+#: Messages that may be unanswered, and the bytes of each that are sent through shared memory.
+SLOTS, SLOT_BYTES = 16, 1 << 20
+#: Of a message: its slot, or ``_INLINE`` if it is longer than one and follows on the socket; its length.
+_HEADER = struct.Struct("<IQ")
+_INLINE = 0xFFFFFFFF
+#: Of an answer: its kind, and its length.
+_ANSWER = struct.Struct("<BQ")
+#: A longer answer is refused; the logprobs of a long prompt are the longest.
+MAX_ANSWER = 1 << 30
+
+
+def shared_memory(size: int) -> int:
+    """The descriptor of zeroed memory without a name, to be mapped by processes that inherit it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("octavo")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Broadcast:
+    """The executor's side."""
+
+    def __init__(self, sockets: Sequence[socket.socket], memory: int) -> None:
+        """``sockets`` lead to the workers, by rank; ``memory`` is a ``shared_memory`` of ``SLOTS * SLOT_BYTES``."""
+        self._sockets = list(sockets)
+        self._memory = mmap.mmap(memory, SLOTS * SLOT_BYTES)
+        self._sent = 0
+
+    def send(self, message: bytes) -> None:
+        """Sends a message to all workers; fewer than ``SLOTS`` may be unanswered.
+
+        Raises:
+            ConnectionError: a worker has ended.
+        """
+        slot = self._sent % SLOTS
+        self._sent += 1
+        if len(message) <= SLOT_BYTES:
+            start = slot * SLOT_BYTES
+            self._memory[start : start + len(message)] = message
+            data = _HEADER.pack(slot, len(message))
+        else:
+            data = _HEADER.pack(_INLINE, len(message)) + message
+        for connection in self._sockets:
+            connection.sendall(data)
+
+    def receive(self, rank: int) -> tuple[int, bytes]:
+        """The next answer of a worker, of which some bytes have arrived: its kind and content.
+
+        Raises:
+            ConnectionError: the worker has ended.
+        """
+        connection = self._sockets[rank]
+        kind, length = _ANSWER.unpack(_receive_exactly(connection, _ANSWER.size))
+        if length > MAX_ANSWER:
+            raise ConnectionError(f"an answer of {length} bytes is longer than the {MAX_ANSWER} that are allowed")
+        return kind, _receive_exactly(connection, length)
+
+    def wait(self, ranks: Sequence[int], timeout: float | None = None) -> list[int]:
+        """Waits until at least one of these workers has answered or ended: which.
+
+        Raises:
+            TimeoutError: none has within ``timeout`` seconds.
+        """
+        poll = select.poll()
+        by_descriptor = {self._sockets[rank].fileno(): rank for rank in ranks}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
+        if not ready:
+            raise TimeoutError
+        return [by_descriptor[descriptor] for descriptor, _ in ready]
+
+    def close(self) -> None:
+        """Closes the sockets, which ends the workers that still run."""
+        for connection in self._sockets:
+            connection.close()
+
+
+class Receiver:
+    """A worker's side."""
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        """``memory`` is the descriptor of the memory that ``Broadcast`` writes to."""
+        self._socket = connection
+        self._memory = memoryview(mmap.mmap(memory, SLOTS * SLOT_BYTES, prot=mmap.PROT_READ))
+
+    def next(self) -> memoryview | bytes:
+        """The next message, valid until it is answered.
+
+        Raises:
+            ConnectionError: the executor has ended.
+        """
+        slot, length = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
+        if slot == _INLINE:
+            return _receive_exactly(self._socket, length)
+        return self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + length]
+
+    def has_next(self) -> bool:
+        """Whether a message has arrived."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def answer(self, kind: int, content: bytes = b"") -> None:
+        """Sends an answer."""
+        self._socket.sendall(_ANSWER.pack(kind, len(content)) + content)
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    """The next ``length`` bytes."""
+    first = connection.recv(length) if length else b""
+    if len(first) == length:
+        return first
+    data = bytearray(first)
+    while first and len(data) < length:
+        first = connection.recv(min(length - len(data), 1 << 20))
+        data += first
+    if len(data) < length:
+        raise ConnectionError("the other side has ended")
+    return bytes(data)
+
+
+def wait_for_end(connection: socket.socket) -> None:
+    """Returns when the other side of a connection has closed it, without reading from it."""
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", 0))
+    while not any(events & (getattr(select, "POLLRDHUP", 0) | select.POLLHUP) for _, events in poll.poll()):
+        time.sleep(0.05)

@@ -1,0 +1,58 @@
+"""The executor of one worker in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import EngineDeadError
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import StepPlan
+from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.worker import Worker, WorkerSpec
+
+
+class UniprocExecutor(Executor):
+    """One worker, called directly."""
+
+    in_process = True
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+        """Prepares the worker; ``start`` loads the model."""
+        self._worker: Worker | None = Worker(WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0))
+
+    def start(self) -> None:
+        """Loads the model; errors are those of ``ModelRunner``."""
+        self._alive().load_model()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
+        worker = self._alive()
+        if callable(method):
+            return [method(worker, *args, **(kwargs or {}))]
+        return [worker.call(method, list(args), dict(kwargs or {}))]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts one step on the worker."""
+        return self._alive().runner.submit(plan)
+
+    def check_health(self) -> None:
+        """The worker lives as long as this process, or until ``shutdown``."""
+        self._alive()
+
+    def shutdown(self) -> None:
+        """Drops the worker, and with it weights and KV cache."""
+        self._worker = None
+
+    def _alive(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("the executor was shut down; a new engine must be made")
+        return self._worker

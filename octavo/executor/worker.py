@@ -1,0 +1,178 @@
+"""A worker: created first, it gets its device, its model and its KV cache by calls. Imports torch when told to."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.errors import ConfigError, EngineStateError
+from octavo.core.model_config import ModelConfig
+from octavo.core.parallel import ParallelLayout
+
+if TYPE_CHECKING:
+    from octavo.runner.model_runner import ModelRunner
+    from octavo.runner.ranks import Ranks
+
+logger = logging.getLogger("octavo")
+
+
+class WorkerSpec(msgspec.Struct):
+    """What a worker needs to know to be created, in any process on any machine."""
+
+    #: Fields of ``EngineConfig``.
+    options: dict[str, Any]
+    config: ModelConfig
+    folder: str
+    dtype: str
+    rank: int
+    #: Of this worker among those of its machine, and how many these are.
+    local_rank: int = 0
+    local_size: int = 1
+
+
+@dataclass
+class LocalConnections:
+    """Memory and pipes that the workers of one machine share, as descriptors of this process."""
+
+    #: Of the tensor-parallel group, if its ranks exchange through memory.
+    group: int | None = None
+    #: (memory, end of the pipe) of the link from the stage before, and of the one to the stage after.
+    incoming: tuple[int, int] | None = None
+    outgoing: tuple[int, int] | None = None
+
+
+
+class Worker:
+    """One rank: owns its ``ModelRunner``, and its connections with the other ranks."""
+
+    def __init__(self, spec: WorkerSpec, connections: LocalConnections | None = None) -> None:
+        """``connections``: to workers of the same machine; None: through torch.distributed, see ``open_store``."""
+        self.spec = spec
+        self.options: EngineConfig = make_config(**spec.options)
+        self.layout = ParallelLayout.of(self.options, spec.rank)
+        self._connections = connections
+        self._store: Any = None
+        self._runner: ModelRunner | None = None
+        self._ranks: Ranks | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its number among all workers of the network."""
+        return self.spec.rank
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What computes.
+
+        Raises:
+            EngineStateError: ``load_model`` was not called.
+        """
+        if self._runner is None:
+            raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
+        return self._runner
+
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the worker or of its runner, or the function ``module:name`` with the worker.
+
+        Raises:
+            ConfigError: there is no such method or function.
+            Exception: what it raises.
+        """
+        if ":" in method:
+            return find_function(method)(self, *args, **kwargs)
+        target = getattr(self, method, None) or getattr(self._runner, method, None)
+        if target is None or method.startswith("_"):
+            raise ConfigError(f"workers have no method {method!r}")
+        return target(*args, **kwargs)
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def open_store(self) -> tuple[str, int] | None:
+        """On the first worker, opens the store through which torch.distributed connects all: its host and port."""
+        if self.rank:
+            return None
+        from torch.distributed import TCPStore
+
+        host = _own_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def init_device(self, store: tuple[str, int] | None = None) -> None:
+        """Connects the worker with the others; ``store`` is where ``open_store`` has opened it, if it is needed."""
+        from octavo.executor.connections import connect_local, connect_torch
+
+        if self._connections is not None:
+            self._ranks = connect_local(self.layout, self._connections)
+        else:
+            self._ranks = connect_torch(self.layout, self.options.device, store, self._store)
+
+    def load_model(self) -> None:
+        """Loads this rank's share of the weights.
+
+        Raises:
+            OctavoError: see ``ModelRunner``.
+        """
+        from octavo.runner.memory import WorkerShare
+        from octavo.runner.model_runner import ModelRunner
+
+        spec = self.spec
+        share = WorkerShare(spec.local_rank, spec.local_size)
+        self._runner = ModelRunner(self.options, spec.config, Path(spec.folder), spec.dtype, share, self._ranks)
+
+    def shutdown(self) -> None:
+        """Drops weights and KV cache."""
+        self._runner = None
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """``module:name`` of a function that a worker can import; functions are not sent as code.
+
+    Raises:
+        ConfigError: it cannot be found under its name.
+    """
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+    try:
+        found = find_function(name)
+    except (ImportError, ConfigError):
+        found = None
+    if found is not function or name.startswith("__main__:"):
+        raise ConfigError(
+            f"{function!r} cannot be called on workers of other processes: it must be a function of a module that "
+            "they can import"
+        )
+    return name
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function ``module:name``.
+
+    Raises:
+        ImportError: there is no such module.
+        ConfigError: the module has no such function.
+    """
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ConfigError(f"{name!r} is no function: module:name is needed")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _own_address() -> str:
+    """This machine's address as others reach it; the loopback address if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: a documentation address (RFC 5737)
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,90 @@
+"""What connects a worker with the others of its network: collectives of its stage, and links to the stages beside it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.parallel import ParallelLayout
+from octavo.kernels.communicator import Communicator
+
+
+class StageLink(Protocol):
+    """One way from a worker to the one at its place in the next stage; what is sent is received in order."""
+
+    def send(self, x: Tensor) -> None:
+        """Sends x, float32 [T, E]; its memory may be reused afterwards."""
+        ...
+
+    def receive(self, x: Tensor) -> None:
+        """Waits for what was sent, of the same shape, and writes it to x."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A worker's place, and its connections."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    #: The tensor-parallel group of its stage; None: it is alone.
+    group: Communicator | None = None
+    #: From the stage before and to the one after; None: there is none.
+    incoming: StageLink | None = None
+    outgoing: StageLink | None = None
+
+
+class SharedMemoryLink:
+    """A link between two processes of one machine: a ring of slots, and a pipe that wakes the receiver.
+
+    A slot is written again ``slots`` sends later. The sender need not ask whether it has been read: fewer steps than
+    that are in flight.
+    """
+
+    def __init__(self, memory: mmap.mmap, slots: int, pipe: int) -> None:
+        """``memory`` is shared by both ends; ``pipe`` is the descriptor to write to, or to read from."""
+        self._slots = np.frombuffer(memory, dtype=np.float32).reshape(slots, -1)
+        self._pipe = pipe
+        self._count = 0
+
+    def send(self, x: Tensor) -> None:
+        """See ``StageLink``."""
+        self._next(x)[:] = x.reshape(-1).numpy()
+        os.write(self._pipe, b"\0")
+
+    def receive(self, x: Tensor) -> None:
+        """See ``StageLink``.
+
+        Raises:
+            ConnectionError: the sender has ended.
+        """
+        if not os.read(self._pipe, 1):
+            raise ConnectionError("the worker of the pipeline stage before this one has ended")
+        x.view(-1).numpy()[:] = self._next(x)
+
+    def _next(self, x: Tensor) -> NDArray[np.float32]:
+        slot = self._slots[self._count % len(self._slots), : x.numel()]
+        self._count += 1
+        return slot
+
+
+class TorchLink:
+    """A link of ``torch.distributed``, between any two processes."""
+
+    def __init__(self, peer: int) -> None:
+        """``peer`` is the global rank at the other end."""
+        self._peer = peer
+
+    def send(self, x: Tensor) -> None:
+        """See ``StageLink``."""
+        torch.distributed.send(x.contiguous(), self._peer)
+
+    def receive(self, x: Tensor) -> None:
+        """See ``StageLink``."""
+        torch.distributed.recv(x, self._peer)
