@@ -212,6 +212,10 @@ class ParallelOptions(_Options):
         "Default: uni for one worker, mp for as many as this machine has devices for, else ray.",
     )
 
+    check_plans: bool = Field(
+        False, description="With external_launcher: compare the plans of all processes at every step, to find errors."
+    )
+
     @property
     def world_size(self) -> int:
         """Workers of one engine core."""

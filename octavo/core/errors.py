@@ -62,3 +62,11 @@ class EngineStateError(OctavoError, RuntimeError):
 
 class EngineDeadError(OctavoError, RuntimeError):
     """The engine's process or a worker has ended or was shut down; unfinished and new requests fail."""
+
+
+def reported_error(kind: str, message: str) -> OctavoError:
+    """The exception that another process has reported by the name of its class; ``WorkerError`` if it is not ours."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, OctavoError):
+        return found(message)
+    return WorkerError(f"{kind}: {message}")

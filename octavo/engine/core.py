@@ -12,6 +12,7 @@ from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import make_executor
+from octavo.executor.external import without_clock
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_groups import GroupBlocks, split_memory
@@ -32,6 +33,8 @@ class EngineCore(StepLoop):
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
+        if options.distributed_executor_backend == "external_launcher":
+            options = without_clock(options)
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.core import errors
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError, OctavoError, WorkerError
+from octavo.core.errors import ConfigError, EngineDeadError, reported_error
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
@@ -310,10 +309,7 @@ def _descriptors(connections: LocalConnections) -> list[int]:
 def _error(content: bytes) -> Exception:
     """The exception of a ``Failure``."""
     failure = msgspec.msgpack.decode(content, type=Failure)
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(failure.message)
-    return WorkerError(f"{failure.kind}: {failure.message}")
+    return reported_error(failure.kind, failure.message)
 
 
 def _signal_name(number: int) -> str:

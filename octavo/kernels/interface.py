@@ -89,6 +89,10 @@ class Kernels(ABC):
         function(x)
         return x
 
+    def join(self, group: Communicator) -> None:
+        """Makes the backend a rank of a tensor-parallel group."""
+        self.group = group
+
     def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
         """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
         return batch.token_ids.new_empty((len(batch.token_ids), width), dtype=torch.float32)

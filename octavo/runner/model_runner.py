@@ -81,7 +81,8 @@ class ModelRunner:
             enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
             graph_capture=options.graph_capture,
         )
-        kernels.group = ranks.group
+        if ranks.group is not None:
+            kernels.join(ranks.group)
         kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)

@@ -20,7 +20,8 @@ from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
+from octavo.kernels.communicator import Communicator
+from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
 from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_blocks, codes_of_tensor
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
@@ -38,7 +39,7 @@ class CpuKernels(Kernels):
 
     name = "cpu"
     computes_outside_torch = True
-    group: SharedMemoryCommunicator | None = None
+    group: SharedMemoryCommunicator | HostCommunicator | None = None
 
     def __init__(self) -> None:
         """Selects the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
@@ -65,6 +66,10 @@ class CpuKernels(Kernels):
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         _cpu.set_threads(count or available or 1, pin)
         torch.set_num_threads(1)
+
+    def join(self, group: Communicator) -> None:
+        """See ``Kernels``; groups through other than shared memory are called on the host."""
+        self.group = group if isinstance(group, SharedMemoryCommunicator) else HostCommunicator(group)
 
     # --- recording --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,10 @@ import mmap
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from octavo.kernels.communicator import Communicator
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 
@@ -60,3 +63,32 @@ class SharedMemoryCommunicator:
         out = x.new_empty(x.shape[0], self.size * x.shape[1])
         self.all_gather_op(x, out).run(_cpu.Step(x.shape[0]))
         return out
+
+
+class HostCommunicator:
+    """A group of any kind, called on the host at its place in the tape."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce_op(self, x: Tensor) -> Any:
+        """See ``SharedMemoryCommunicator``."""
+
+        @torch.inference_mode()
+        def run(rows: int) -> None:
+            part = x[:rows]
+            total = self._group.all_reduce(part)
+            if total is not part:
+                part.copy_(total)
+
+        return _cpu.host_call(run)
+
+    def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
+        """See ``SharedMemoryCommunicator``."""
+
+        @torch.inference_mode()
+        def run(rows: int) -> None:
+            out[:rows].copy_(self._group.all_gather(x[:rows]))
+
+        return _cpu.host_call(run)

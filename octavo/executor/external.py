@@ -1,0 +1,180 @@
+"""The executor of processes that a launcher such as torchrun has started, each with an engine of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import StepPlan, StepResult
+from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.worker import Worker, WorkerSpec
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def without_clock(options: EngineConfig) -> EngineConfig:
+    """Options with which equal requests lead to equal plans in every process: nothing is decided by measured time.
+
+    Raises:
+        ConfigError: an option needs the time.
+    """
+    if options.scheduler_delay_factor:
+        raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
+                          "needs it to be 0")  # fmt: skip
+    mode = "recompute" if options.preemption_mode == "auto" else options.preemption_mode
+    return options.model_copy(update={"aging_limit": None, "preemption_mode": mode})
+
+
+class ExternalLauncherExecutor(Executor):
+    """This process's worker. Every process gets the same requests in the same order and makes the same plans.
+
+    So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare
+    digests of every plan.
+    """
+
+    in_process = True
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+        """Reads the process's place from the launcher's variables.
+
+        Raises:
+            ConfigError: they are missing, or contradict the options.
+        """
+        missing = [name for name in _NAMES if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"distributed_executor_backend='external_launcher' needs a launcher such as torchrun, which sets "
+                f"{', '.join(missing)}"
+            )
+        if options.pipeline_parallel_size > 1:
+            raise ConfigError("external_launcher has no pipeline stages: results would have to be sent; use mp or ray")
+        rank, world, local_rank, local_size = (int(os.environ[name]) for name in _NAMES[:4])
+        if world != options.world_size:
+            raise ConfigError(
+                f"the launcher has started {world} processes, but tensor_parallel_size is "
+                f"{options.tensor_parallel_size}: both must be equal"
+            )
+        spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank, local_rank, local_size)
+        self._worker: Worker | None = Worker(spec)
+        self._checks = options.check_plans and world > 1
+
+    def start(self) -> None:
+        """Connects this process with the others and loads its share of the model."""
+        worker = self._alive()
+        self._use_own_gpu(worker)
+        worker.init_device()
+        worker.load_model()
+
+    def _use_own_gpu(self, worker: Worker) -> None:
+        from octavo.kernels import resolve_device
+
+        if resolve_device(worker.options.device) == "cuda":
+            import torch
+
+            count = torch.cuda.device_count()
+            if worker.spec.local_rank >= count:
+                raise ConfigError(
+                    f"this machine has {count} GPUs, but {worker.spec.local_size} processes were started on it"
+                )
+            torch.cuda.set_device(worker.spec.local_rank)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See ``Executor``; every process must make the same call. ``timeout`` is that of the process group."""
+        worker = self._alive()
+        if callable(method):
+            answer = method(worker, *args, **(kwargs or {}))
+        else:
+            answer = worker.call(method, list(args), dict(kwargs or {}))
+        if worker.layout.world_size == 1:
+            return [answer]
+        return [msgspec.msgpack.decode(data) for data in _gather(msgspec.msgpack.encode(answer))]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts the step on this process's worker.
+
+        Raises:
+            EngineDeadError: the processes have different plans.
+        """
+        worker = self._alive()
+        if self._checks:
+            self._compare(plan)
+        try:
+            return _WithoutTimes(worker.runner.submit(plan))
+        except Exception as e:
+            if worker.layout.world_size == 1:
+                raise
+            self.shutdown()  # the other processes may wait for this one in a collective, which then fails
+            raise EngineDeadError(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
+
+    def _compare(self, plan: StepPlan) -> None:
+        digest = hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=16).digest()
+        digests = _gather(digest)
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if different:
+            self.shutdown()
+            raise EngineDeadError(
+                f"the plans of step {plan.step} differ: those of ranks {different} are not that of rank 0; every "
+                "process must get the same requests in the same order"
+            )
+
+    def check_health(self) -> None:
+        """The worker lives as long as this process, or until ``shutdown``."""
+        self._alive()
+
+    def shutdown(self) -> None:
+        """Drops the worker and leaves the process group."""
+        if self._worker is None:
+            return
+        import torch.distributed as dist
+
+        self._worker = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _alive(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("the executor was shut down; a new engine must be made")
+        return self._worker
+
+
+class _WithoutTimes:
+    """Drops measured times from a result: the scheduler learns costs from them, which would differ between ranks."""
+
+    def __init__(self, step: PendingStep) -> None:
+        self._step = step
+
+    def wait(self) -> StepResult:
+        result = self._step.wait()
+        result.seconds = result.swap_seconds = 0.0
+        return result
+
+
+def _gather(data: bytes) -> list[bytes]:
+    """The bytes of every rank."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
+    most = int(max(lengths))
+    parts = [torch.empty(most, dtype=torch.uint8, device=device) for _ in lengths]
+    padded = torch.zeros(most, dtype=torch.uint8, device=device)
+    padded[: len(data)] = own
+    dist.all_gather(parts, padded)
+    return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
