@@ -60,9 +60,7 @@ def connect_torch(layout: ParallelLayout, device: str, address: tuple[str, int] 
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         store = store or dist.TCPStore(address[0], address[1], is_master=False, timeout=_TIMEOUT)
-        dist.init_process_group(
-            backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_TIMEOUT)
     size = layout.tensor_parallel_size
     group = None
     for stage in range(layout.pipeline_parallel_size):  # every rank takes part in making every group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -138,7 +139,11 @@ class MultiprocExecutor(Executor):
         return self._call(Call(name, list(args), dict(kwargs or {})), timeout)
 
     def _call(self, message: Call | WorkerStart, timeout: float | None = None) -> list[Any]:
-        answers = self._receive(self._send(message), timeout)
+        try:
+            data = self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise ConfigError(f"a call of workers in other processes takes plain data as arguments: {e}") from None
+        answers = self._receive(self._send(data), timeout)
         for kind, content in answers:
             if kind == FAILED:
                 raise _error(content)
@@ -146,7 +151,7 @@ class MultiprocExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Sends the plan to all workers."""
-        return _PendingStep(self, self._send(Step(plan, self._sampled.take())))
+        return _PendingStep(self, self._send(self._encoder.encode(Step(plan, self._sampled.take()))))
 
     def receive_step(self, number: int) -> StepResult:
         """The result of message ``number``, a step."""
@@ -155,17 +160,16 @@ class MultiprocExecutor(Executor):
             if kind == FAILED and len(answers) == 1:
                 raise _error(content)
             if kind == FAILED:
-                raise self._lose(f"a step failed on worker {rank}: {_error(content)}")
+                raise self._lose(f"worker {rank} failed: {_error(content)}")
         result = self._results.decode(answers[self._layout.output_rank][1])
         self._sampled.add(result)
         return result
 
-    def _send(self, message: Step | Call | WorkerStart) -> int:
-        """Sends a message to all workers: its number."""
+    def _send(self, data: bytes) -> int:
+        """Sends an encoded message to all workers: its number."""
         broadcast = self._alive()
         while self._sent - min(self._received) >= SLOTS:
             self._pump([rank for rank, count in enumerate(self._received) if self._sent - count >= SLOTS], None)
-        data = self._encoder.encode(message)
         try:
             broadcast.send(data)
         except ConnectionError:
@@ -178,30 +182,34 @@ class MultiprocExecutor(Executor):
 
         Raises:
             EngineDeadError: a worker is lost.
-            TimeoutError: not all have answered within ``timeout`` seconds; the workers are ended.
+            OctavoError: one has failed and the others do not answer: they may wait for it in the middle of a collective.
+            TimeoutError: not all have answered within ``timeout`` seconds.
         """
         self._alive()
         deadline = None if timeout is None else time.monotonic() + timeout
-        failed = False
+        failure: tuple[int, bytes] | None = None
         while missing := [rank for rank, count in enumerate(self._received) if count < number]:
-            if not failed and any(self._answers[rank][number][0] == FAILED for rank in self._answered(number)):
-                # The others may wait for the one that failed, in the middle of a collective.
-                failed, deadline = True, time.monotonic() + _GRACE
+            failure = failure or self._find_failure(number)
+            if failure is not None:
+                deadline = min(deadline or math.inf, time.monotonic() + _GRACE)
             try:
                 self._pump(missing, None if deadline is None else deadline - time.monotonic())
             except TimeoutError:
-                if not failed:
+                if failure is None:
                     self._lose(f"workers {missing} have not answered within {timeout} s")
                     raise TimeoutError(f"workers {missing} have not answered within {timeout} s") from None
-                error = next(self._answers[r][number][1] for r in self._answered(number))
-                self._lose(f"a worker failed: {_error(error)}")
-                raise _error(error) from None
+                error = _error(failure[1])
+                self._lose(f"worker {failure[0]} failed: {error}")
+                raise error from None
         return [answers.pop(number) for answers in self._answers]
 
-    def _answered(self, number: int) -> list[int]:
-        """The workers whose answer to message ``number`` is here, those that failed first."""
-        ranks = [rank for rank, count in enumerate(self._received) if count >= number]
-        return sorted(ranks, key=lambda rank: -self._answers[rank][number][0])
+    def _find_failure(self, number: int) -> tuple[int, bytes] | None:
+        """The worker that has answered message ``number`` with an error, and the error, if there is one."""
+        for rank, answers in enumerate(self._answers):
+            kind, content = answers.get(number, (None, b""))
+            if kind == FAILED:
+                return rank, content
+        return None
 
     def _pump(self, ranks: list[int], timeout: float | None) -> None:
         """Takes what at least one of these workers has sent."""

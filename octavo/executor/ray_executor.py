@@ -148,9 +148,7 @@ class RayExecutor(Executor):
         nodes = self._get([worker.node.remote() for worker in self._workers])
         places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         counts = [nodes.count(node) for node in nodes]
-        self._get(
-            [w.set_local_rank.remote(p, n) for w, p, n in zip(self._workers, places, counts, strict=True)]
-        )
+        self._get([w.set_local_rank.remote(p, n) for w, p, n in zip(self._workers, places, counts, strict=True)])
 
     def collective_rpc(
         self,

@@ -49,7 +49,6 @@ class LocalConnections:
     outgoing: tuple[int, int] | None = None
 
 
-
 class Worker:
     """One rank: owns its ``ModelRunner``, and its connections with the other ranks."""
 

@@ -174,9 +174,7 @@ class ModelRunner:
         if ranks.incoming is None:
             residual = self.model.embed(batch.token_ids)
         else:
-            residual = kernels.host_call(
-                ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size)
-            )
+            residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
         hidden = self.model.forward_layers(residual, batch, caches)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))

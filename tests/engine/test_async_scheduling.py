@@ -62,8 +62,10 @@ class Watch(Executor):
         self.in_flight = 0
         self.ahead = 0
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return self._executor.collective_rpc(method, *args)
+    def start(self) -> None: ...
+
+    def collective_rpc(self, method: Any, args: Any = (), kwargs: Any = None, timeout: Any = None) -> list[Any]:
+        return self._executor.collective_rpc(method, args, kwargs, timeout)
 
     def check_health(self) -> None:
         self._executor.check_health()

@@ -67,7 +67,9 @@ class TwoWorkers(Executor):
         self.workers = [Worker(40, 9, 0.25, 5 << 30), Worker(30, 12, 0.5, 2 << 30)]
         self.ends = 0
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    def start(self) -> None: ...
+
+    def collective_rpc(self, method: Any, args: Any = (), kwargs: Any = None, timeout: Any = None) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]
 
     def submit(self, plan: StepPlan) -> PendingStep:

@@ -1,0 +1,194 @@
+"""Engines of several worker processes: the answers of one process, and what becomes of workers that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.core.errors import ConfigError, EngineDeadError, WeightError
+from octavo.executor.worker import Worker
+
+#: Prompts of 2 to 60 tokens for a model of one token a byte, and what is asked of them.
+WORK: list[tuple[str, Any]] = [
+    ("ab", SamplingParams(temperature=0, max_tokens=40, logprobs=2, ignore_eos=True)),
+    ("the quick brown fox jumps over the lazy dog, twice", SamplingParams(temperature=1, seed=4, max_tokens=30, n=3)),
+    ("a prompt", SamplingParams(temperature=0.8, seed=2, max_tokens=20, presence_penalty=0.5, prompt_logprobs=1)),
+    ("b" * 60, SamplingParams(temperature=0, max_tokens=12, logprobs=0, repetition_penalty=1.1)),
+    ("beams", BeamSearchParams(beam_width=3, max_tokens=8)),
+    ("the quick brown fox jumps over the lazy cat", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)),
+    ("one", SamplingParams(temperature=0, max_tokens=1)),
+    ("c" * 33, SamplingParams(temperature=0.5, seed=9, max_tokens=25, min_tokens=10, logprobs=1)),
+]
+#: 24 blocks of 4 tokens hold two or three of them; chunks of 16 tokens.
+TIGHT = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 36}
+
+
+def make(model: Path, **options: Any) -> LLM:
+    return LLM(str(model), device="cpu", num_threads=1, **{**TIGHT, **options})
+
+
+def answers(llm: LLM, work: list[tuple[str, Any]] = WORK) -> list[Any]:
+    """Tokens and logprobs of every completion, and of the prompts where they were asked for."""
+    outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
+    return [
+        (output.prompt_logprobs, [(c.token_ids, c.logprobs, c.finish_reason, c.error) for c in output.outputs])
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> list[Any]:
+    """The answers of one process with room for all."""
+    return answers(make(tiny_model, num_gpu_blocks_override=400, max_num_batched_tokens=256))
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "preemption"),
+    [(2, 1, "swap"), (1, 2, "recompute"), (2, 2, "swap")],
+)
+def test_workers_give_the_answers_of_one_process(
+    stages: int, ranks: int, preemption: str, tiny_model: Path, alone: list[Any]
+) -> None:
+    llm = make(
+        tiny_model,
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+        preemption_mode=preemption,
+        num_host_blocks_override=100,
+    )
+    core = llm.llm_engine.core
+    processes = [process.pid for process in psutil.Process().children()]
+    assert len(processes) >= stages * ranks
+    assert answers(llm) == alone
+    stats = core.scheduler.stats()
+    assert stats.preemptions_by_swap + stats.preemptions_by_recompute > 0, "the blocks were to be short"
+    assert (stats.blocks_used, stats.num_running) == (0, 0)
+    core.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in processes), "no process is left"
+
+
+# --- calls of workers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path) -> Iterator[LLM]:
+    """Two tensor-parallel workers."""
+    llm = make(tiny_model, tensor_parallel_size=2)
+    yield llm
+    llm.llm_engine.core.shutdown()
+
+
+def rank_and_sum(worker: Worker, a: int, b: int = 0) -> list[int]:
+    return [worker.rank, a + b]
+
+
+def sleep_on_second(worker: Worker, seconds: float) -> None:
+    if worker.rank == 1:
+        time.sleep(seconds)
+
+
+def test_methods_and_functions_are_called_on_every_worker(pair: LLM) -> None:
+    executor = pair.llm_engine.core.executor
+    assert executor.collective_rpc(rank_and_sum, [3], {"b": 4}) == [[0, 7], [1, 7]]
+    (first,), (second,) = executor.collective_rpc("kv_groups")
+    assert first == second, "each has one of two KV heads"
+
+
+def test_calls_that_cannot_be_made_are_refused_and_the_workers_go_on(pair: LLM) -> None:
+    executor = pair.llm_engine.core.executor
+    with pytest.raises(ConfigError, match="no method 'nonsense'"):
+        executor.collective_rpc("nonsense")
+    with pytest.raises(ConfigError, match="must be a function of a module"):
+        executor.collective_rpc(lambda worker: 1)
+    with pytest.raises(Exception, match="TypeError"):
+        executor.collective_rpc(rank_and_sum)
+    with pytest.raises(ConfigError, match="TypeError|plain data|Encoding"):
+        executor.collective_rpc("shutdown", [object()])
+    assert pair.generate("ab", use_tqdm=False)[0].finished
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def workers_of(llm: LLM) -> list[psutil.Process]:
+    """The worker processes, by rank."""
+    executor: Any = llm.llm_engine.core.executor
+    return [psutil.Process(process.pid) for process in executor._processes]
+
+
+def test_a_killed_worker_ends_the_engine_and_its_processes_at_once(tiny_model: Path) -> None:
+    llm = make(tiny_model, tensor_parallel_size=2)
+    processes = workers_of(llm)
+    threading.Timer(0.3, os.kill, (processes[1].pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"worker 1 \(process \d+\) was ended by signal 9 \(SIGKILL\)"):
+        for _ in range(10_000):
+            llm.generate("ab", SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert time.monotonic() - start < 20
+    assert not any(process.is_running() for process in processes)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        llm.generate("ab", use_tqdm=False)
+
+
+def fail_second(worker: Worker) -> None:
+    if worker.rank == 1:
+        runner: Any = worker.runner
+        runner.submit = lambda *args: 1 / 0
+
+
+def test_a_step_that_fails_on_one_worker_ends_the_engine_with_the_reason(tiny_model: Path) -> None:
+    llm = make(tiny_model, tensor_parallel_size=2)
+    processes = workers_of(llm)
+    llm.llm_engine.core.executor.collective_rpc(fail_second)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="worker 1 failed: ZeroDivisionError"):
+        llm.generate("ab", use_tqdm=False)
+    assert time.monotonic() - start < 20
+    assert not any(process.is_running() for process in processes)
+
+
+def test_a_worker_that_hangs_ends_the_engine_after_the_timeout(tiny_model: Path) -> None:
+    llm = make(tiny_model, pipeline_parallel_size=2)
+    processes = workers_of(llm)
+    with pytest.raises(TimeoutError, match=r"workers \[1\] have not answered within 3.0 s"):
+        llm.llm_engine.core.executor.collective_rpc(sleep_on_second, [60.0], timeout=3.0)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_workers_that_cannot_load_say_why_and_are_gone(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = set(psutil.Process().children())
+    with pytest.raises(WeightError, match=r"model.safetensors"):
+        make(tmp_path, tensor_parallel_size=2)
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "cannot be shared by 3"),
+        ({"pipeline_parallel_size": 3}, "more than the network's 2 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": [1, 2]}, "has 3 layers, but the network has 2"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": [2]}, "a positive number for each of the 2 stages"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use mp, ray or external_launcher"),
+        ({"distributed_executor_backend": "external_launcher"}, "needs a launcher such as torchrun"),
+        ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(options: dict[str, Any], message: str, tiny_model: Path) -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError, match=message):
+        make(tiny_model, **options)
+    assert set(psutil.Process().children()) <= before
