@@ -182,7 +182,7 @@ class MultiprocExecutor(Executor):
 
         Raises:
             EngineDeadError: a worker is lost.
-            OctavoError: one has failed and the others do not answer: they may wait for it in the middle of a collective.
+            OctavoError: one has failed and the others do not answer: they may wait for it in a collective.
             TimeoutError: not all have answered within ``timeout`` seconds.
         """
         self._alive()

@@ -6,6 +6,7 @@ Arguments are descriptors: of the socket to the executor, and of the memory of i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -175,10 +176,8 @@ def main(arguments: list[str]) -> None:
     connection.set_inheritable(False)
     threading.Thread(target=_end_with_executor, args=(connection,), daemon=True).start()
     gc.freeze()
-    try:
+    with contextlib.suppress(ConnectionError):  # the executor has ended
         WorkerLoop(Receiver(connection, memory), rank).run()
-    except ConnectionError:  # the executor has ended
-        pass
 
 
 if __name__ == "__main__":

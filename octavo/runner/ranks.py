@@ -1,4 +1,4 @@
-"""What connects a worker with the others of its network: collectives of its stage, and links to the stages beside it."""
+"""What connects a worker with the others of its network: collectives of its stage, links to the stages beside it."""
 
 from __future__ import annotations
 

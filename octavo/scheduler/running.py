@@ -60,11 +60,11 @@ class Running:
                 seq.free_slots -= 1
                 decodes.append(seq)
                 continue
-            elif len(decodes) >= most_decodes:  # the others are for the next stage's step
-                continue
             elif seq.is_ending or group.awaits_result or (drafts and self._schedule_drafts(group, drafts, step)):
                 continue
             else:
+                if len(decodes) >= most_decodes:  # the rest is for the steps of the other stages
+                    continue
                 work = [(s, 1) for s in seqs]
             if self._allocate_or_preempt(group, work, position, step):
                 if group.prefilling:

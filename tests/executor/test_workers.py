@@ -111,7 +111,7 @@ def test_calls_that_cannot_be_made_are_refused_and_the_workers_go_on(pair: LLM) 
         executor.collective_rpc(lambda worker: 1)
     with pytest.raises(Exception, match="TypeError"):
         executor.collective_rpc(rank_and_sum)
-    with pytest.raises(ConfigError, match="TypeError|plain data|Encoding"):
+    with pytest.raises(ConfigError, match="takes plain data as arguments"):
         executor.collective_rpc("shutdown", [object()])
     assert pair.generate("ab", use_tqdm=False)[0].finished
 

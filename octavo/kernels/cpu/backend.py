@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
-from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
 from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_blocks, codes_of_tensor
 from octavo.kernels.cpu.recording import Recording, step_of
