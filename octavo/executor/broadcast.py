@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 
@@ -41,10 +42,13 @@ def shared_memory(size: int) -> int:
 class Broadcast:
     """The executor's side."""
 
-    def __init__(self, sockets: Sequence[socket.socket], memory: int) -> None:
-        """``sockets`` lead to the workers, by rank; ``memory`` is a ``shared_memory`` of ``SLOTS * SLOT_BYTES``."""
+    def __init__(self, sockets: Sequence[socket.socket], memory: int | None) -> None:
+        """``sockets`` lead to the workers, by rank; ``memory`` is a ``shared_memory`` of ``SLOTS * SLOT_BYTES``.
+
+        Without memory, with workers on other machines, messages follow on the sockets.
+        """
         self._sockets = list(sockets)
-        self._memory = mmap.mmap(memory, SLOTS * SLOT_BYTES)
+        self._memory = None if memory is None else mmap.mmap(memory, SLOTS * SLOT_BYTES)
         self._sent = 0
 
     def send(self, message: bytes) -> None:
@@ -55,14 +59,17 @@ class Broadcast:
         """
         slot = self._sent % SLOTS
         self._sent += 1
-        if len(message) <= SLOT_BYTES:
+        if self._memory is not None and len(message) <= SLOT_BYTES:
             start = slot * SLOT_BYTES
             self._memory[start : start + len(message)] = message
             data = _HEADER.pack(slot, len(message))
         else:
             data = _HEADER.pack(_INLINE, len(message)) + message
-        for connection in self._sockets:
-            connection.sendall(data)
+        try:
+            for connection in self._sockets:
+                connection.sendall(data)
+        except OSError as e:
+            raise ConnectionError(str(e)) from None
 
     def receive(self, rank: int) -> tuple[int, bytes]:
         """The next answer of a worker, of which some bytes have arrived: its kind and content.
@@ -100,10 +107,11 @@ class Broadcast:
 class Receiver:
     """A worker's side."""
 
-    def __init__(self, connection: socket.socket, memory: int) -> None:
-        """``memory`` is the descriptor of the memory that ``Broadcast`` writes to."""
+    def __init__(self, connection: socket.socket, memory: int | None) -> None:
+        """``memory`` is the descriptor of the memory that ``Broadcast`` writes to, if it does."""
         self._socket = connection
-        self._memory = memoryview(mmap.mmap(memory, SLOTS * SLOT_BYTES, prot=mmap.PROT_READ))
+        if memory is not None:
+            self._memory = memoryview(mmap.mmap(memory, SLOTS * SLOT_BYTES, prot=mmap.PROT_READ))
 
     def next(self) -> memoryview | bytes:
         """The next message, valid until it is answered.
@@ -126,22 +134,34 @@ class Receiver:
 
 
 def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    """The next ``length`` bytes."""
-    first = connection.recv(length) if length else b""
-    if len(first) == length:
-        return first
-    data = bytearray(first)
-    while first and len(data) < length:
-        first = connection.recv(min(length - len(data), 1 << 20))
-        data += first
-    if len(data) < length:
-        raise ConnectionError("the other side has ended")
+    """The next ``length`` bytes.
+
+    Raises:
+        ConnectionError: the other side has ended, or does not answer any more.
+    """
+    data = bytearray()
+    try:
+        while len(data) < length:
+            received = connection.recv(min(length - len(data), 1 << 20))
+            if not received:
+                raise ConnectionError("the other side has ended")
+            if len(received) == length:
+                return received
+            data += received
+    except OSError as e:
+        raise ConnectionError(str(e)) from None
     return bytes(data)
 
 
-def wait_for_end(connection: socket.socket) -> None:
-    """Returns when the other side of a connection has closed it, without reading from it."""
+def end_with(connection: socket.socket) -> None:
+    """Ends this process when the other side of a connection has closed it, whatever it does then."""
+    closed = getattr(select, "POLLRDHUP", 0)  # a half that was closed: nothing is read from the connection here
     poll = select.poll()
-    poll.register(connection, getattr(select, "POLLRDHUP", 0))
-    while not any(events & (getattr(select, "POLLRDHUP", 0) | select.POLLHUP) for _, events in poll.poll()):
-        time.sleep(0.05)
+    poll.register(connection, closed)
+
+    def wait() -> None:
+        while not any(events & (closed | select.POLLHUP | select.POLLERR) for _, events in poll.poll()):
+            time.sleep(0.05)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -40,12 +40,26 @@ class Executor(ABC):
     #: Pipeline stages: steps that must be in flight to keep all workers busy.
     num_stages: int = 1
 
-    @abstractmethod
+    #: Whether the workers are connected by torch.distributed, through a store that the first of them opens.
+    needs_store: bool = False
+
     def start(self) -> None:
         """Creates the workers, gives each its device, and loads the model.
 
         Raises:
             OctavoError: the checkpoint is unusable, or memory, devices or options do not allow to run it.
+        """
+        self.start_workers()
+        store = self.collective_rpc("open_store")[0] if self.needs_store else None
+        self.collective_rpc("init_device", [store])
+        self.collective_rpc("load_model")
+
+    @abstractmethod
+    def start_workers(self) -> None:
+        """Creates the workers: they answer calls, and have no device and no model yet.
+
+        Raises:
+            OctavoError: there are too few devices, or what runs the workers does not start.
         """
 
     @abstractmethod
@@ -132,7 +146,7 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
     Raises:
         OctavoError: see ``Executor.start``.
     """
-    executor = _choose(options)(options, config, folder, dtype)
+    executor = choose_executor(options)(options, config, folder, dtype)
     try:
         executor.start()
     except BaseException:
@@ -141,7 +155,8 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
     return executor
 
 
-def _choose(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str], Executor]:
+def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str], Executor]:
+    """The class of the executor that ``options`` ask for, or that suits the machine."""
     backend = options.distributed_executor_backend
     if backend is None:
         backend = "uni" if options.world_size == 1 else "mp" if _machine_has_devices(options) else "ray"

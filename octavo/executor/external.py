@@ -68,14 +68,16 @@ class ExternalLauncherExecutor(Executor):
 
     def start(self) -> None:
         """Connects this process with the others and loads its share of the model."""
-        worker = self._alive()
-        self._use_own_gpu(worker)
+        self.start_workers()
+        worker = self._alive()  # not by collective_rpc: the processes are not connected yet
         worker.init_device()
         worker.load_model()
 
-    def _use_own_gpu(self, worker: Worker) -> None:
+    def start_workers(self) -> None:
+        """Takes this process's GPU, if it computes on one."""
         from octavo.kernels import resolve_device
 
+        worker = self._alive()
         if resolve_device(worker.options.device) == "cuda":
             import torch
 

@@ -1,35 +1,42 @@
-"""The executor of actors on a Ray cluster: a worker on as many machines as it takes."""
+"""The executor of actors on a Ray cluster: a worker on as many machines as it takes.
+
+Ray places the workers and ends them. Messages go through a socket to each: a call of an actor takes some milliseconds,
+and a step of a small model is no longer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import logging
 import os
+import secrets
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError, reported_error
+from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.model_config import ModelConfig
-from octavo.core.parallel import ParallelLayout
-from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import Executor, PendingStep
-from octavo.executor.pipeline import SampledTokens
-from octavo.executor.worker import Worker, WorkerSpec, function_name
+from octavo.executor.broadcast import Broadcast, Receiver, end_with
+from octavo.executor.remote import RemoteExecutor
+from octavo.executor.worker import own_address
+from octavo.executor.worker_loop import WorkerLoop, WorkerStart
 
-#: Seconds that the cluster may take to find room for the workers.
-_PLACEMENT_TIMEOUT = 60.0
+#: Seconds that the cluster may take to find room for the workers, and they to connect.
+_PLACEMENT_TIMEOUT, _CONNECT_TIMEOUT = 60.0, 120.0
+#: Bytes of the secret that a worker shows when it connects.
+_SECRET_BYTES = 32
+
+logger = logging.getLogger("octavo")
 
 
 class RayWorker:
-    """The actor. Errors are answers, so that their type and message arrive as they are."""
+    """The actor."""
 
-    def __init__(self, spec: bytes) -> None:
-        """``spec``: an encoded ``WorkerSpec``."""
-        self._worker = Worker(msgspec.msgpack.decode(spec, type=WorkerSpec))
-        self._plans = msgspec.msgpack.Decoder(tuple[StepPlan, dict[int, list[int]]])
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
     def node(self) -> str:
         """The id of the machine that it runs on."""
@@ -37,32 +44,21 @@ class RayWorker:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def set_local_rank(self, rank: int, size: int) -> None:
-        """Its number among the workers of its machine, and how many these are."""
-        self._worker.spec.local_rank, self._worker.spec.local_size = rank, size
-
-    def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, str] | None]:
-        """``Worker.call``: its value, or the error's name and message."""
-        try:
-            return self._worker.call(method, args, kwargs), None
-        except Exception as e:
-            return None, (type(e).__name__, str(e))
-
-    def step(self, message: bytes) -> tuple[bytes, tuple[str, str] | None]:
-        """A step: the encoded result if this worker's counts, or the error's name and message."""
-        try:
-            plan, sampled = self._plans.decode(message)
-            layout, runner = self._worker.layout, self._worker.runner
-            result = runner.submit(plan, None if layout.is_last_stage else sampled).wait()
-        except Exception as e:
-            return b"", (type(e).__name__, str(e))
-        return msgspec.msgpack.encode(result) if layout.rank == layout.output_rank else b"", None
+    def serve(self, address: tuple[str, int], secret: bytes) -> None:
+        """Connects to the executor and does what it says, until it ends."""
+        connection = socket.create_connection(address, timeout=_CONNECT_TIMEOUT)
+        connection.settimeout(None)
+        _configure(connection)
+        connection.sendall(secret + self._rank.to_bytes(4, "little"))
+        end_with(connection)
+        with contextlib.suppress(ConnectionError):
+            WorkerLoop(Receiver(connection, None), self._rank).run()
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     """An actor for each rank, in a placement group with a device for each.
 
-    A step is a direct call of every actor. Workers are connected by torch.distributed (NCCL, or Gloo on CPUs).
+    The workers are connected by torch.distributed: NCCL between GPUs, Gloo on CPUs.
     """
 
     def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
@@ -71,6 +67,7 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: Ray is not installed.
         """
+        super().__init__(options, config, folder, dtype)
         try:
             import ray
         except ImportError:
@@ -78,41 +75,25 @@ class RayExecutor(Executor):
                 "distributed_executor_backend='ray' needs Ray: pip install 'octavo[ray]'; or use mp on one machine"
             ) from None
         self._ray: Any = ray
-        self._options = options
-        self._layout = ParallelLayout.of(options, 0)
-        self.num_stages = options.pipeline_parallel_size
-        self._spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0)
+        self.needs_store = options.world_size > 1
         self._workers: list[Any] = []
+        self._serving: list[Any] = []
         self._group: Any = None
-        self._results = msgspec.msgpack.Decoder(StepResult)
-        self._sampled = SampledTokens(self.num_stages)
-        self._lost: EngineDeadError | None = None
 
-    def start(self) -> None:
-        """Places the actors and loads the model."""
-        ray = self._ray
-        if not ray.is_initialized():
-            ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=True, configure_logging=False)
+    def start_workers(self) -> None:
+        """Places the actors and connects to them."""
+        if not self._ray.is_initialized():
+            self._ray.init(address=os.environ.get("RAY_ADDRESS"), configure_logging=False)
         resource = self._resource()
         self._group = self._place(resource)
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        actor = ray.remote(RayWorker)
-        environment = {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-        for rank in range(self._layout.world_size):
-            spec = msgspec.structs.replace(self._spec, rank=rank)
-            placed = actor.options(
-                num_cpus=int(resource == "CPU"),
-                num_gpus=int(resource == "GPU"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
-                runtime_env={"env_vars": environment},
-                max_restarts=0,
-            )
-            self._workers.append(placed.remote(msgspec.msgpack.encode(spec)))
-        self._number_by_machine()
-        store = self.collective_rpc("open_store")[0] if self._layout.world_size > 1 else None
-        self.collective_rpc("init_device", [store])
-        self.collective_rpc("load_model")
+        self._workers = [self._make_actor(rank, resource) for rank in range(self._layout.world_size)]
+        try:
+            nodes = self._ray.get([worker.node.remote() for worker in self._workers])
+        except self._ray.exceptions.RayError as e:
+            raise EngineDeadError(f"a worker could not be started: {type(e).__name__}: {e}") from None
+        self._broadcast = Broadcast(self._connect(), None)
+        places = [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
+        self._call(WorkerStart(self._spec, [None] * len(nodes), places, logger.getEffectiveLevel()))
 
     def _resource(self) -> str:
         """What each worker takes one of: GPU or CPU.
@@ -144,81 +125,58 @@ class RayExecutor(Executor):
             )
         return group
 
-    def _number_by_machine(self) -> None:
-        nodes = self._get([worker.node.remote() for worker in self._workers])
-        places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-        counts = [nodes.count(node) for node in nodes]
-        self._get([w.set_local_rank.remote(p, n) for w, p, n in zip(self._workers, places, counts, strict=True)])
+    def _make_actor(self, rank: int, resource: str) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """See ``Executor``."""
-        self.check_health()
-        name = method if isinstance(method, str) else function_name(method)
-        answers = self._get([w.call.remote(name, list(args), dict(kwargs or {})) for w in self._workers], timeout)
-        for _, error in answers:
-            if error is not None:
-                raise reported_error(*error)
-        return [value for value, _ in answers]
+        actor = self._ray.remote(RayWorker).options(
+            num_cpus=int(resource == "CPU"),
+            num_gpus=int(resource == "GPU"),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}},
+            max_restarts=0,
+        )
+        return actor.remote(rank)
 
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Calls every actor with the plan."""
-        self.check_health()
-        # Stored once and read by all actors, instead of being sent to each.
-        message = self._ray.put(msgspec.msgpack.encode((plan, self._sampled.take())))
-        return _PendingStep(self, [worker.step.remote(message) for worker in self._workers])
+    def _connect(self) -> list[socket.socket]:
+        """Connections from the workers, by rank."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        connections: dict[int, socket.socket] = {}
+        with socket.create_server((own_address(), 0), backlog=len(self._workers)) as server:
+            server.settimeout(_CONNECT_TIMEOUT)
+            address = server.getsockname()[:2]
+            self._serving = [worker.serve.remote(address, secret) for worker in self._workers]
+            while len(connections) < len(self._workers):
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(len(self._workers))) - set(connections))
+                    raise EngineDeadError(
+                        f"workers {missing} have not connected to {address[0]} port {address[1]} within "
+                        f"{_CONNECT_TIMEOUT:g} s: the machines must reach each other"
+                    ) from None
+                connection.settimeout(_CONNECT_TIMEOUT)
+                shown = connection.recv(_SECRET_BYTES + 4, socket.MSG_WAITALL)
+                if not hmac.compare_digest(shown[:_SECRET_BYTES], secret):
+                    connection.close()
+                    continue
+                connection.settimeout(None)
+                _configure(connection)
+                connections[int.from_bytes(shown[_SECRET_BYTES:], "little")] = connection
+        return [connections[rank] for rank in sorted(connections)]
 
-    def receive_step(self, references: list[Any]) -> StepResult:
-        """The result of a step; ``references`` are those of its calls, by rank."""
-        self.check_health()
-        answers = self._get(references)
-        for rank, (_, error) in enumerate(answers):
-            if error is not None and len(answers) == 1:
-                raise reported_error(*error)
-            if error is not None:
-                raise self._lose(f"a step failed on worker {rank}: {error[0]}: {error[1]}")
-        result = self._results.decode(answers[self._layout.output_rank][0])
-        self._sampled.add(result)
-        return result
+    def _exit_reason(self, rank: int | None = None) -> str:
+        ranks = range(len(self._serving)) if rank is None else [rank]
+        for number in ranks:
+            done, _ = self._ray.wait([self._serving[number]], timeout=2.0)
+            if done:
+                try:
+                    self._ray.get(done[0])
+                except self._ray.exceptions.RayError as e:
+                    return f"worker {number} is lost: {type(e).__name__}: {str(e).splitlines()[0]}"
+                return f"worker {number} has ended"
+        return "a worker has closed its connection"
 
-    def _get(self, references: list[Any], timeout: float | None = None) -> list[Any]:
-        """The values of calls, by rank; if one has failed, the others are not waited for.
-
-        Raises:
-            EngineDeadError: an actor is lost.
-            TimeoutError: not all have answered in time.
-        """
-        ray, waiting, deadline = self._ray, list(references), timeout
-        try:
-            while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1, timeout=deadline)
-                if not done:
-                    self._lose(f"workers have not answered within {timeout} s")
-                    raise TimeoutError(f"workers have not answered within {timeout} s")
-                failed = [v for v in ray.get(done) if isinstance(v, tuple) and v[1] is not None]
-                if failed and waiting:  # they may wait for it, in the middle of a collective
-                    _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=5.0)
-                    if waiting:
-                        self._lose(f"a worker failed: {reported_error(*failed[0][1])}")
-                        raise reported_error(*failed[0][1])
-            return list(ray.get(list(references)))
-        except ray.exceptions.RayError as e:
-            raise self._lose(f"a worker is lost: {type(e).__name__}: {e}") from None
-
-    def check_health(self) -> None:
-        """See ``Executor``; a lost actor is noticed at its next call."""
-        if self._lost is not None:
-            raise self._lost
-
-    def shutdown(self) -> None:
-        """Kills the actors and gives their places back; the cluster goes on."""
-        if self._lost is None:
-            self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
+    def _end_workers(self, timeout: float) -> None:
         for worker in self._workers:
             self._ray.kill(worker)
         self._workers = []
@@ -228,16 +186,11 @@ class RayExecutor(Executor):
             remove_placement_group(self._group)
             self._group = None
 
-    def _lose(self, reason: str) -> EngineDeadError:
-        self._lost = EngineDeadError(f"{reason}; all workers of the engine were ended")
-        self.shutdown()
-        return self._lost
 
-
-class _PendingStep:
-    def __init__(self, executor: RayExecutor, references: list[Any]) -> None:
-        self._executor = executor
-        self._references = references
-
-    def wait(self) -> StepResult:
-        return self._executor.receive_step(self._references)
+def _configure(connection: socket.socket) -> None:
+    """Small messages leave at once, and the loss of the machine at the other end is noticed within seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)

@@ -23,9 +23,8 @@ class UniprocExecutor(Executor):
         """Prepares the worker; ``start`` loads the model."""
         self._worker: Worker | None = Worker(WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0))
 
-    def start(self) -> None:
-        """Loads the model; errors are those of ``ModelRunner``."""
-        self._alive().load_model()
+    def start_workers(self) -> None:
+        """The worker is there already."""
 
     def collective_rpc(
         self,

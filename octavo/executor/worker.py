@@ -100,7 +100,7 @@ class Worker:
             return None
         from torch.distributed import TCPStore
 
-        host = _own_address()
+        host = own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
@@ -125,6 +125,10 @@ class Worker:
         spec = self.spec
         share = WorkerShare(spec.local_rank, spec.local_size)
         self._runner = ModelRunner(self.options, spec.config, Path(spec.folder), spec.dtype, share, self._ranks)
+
+    def replace_runner(self, runner: Any) -> None:
+        """Makes another object compute the steps, for measurements without a model."""
+        self._runner = runner
 
     def shutdown(self) -> None:
         """Drops weights and KV cache."""
@@ -167,7 +171,7 @@ def find_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """This machine's address as others reach it; the loopback address if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

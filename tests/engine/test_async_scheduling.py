@@ -62,7 +62,7 @@ class Watch(Executor):
         self.in_flight = 0
         self.ahead = 0
 
-    def start(self) -> None: ...
+    def start_workers(self) -> None: ...
 
     def collective_rpc(self, method: Any, args: Any = (), kwargs: Any = None, timeout: Any = None) -> list[Any]:
         return self._executor.collective_rpc(method, args, kwargs, timeout)

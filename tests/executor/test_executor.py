@@ -67,7 +67,7 @@ class TwoWorkers(Executor):
         self.workers = [Worker(40, 9, 0.25, 5 << 30), Worker(30, 12, 0.5, 2 << 30)]
         self.ends = 0
 
-    def start(self) -> None: ...
+    def start_workers(self) -> None: ...
 
     def collective_rpc(self, method: Any, args: Any = (), kwargs: Any = None, timeout: Any = None) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]

@@ -182,7 +182,7 @@ class FakeWorker(Executor):
         self.seconds_per_token = 1e-3
         self.seconds_per_move = 1e-3
 
-    def start(self) -> None: ...
+    def start_workers(self) -> None: ...
 
     def collective_rpc(self, method: Any, args: Any = (), kwargs: Any = None, timeout: Any = None) -> list[Any]:
         raise NotImplementedError

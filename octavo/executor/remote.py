@@ -1,0 +1,207 @@
+"""What executors of workers in other processes have in common: messages to them, and what becomes of failures."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError, EngineDeadError, reported_error
+from octavo.core.model_config import ModelConfig
+from octavo.core.parallel import ParallelLayout
+from octavo.core.plan import StepPlan, StepResult
+from octavo.executor.broadcast import SLOTS, Broadcast
+from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.pipeline import SampledTokens
+from octavo.executor.worker import WorkerSpec, function_name
+from octavo.executor.worker_loop import FAILED, LOG, Call, Failure, Log, Step, WorkerStart
+
+#: Seconds that other workers have to answer a message on which one has failed.
+_GRACE = 5.0
+
+#: Seconds that workers may take to end before they are killed.
+END_TIMEOUT = 3.0
+
+logger = logging.getLogger("octavo")
+
+
+class RemoteExecutor(Executor):
+    """Workers at the other ends of sockets. Each answers each message, in their order.
+
+    What starts and ends them is a subclass's.
+    """
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+        """Prepares the workers; ``start`` starts them."""
+        self._options = options
+        self._layout = ParallelLayout.of(options, 0)
+        self.num_stages = options.pipeline_parallel_size
+        self._spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0)
+        self._broadcast: Broadcast | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._results = msgspec.msgpack.Decoder(StepResult)
+        #: Messages sent, and answers received of each worker; those that were not asked for yet, by message.
+        self._sent = 0
+        self._received = [0] * self._layout.world_size
+        self._answers: list[dict[int, tuple[int, bytes]]] = [{} for _ in self._received]
+        self._sampled = SampledTokens(self.num_stages)
+        self._lost: EngineDeadError | None = None
+
+    @abstractmethod
+    def _exit_reason(self, rank: int | None = None) -> str:
+        """How a worker ended; without ``rank``, the first that has."""
+
+    @abstractmethod
+    def _end_workers(self, timeout: float) -> None:
+        """Ends the workers that have not ended by themselves within ``timeout`` seconds."""
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See ``Executor``."""
+        name = method if isinstance(method, str) else function_name(method)
+        return self._call(Call(name, list(args), dict(kwargs or {})), timeout)
+
+    def _call(self, message: Call | WorkerStart, timeout: float | None = None) -> list[Any]:
+        try:
+            data = self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise ConfigError(f"a call of workers in other processes takes plain data as arguments: {e}") from None
+        answers = self._receive(self._send(data), timeout)
+        for kind, content in answers:
+            if kind == FAILED:
+                raise _error(content)
+        return [msgspec.msgpack.decode(content) for _, content in answers]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Sends the plan to all workers."""
+        return _PendingStep(self, self._send(self._encoder.encode(Step(plan, self._sampled.take()))))
+
+    def receive_step(self, number: int) -> StepResult:
+        """The result of message ``number``, a step."""
+        answers = self._receive(number)
+        for rank, (kind, content) in enumerate(answers):
+            if kind == FAILED and len(answers) == 1:
+                raise _error(content)
+            if kind == FAILED:
+                raise self._lose(f"worker {rank} failed: {_error(content)}")
+        result = self._results.decode(answers[self._layout.output_rank][1])
+        self._sampled.add(result)
+        return result
+
+    def _send(self, data: bytes) -> int:
+        """Sends an encoded message to all workers: its number."""
+        broadcast = self._alive()
+        while self._sent - min(self._received) >= SLOTS:
+            self._pump([rank for rank, count in enumerate(self._received) if self._sent - count >= SLOTS], None)
+        try:
+            broadcast.send(data)
+        except ConnectionError:
+            raise self._lose(self._exit_reason()) from None
+        self._sent += 1
+        return self._sent
+
+    def _receive(self, number: int, timeout: float | None = None) -> list[tuple[int, bytes]]:
+        """The answers of all workers to message ``number``, by rank.
+
+        Raises:
+            EngineDeadError: a worker is lost.
+            OctavoError: one has failed and the others do not answer: they may wait for it in a collective.
+            TimeoutError: not all have answered within ``timeout`` seconds.
+        """
+        self._alive()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure: tuple[int, bytes] | None = None
+        while missing := [rank for rank, count in enumerate(self._received) if count < number]:
+            failure = failure or self._find_failure(number)
+            if failure is not None:
+                deadline = min(deadline or math.inf, time.monotonic() + _GRACE)
+            try:
+                self._pump(missing, None if deadline is None else deadline - time.monotonic())
+            except TimeoutError:
+                if failure is None:
+                    self._lose(f"workers {missing} have not answered within {timeout} s")
+                    raise TimeoutError(f"workers {missing} have not answered within {timeout} s") from None
+                error = _error(failure[1])
+                self._lose(f"worker {failure[0]} failed: {error}")
+                raise error from None
+        return [answers.pop(number) for answers in self._answers]
+
+    def _find_failure(self, number: int) -> tuple[int, bytes] | None:
+        """The worker that has answered message ``number`` with an error, and the error, if there is one."""
+        for rank, answers in enumerate(self._answers):
+            kind, content = answers.get(number, (None, b""))
+            if kind == FAILED:
+                return rank, content
+        return None
+
+    def _pump(self, ranks: list[int], timeout: float | None) -> None:
+        """Takes what at least one of these workers has sent."""
+        broadcast = self._alive()
+        for rank in broadcast.wait(ranks, timeout):
+            try:
+                kind, content = broadcast.receive(rank)
+            except ConnectionError:
+                raise self._lose(self._exit_reason(rank)) from None
+            if kind == LOG:
+                message = msgspec.msgpack.decode(content, type=Log)
+                logger.log(message.level, "%s", message.text)
+            else:
+                self._received[rank] += 1
+                self._answers[rank][self._received[rank]] = kind, content
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        """See ``Executor``."""
+        self._alive()
+
+    def shutdown(self) -> None:
+        """Closes the connections, at which the workers end, and ends those that do not."""
+        if self._lost is None:
+            self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
+        if self._broadcast is not None:
+            self._broadcast.close()
+            self._broadcast = None
+        self._end_workers(END_TIMEOUT)
+
+    def _alive(self) -> Broadcast:
+        if self._lost is not None:
+            raise self._lost
+        assert self._broadcast is not None, "start comes first"
+        return self._broadcast
+
+    def _lose(self, reason: str) -> EngineDeadError:
+        """Ends all workers, as one cannot go on: the error to raise."""
+        self._lost = EngineDeadError(f"{reason}; all workers of the engine were ended")
+        self._end_workers(0.0)
+        self.shutdown()
+        return self._lost
+
+
+class _PendingStep:
+    def __init__(self, executor: RemoteExecutor, number: int) -> None:
+        self._executor = executor
+        self._number = number
+
+    def wait(self) -> StepResult:
+        return self._executor.receive_step(self._number)
+
+
+def _error(content: bytes) -> Exception:
+    """The exception of a ``Failure``."""
+    failure = msgspec.msgpack.decode(content, type=Failure)
+    return reported_error(failure.kind, failure.message)

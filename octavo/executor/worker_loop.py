@@ -1,0 +1,150 @@
+"""What a worker in another process than its executor does: takes messages in their order, and answers each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import OctavoError
+from octavo.core.plan import StepPlan
+from octavo.executor.broadcast import Receiver
+from octavo.executor.worker import LocalConnections, Worker, WorkerSpec
+
+#: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a log message (``Log``) in between.
+DONE, FAILED, LOG = 0, 1, 2
+
+
+class WorkerStart(msgspec.Struct, tag=True, array_like=True):
+    """The first message: a worker of each rank is created. Lists are by rank."""
+
+    spec: WorkerSpec
+    connections: list[LocalConnections | None]
+    #: Number of each worker among those of its machine, and how many these are.
+    places: list[tuple[int, int]]
+    log_level: int
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """Computes a plan."""
+
+    plan: StepPlan
+    #: Tokens that the last stage has sampled since the last step, by sequence id, for the other stages.
+    sampled: dict[int, list[int]] = {}
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Calls ``Worker.call``."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+Message = WorkerStart | Step | Call
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An exception of a worker: the name of its class, and its message."""
+
+    kind: str
+    message: str
+
+
+class Log(msgspec.Struct, array_like=True):
+    """A message for logger "octavo" of the executor's process."""
+
+    level: int
+    text: str
+
+
+class WorkerLoop:
+    """Does what the messages say, in their order, and answers each."""
+
+    def __init__(self, receiver: Receiver, rank: int) -> None:
+        self._receiver = receiver
+        self._rank = rank
+        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
+        #: Steps whose work is queued on the device.
+        self._queued: deque[Any] = deque()
+        self.worker: Worker
+
+    def run(self) -> None:
+        """Runs until the executor closes the connection."""
+        while True:
+            # A device computes what is queued meanwhile; its results are waited for when nothing else is to be done.
+            while self._queued and not self._receiver.has_next():
+                self._finish_step()
+            message = self._decoder.decode(self._receiver.next())
+            if not isinstance(message, Step):
+                while self._queued:
+                    self._finish_step()
+            try:
+                self._handle(message)
+            except Exception as e:
+                while self._queued:
+                    self._finish_step()
+                self._fail(e)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Step(plan, sampled):
+                self._queued.append(self.worker.runner.submit(plan, None if self._samples else sampled))
+                if self._computes_at_once:
+                    self._finish_step()
+            case Call(method, args, kwargs):
+                self._answer(DONE, self._encoder.encode(self.worker.call(method, args, kwargs)))
+            case WorkerStart():
+                self._start(message)
+                self._answer(DONE, self._encoder.encode(None))
+
+    def _start(self, start: WorkerStart) -> None:
+        logger = logging.getLogger("octavo")
+        logger.handlers, logger.propagate = [_LogSender(self)], False
+        logger.setLevel(start.log_level)
+        spec, rank = start.spec, self._rank
+        spec.rank, (spec.local_rank, spec.local_size) = rank, start.places[rank]
+        self.worker = Worker(spec, start.connections[rank])
+        layout = self.worker.layout
+        self._samples = layout.is_last_stage
+        self._answers_steps = layout.rank == layout.output_rank
+
+    @property
+    def _computes_at_once(self) -> bool:
+        return self.worker.runner.device.type == "cpu"
+
+    def _finish_step(self) -> None:
+        try:
+            result = self._queued.popleft().wait()
+        except Exception as e:
+            self._fail(e)
+            return
+        # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
+        self._answer(DONE, self._encoder.encode(result) if self._answers_steps else b"")
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, OctavoError):
+            logging.getLogger("octavo").error("worker %d failed", self._rank, exc_info=error)
+        self._answer(FAILED, self._encoder.encode(Failure(type(error).__name__, str(error))))
+
+    def _answer(self, kind: int, content: bytes) -> None:
+        with self._lock:  # any thread may log
+            self._receiver.answer(kind, content)
+
+    def log(self, level: int, text: str) -> None:
+        """Sends a log message."""
+        self._answer(LOG, self._encoder.encode(Log(level, text)))
+
+
+class _LogSender(logging.Handler):
+    def __init__(self, loop: WorkerLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.log(record.levelno, self.format(record))
