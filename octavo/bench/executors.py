@@ -61,7 +61,7 @@ def run(options: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
         OctavoError: the workers cannot be started.
     """
     config = ModelConfig("LlamaForCausalLM", 256, 64, 128, max(2, options.pipeline_parallel_size), 8, 8, 8, 256)
-    executor = choose_executor(options)(options, config, Path(), "float32")
+    executor = choose_executor(options)(options, config, Path(), "float32", 0)
     try:
         executor.start_workers()
         executor.collective_rpc(install_echo)

@@ -212,6 +212,23 @@ class ParallelOptions(_Options):
         "Default: uni for one worker, mp for as many as this machine has devices for, else ray.",
     )
 
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Replicas of the engine behind one server, each with workers and a KV cache of its own; they divide "
+        "the machine's threads and memory.",
+    )
+    data_parallel_routing: Literal["prefix", "least_loaded", "round_robin"] = Field(
+        "prefix",
+        description="Which replica gets a request: the one that probably has its prefix cached, unless it has many more "
+        "tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
+    )
+    data_parallel_retry: bool = Field(
+        False,
+        description="Start requests of a replica that has died anew on another if nothing of their answer was sent "
+        "yet; those of which nothing was computed always are.",
+    )
     check_plans: bool = Field(
         False, description="With external_launcher: compare the plans of all processes at every step, to find errors."
     )

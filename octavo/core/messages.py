@@ -48,6 +48,9 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     folder: str
     #: Messages of logger "octavo" below this level are not sent back.
     log_level: int
+    #: Number of this core among those of its front end, and how many there are.
+    replica: int = 0
+    replicas: int = 1
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):

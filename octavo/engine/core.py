@@ -26,8 +26,8 @@ logger = logging.getLogger("octavo")
 class EngineCore(StepLoop):
     """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
 
-    def __init__(self, options: EngineConfig, folder: Path) -> None:
-        """Loads the model in ``folder`` and makes its KV cache.
+    def __init__(self, options: EngineConfig, folder: Path, replica: int = 0) -> None:
+        """Loads the model in ``folder`` and makes its KV cache; ``replica``: see ``make_executor``.
 
         Raises:
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
@@ -41,7 +41,7 @@ class EngineCore(StepLoop):
         context_length = _context_length(options, self.model_config)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
-        executor = make_executor(options, fitted, folder, self.dtype)
+        executor = make_executor(options, fitted, folder, self.dtype, replica)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
         self._end_workers = weakref.finalize(self, executor.shutdown)
         blocks = executor.num_blocks(context_length)

@@ -228,7 +228,7 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.handlers, logger.propagate = [LogSender(outbox)], False
     logger.setLevel(start.log_level)
     try:
-        core = EngineCore(make_config(**start.options), Path(start.folder))
+        core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise

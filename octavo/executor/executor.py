@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.kernels import resolve_device
 
 
 class PendingStep(Protocol):
@@ -135,18 +136,19 @@ class Executor(ABC):
         return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
 
 
-def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> Executor:
+def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:
     """The workers that ``options`` ask for, started.
 
     Args:
         config: the network's, with the context length that is wanted.
         folder: of the checkpoint.
         dtype: of weights and activations: float32, bfloat16 or float16.
+        replica: number of this engine core among the ``data_parallel_size`` ones, which share the machine.
 
     Raises:
         OctavoError: see ``Executor.start``.
     """
-    executor = choose_executor(options)(options, config, folder, dtype)
+    executor = choose_executor(options)(options, config, folder, dtype, replica)
     try:
         executor.start()
     except BaseException:
@@ -155,11 +157,13 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
     return executor
 
 
-def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str], Executor]:
+def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str, int], Executor]:
     """The class of the executor that ``options`` ask for, or that suits the machine."""
     backend = options.distributed_executor_backend
     if backend is None:
-        backend = "uni" if options.world_size == 1 else "mp" if _machine_has_devices(options) else "ray"
+        # A replica on a GPU sees its own alone, which has to be said before its process imports torch.
+        alone = options.world_size == 1 and (options.data_parallel_size == 1 or resolve_device(options.device) == "cpu")
+        backend = "uni" if alone else "mp" if _machine_has_devices(options) else "ray"
     if backend == "uni":
         from octavo.executor.uniproc import UniprocExecutor
 
@@ -181,10 +185,8 @@ def _machine_has_devices(options: EngineConfig) -> bool:
     """Whether this machine has a device for each worker, or there is no Ray that might know of other machines."""
     import importlib.util
 
-    from octavo.kernels import resolve_device
-
     if resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None:
         return True
     import torch
 
-    return torch.cuda.device_count() >= options.world_size
+    return torch.cuda.device_count() >= options.world_size * options.data_parallel_size

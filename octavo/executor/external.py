@@ -42,7 +42,7 @@ class ExternalLauncherExecutor(Executor):
 
     in_process = True
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Reads the process's place from the launcher's variables.
 
         Raises:
@@ -56,6 +56,8 @@ class ExternalLauncherExecutor(Executor):
             )
         if options.pipeline_parallel_size > 1:
             raise ConfigError("external_launcher has no pipeline stages: results would have to be sent; use mp or ray")
+        if options.data_parallel_size > 1:
+            raise ConfigError("external_launcher has no replicas: start several engines, or use mp or ray")
         rank, world, local_rank, local_size = (int(os.environ[name]) for name in _NAMES[:4])
         if world != options.world_size:
             raise ConfigError(

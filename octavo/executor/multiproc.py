@@ -26,9 +26,9 @@ logger = logging.getLogger("octavo")
 class MultiprocExecutor(RemoteExecutor):
     """A process for each rank. Messages go through shared memory; on CPUs, so do collectives and hidden states."""
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Prepares the workers; ``start`` starts their processes."""
-        super().__init__(options, config, folder, dtype)
+        super().__init__(options, config, folder, dtype, replica)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start_workers(self) -> None:
@@ -48,7 +48,8 @@ class MultiprocExecutor(RemoteExecutor):
                     self._processes.append(_spawn(rank, fds, gpus[rank] if gpus else None))
             self._broadcast = Broadcast(sockets, memory)
         self.needs_store = bool(gpus)
-        places = [(rank, world) for rank in range(world)]
+        first, workers = self._replica * world, self._options.data_parallel_size * world
+        places = [(first + rank, workers) for rank in range(world)]
         self._call(WorkerStart(self._spec, connections, places, logger.getEffectiveLevel()))
 
     def _visible_gpus(self) -> list[str]:
@@ -63,14 +64,16 @@ class MultiprocExecutor(RemoteExecutor):
             return []
         import torch
 
-        world, there = self._layout.world_size, torch.cuda.device_count()
-        if there < world:
+        options, world, there = self._options, self._layout.world_size, torch.cuda.device_count()
+        if there < world * options.data_parallel_size:
             raise ConfigError(
-                f"tensor_parallel_size ({self._options.tensor_parallel_size}) x pipeline_parallel_size "
-                f"({self._options.pipeline_parallel_size}) needs {world} GPUs, but this machine has {there}"
+                f"tensor_parallel_size ({options.tensor_parallel_size}) x pipeline_parallel_size "
+                f"({options.pipeline_parallel_size}) x data_parallel_size ({options.data_parallel_size}) needs "
+                f"{world * options.data_parallel_size} GPUs, but this machine has {there}"
             )
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return (named.split(",") if named else [str(i) for i in range(there)])[:world]
+        names = named.split(",") if named else [str(i) for i in range(there)]
+        return names[self._replica * world : (self._replica + 1) * world]
 
     def _connect(self, inherited: contextlib.ExitStack, *, uses_memory: bool) -> list[LocalConnections | None]:
         """Memory and pipes between the workers, by rank; None on GPUs, which have links of their own."""

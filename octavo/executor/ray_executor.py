@@ -61,13 +61,13 @@ class RayExecutor(RemoteExecutor):
     The workers are connected by torch.distributed: NCCL between GPUs, Gloo on CPUs.
     """
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Prepares the workers.
 
         Raises:
             ConfigError: Ray is not installed.
         """
-        super().__init__(options, config, folder, dtype)
+        super().__init__(options, config, folder, dtype, replica)
         try:
             import ray
         except ImportError:

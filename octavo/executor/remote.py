@@ -38,8 +38,9 @@ class RemoteExecutor(Executor):
     What starts and ends them is a subclass's.
     """
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Prepares the workers; ``start`` starts them."""
+        self._replica = replica
         self._options = options
         self._layout = ParallelLayout.of(options, 0)
         self.num_stages = options.pipeline_parallel_size

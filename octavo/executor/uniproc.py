@@ -19,9 +19,11 @@ class UniprocExecutor(Executor):
 
     in_process = True
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> None:
+    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Prepares the worker; ``start`` loads the model."""
-        self._worker: Worker | None = Worker(WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0))
+        replicas = options.data_parallel_size
+        spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, 0, local_rank=replica, local_size=replicas)
+        self._worker: Worker | None = Worker(spec)
 
     def start_workers(self) -> None:
         """The worker is there already."""

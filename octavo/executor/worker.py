@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class Worker:
 
         spec = self.spec
         share = WorkerShare(spec.local_rank, spec.local_size)
+        if self.options.pin_threads and spec.local_size > 1:
+            _stay_on_own_processors(spec.local_rank, spec.local_size)
         self._runner = ModelRunner(self.options, spec.config, Path(spec.folder), spec.dtype, share, self._ranks)
 
     def replace_runner(self, runner: Any) -> None:
@@ -169,6 +172,14 @@ def find_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{name!r} is no function: module:name is needed")
     function: Callable[..., Any] = found
     return function
+
+
+def _stay_on_own_processors(local_rank: int, local_size: int) -> None:
+    """Keeps this process, and the threads that it will make, on its share of the processors."""
+    if hasattr(os, "sched_setaffinity"):
+        there = sorted(os.sched_getaffinity(0))
+        share = there[local_rank * len(there) // local_size : (local_rank + 1) * len(there) // local_size]
+        os.sched_setaffinity(0, share or [there[local_rank % len(there)]])
 
 
 def own_address() -> str:
