@@ -216,13 +216,13 @@ class ParallelOptions(_Options):
         1,
         ge=1,
         le=1024,
-        description="Replicas of the engine behind one server, each with workers and a KV cache of its own; they divide "
-        "the machine's threads and memory.",
+        description="Replicas of the engine behind one server, each with workers and a KV cache of its own. They "
+        "divide the machine's threads and memory.",
     )
     data_parallel_routing: Literal["prefix", "least_loaded", "round_robin"] = Field(
         "prefix",
-        description="Which replica gets a request: the one that probably has its prefix cached, unless it has many more "
-        "tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
+        description="Which replica gets a request: the one that probably has its prefix cached, unless it has many "
+        "more tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
     )
     data_parallel_retry: bool = Field(
         False,

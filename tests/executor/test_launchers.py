@@ -1,0 +1,117 @@
+"""Workers that something else has started: torchrun, and Ray on one machine or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.core.errors import ConfigError, EngineDeadError
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 2,
+    "block_size": 4,
+    "num_gpu_blocks_override": 36,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 8,
+}
+PROMPTS = ["ab", "the quick brown fox jumps over the lazy dog", "c" * 33]
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True, logprobs=1) for t in (0.0, 1.0, 0.5)]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Tokens and logprobs, as JSON gives them."""
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [
+        [o.outputs[0].token_ids, [next(iter(p.values())).logprob for p in o.outputs[0].logprobs or []]] for o in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> list[Any]:
+    return answers(LLM(str(tiny_model), **OPTIONS))
+
+
+def test_processes_of_torchrun_reach_the_same_answers_and_notice_when_they_disagree(
+    tiny_model: Path, alone: list[Any]
+) -> None:
+    script = Path(__file__).with_name("launched.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, str(script), str(tiny_model)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(each["rank"] for each in said) == [0, 1], done.stderr[-2000:]
+    for each in said:
+        assert each["answers"] == alone
+        assert "the plans of step" in each["error"] and "those of ranks [1] are not that of rank 0" in each["error"]
+
+
+# --- Ray -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two machines, both this one."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    made.add_node(num_cpus=2)
+    ray.init(address=made.address, configure_logging=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_actors_give_the_answers_of_one_process(
+    ranks: int, stages: int, cluster: Any, tiny_model: Path, alone: list[Any]
+) -> None:
+    llm = LLM(
+        str(tiny_model),
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        distributed_executor_backend="ray",
+        **OPTIONS,
+    )
+    assert answers(llm) == alone
+    llm.llm_engine.core.shutdown()
+
+
+@pytest.mark.slow
+def test_too_small_a_cluster_is_refused_with_its_size(cluster: Any, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs 8 CPUs, but the Ray cluster has 4"):
+        LLM(str(tiny_model), pipeline_parallel_size=8, distributed_executor_backend="ray", **OPTIONS)
+
+
+@pytest.mark.slow
+def test_a_lost_actor_ends_the_engine(cluster: Any, tiny_model: Path) -> None:
+    import ray
+
+    llm = LLM(str(tiny_model), tensor_parallel_size=2, distributed_executor_backend="ray", **OPTIONS)
+    executor: Any = llm.llm_engine.core.executor
+    ray.kill(executor._workers[1])
+    with pytest.raises(EngineDeadError, match=r"worker 1 is lost|closed its connection"):
+        for _ in range(100):
+            answers(llm)
+
+
+@pytest.mark.slow
+def test_a_lost_machine_ends_the_engine(cluster: Any, tiny_model: Path) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    llm = LLM(str(tiny_model), distributed_executor_backend="ray", **sizes, **OPTIONS)
+    cluster.remove_node(sorted(cluster.worker_nodes, key=str)[-1])
+    with pytest.raises(EngineDeadError, match=r"is lost|closed its connection"):
+        for _ in range(100):
+            answers(llm)
