@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from octavo.core.errors import ConfigError
 
 
+#: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
+TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
+
+
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -86,13 +90,38 @@ class CacheOptions(_Options):
         False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
     )
 
+    @property
+    def has_swap_space(self) -> bool:
+        """Whether the options allow host blocks; how many there are depends on the memory."""
+        if self.num_host_blocks_override is not None:
+            return self.num_host_blocks_override > 0
+        return self.swap_space is None or self.swap_space > 0
+
+    @model_validator(mode="after")
+    def _host_cache_has_a_source_and_a_place(self) -> Self:
+        if self.host_prefix_cache and not self.enable_prefix_caching:
+            raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
+        if self.host_prefix_cache and not self.has_swap_space:
+            raise ValueError(
+                "host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0"
+            )
+        return self
+
 
 class SchedulerOptions(_Options):
     """How a step is filled, in which order requests run, and which are preempted."""
 
-    max_num_seqs: int = Field(256, ge=1, description="Most sequences that run at once.")
-    max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Token budget: most tokens computed in one step, prompts and decodes together."
+    max_num_seqs: int = Field(
+        256,
+        ge=1,
+        description="Most sequences that run at once; by default no more than max_num_batched_tokens, if that is given.",
+    )
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Token budget: most tokens computed in one step, prompts and decodes together. Default: "
+        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; where prompts are computed whole, the context "
+        "length if that is more; never less than max_num_seqs.",
     )
     batching: Literal["mixed", "prefill_first"] = Field(
         "mixed",
@@ -105,17 +134,19 @@ class SchedulerOptions(_Options):
     scheduling_policy: str = Field(
         "fcfs",
         description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
-        "first), sjf (smallest max_tokens), ldf (most tokens held), lcfs (latest arrival), or module:Class.",
+        "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), or "
+        "module:Class.",
     )
     aging_limit: float | None = Field(
         60.0,
         ge=0,
         description="Seconds after which no later arrival goes before a request, whatever the policy; null: no limit.",
     )
-    preemption_mode: Literal["auto", "recompute", "swap"] = Field(
+    preemption_mode: Literal["auto", "recompute", "swap", "by_sequences"] = Field(
         "auto",
         description="What becomes of the blocks of a preempted request: given up and computed again, or moved to host "
-        "memory and back; auto: swap for several sequences, for one whichever has been observed to cost less time.",
+        "memory and back. by_sequences: swap for several sequences, recompute for one; auto: swap for several, for one "
+        "whichever has been observed to cost less time.",
     )
     preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
         "last",
@@ -127,7 +158,8 @@ class SchedulerOptions(_Options):
     scheduler_delay_factor: float = Field(
         0.0,
         ge=0,
-        description="With prefill_first: wait this many times the last prompt step's time for more prompts to arrive.",
+        description="With batching=prefill_first: waiting prompts are admitted when the first that arrived has waited "
+        "this many times the last prompt step's time, so that more arrive meanwhile.",
     )
     max_num_partial_prefills: int | None = Field(
         None, ge=1, description="Most prompts being computed at once; default: as many as the token budget takes."
@@ -138,18 +170,38 @@ class SchedulerOptions(_Options):
         description="Prompts of more tokens are long: short ones pass them, and they get at most this many tokens a "
         "step. 0: none is.",
     )
-    max_long_partial_prefills: int = Field(1, ge=1, description="Most long prompts being computed at once.")
+    max_long_partial_prefills: int | None = Field(
+        None, ge=1, description="Most long prompts being computed at once; default: 1."
+    )
     async_scheduling: bool | None = Field(
         None,
         description="Prepare the next step while the device computes this one; default: on a GPU.",
     )
 
+    @property
+    def token_budget(self) -> int:
+        """``max_num_batched_tokens``, once it is resolved (``with_token_budget``); before that, its general default."""
+        return self.max_num_batched_tokens or max(TOKEN_BUDGET, self.max_num_seqs)
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            if "max_num_seqs" in self.model_fields_set:
+                raise ValueError(
+                    f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): each "
+                    "running sequence decodes one token a step"
+                )
+            object.__setattr__(self, "max_num_seqs", budget)  # a default, so it does not become a given field
+        if self.scheduler_delay_factor and self.batching != "prefill_first":
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): each running sequence decodes one token a step"
+                f"scheduler_delay_factor ({self.scheduler_delay_factor:g}) needs batching 'prefill_first'; batching "
+                f"{self.batching!r} has no prompt steps that could be delayed"
+            )
+        if self.max_long_partial_prefills is not None and not self.long_prefill_token_threshold:
+            raise ValueError(
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold above "
+                "0: without it no prompt is long"
             )
         if self.priority_preemption and self.scheduling_policy in ("fcfs", "sjf", "ldf", "lcfs"):
             raise ValueError(
@@ -211,16 +263,35 @@ class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
 
     @model_validator(mode="after")
     def _whole_prompts_fit_a_step(self) -> Self:
-        if (
-            not self.enable_chunked_prefill
-            and self.max_model_len is not None
-            and self.max_num_batched_tokens < self.max_model_len
-        ):
+        budget, longest = self.max_num_batched_tokens, self.max_model_len
+        if not self.enable_chunked_prefill and longest is not None and budget is not None and budget < longest:
             raise ValueError(
-                f"with enable_chunked_prefill off, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at "
-                f"least max_model_len ({self.max_model_len}), or the longest prompts could never run"
+                f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least max_model_len "
+                f"({longest}), or the longest prompts could never run"
             )
         return self
+
+    @model_validator(mode="after")
+    def _swapping_has_a_place(self) -> Self:
+        if self.preemption_mode == "swap" and not self.has_swap_space:
+            raise ValueError(
+                "preemption_mode 'swap' needs swap space: set swap_space, or num_host_blocks_override, above 0; or "
+                "take preemption_mode 'recompute'"
+            )
+        return self
+
+    def with_token_budget(self, device: str, context_length: int) -> Self:
+        """These options with ``max_num_batched_tokens`` resolved for a model of so many tokens on this device.
+
+        On a CPU a step's time is proportional to its tokens, so a smaller budget lets decodes go on beside prompts. A
+        prompt that is computed whole needs a step that holds it.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self
+        budget = CPU_TOKEN_BUDGET if device == "cpu" and self.batching == "mixed" else TOKEN_BUDGET
+        whole = self.batching == "prefill_first" or not self.enable_chunked_prefill
+        budget = max(budget, self.max_num_seqs, context_length if whole else 0)
+        return self.model_copy(update={"max_num_batched_tokens": budget})
 
 
 def make_config(**options: Any) -> EngineConfig:

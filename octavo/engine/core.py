@@ -32,10 +32,16 @@ class EngineCore(StepLoop):
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
-        self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
         context_length = _context_length(options, self.model_config)
+        #: With ``max_num_batched_tokens`` resolved.
+        self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
+        logger.info(
+            "a step computes at most %d tokens (max_num_batched_tokens) of %d sequences (max_num_seqs)",
+            options.token_budget,
+            options.max_num_seqs,
+        )
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype)
@@ -64,7 +70,7 @@ class EngineCore(StepLoop):
         self.blocks = BlockManager(
             sizes,
             options.block_size,
-            max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
+            max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
             watermark=options.watermark,
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
@@ -130,7 +136,7 @@ def _split(
         windows,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
+        max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
         max_model_len=max_model_len,
     )
 
@@ -157,9 +163,10 @@ def _context_length(options: EngineConfig, config: ModelConfig) -> int:
         raise ConfigError(
             f"max_model_len ({wanted}) is longer than the model's context length ({config.max_position} tokens)"
         )
-    if not options.enable_chunked_prefill and options.max_num_batched_tokens < wanted:
+    budget = options.max_num_batched_tokens
+    if not options.enable_chunked_prefill and budget is not None and budget < wanted:
         raise ConfigError(
-            f"with enable_chunked_prefill off, max_num_batched_tokens ({options.max_num_batched_tokens}) must be at "
-            f"least the context length ({wanted}); lower max_model_len or raise the budget"
+            f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least the context length "
+            f"({wanted}); lower max_model_len or raise the budget"
         )
     return wanted

@@ -72,8 +72,8 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     """
     heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
     row = 4 * config.hidden_size + heads + 3 * config.intermediate_size
-    logits = 3 * min(options.max_num_seqs, options.max_num_batched_tokens) * config.vocab_size
-    return 4 * (options.max_num_batched_tokens * row + logits)
+    logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
+    return 4 * (options.token_budget * row + logits)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:

@@ -140,7 +140,7 @@ class ModelRunner:
     def _largest(self, max_model_len: int) -> BatchSize:
         """The largest batch that a step may have."""
         options = self.options
-        tokens, sequences = options.max_num_batched_tokens, min(options.max_num_seqs, options.max_num_batched_tokens)
+        tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
         # Every token may be sampled at, where drafts are verified.
         return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._kv_groups))
 

@@ -29,7 +29,7 @@ class Admission:
     def rejection_reason(self, group: SequenceGroup) -> str | None:
         """Why a new group can never run, or None if it can."""
         prompt = len(group.request.prompt_token_ids)
-        limit = self._options.max_num_batched_tokens
+        limit = self._options.token_budget
         if self._options.batching == "prefill_first" and prompt > limit:
             return (
                 f"the prompt has {prompt} tokens, but with batching=prefill_first a prompt is computed in one step of "
@@ -79,7 +79,7 @@ class Admission:
         limit = options.max_num_partial_prefills
         if limit is not None and len(queues.prefilling) >= limit:
             return [], candidates
-        if long is None or sum(g.is_long for g in queues.prefilling) < options.max_long_partial_prefills:
+        if long is None or sum(g.is_long for g in queues.prefilling) < (options.max_long_partial_prefills or 1):
             return candidates, []
         return candidates[:-1], [long]
 

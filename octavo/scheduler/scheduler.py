@@ -113,7 +113,7 @@ class Scheduler:
         """
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), self.options.max_num_batched_tokens)
+        step = Step(self._clock(), self.options.token_budget)
         self.queues.reorder(step.now)
         preempting = self._admission.preempt_lower_priority(step) if self.options.priority_preemption else None
         if self.options.batching == "prefill_first":
@@ -165,11 +165,14 @@ class Scheduler:
         return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
 
     def _passed_delay(self, now: float) -> bool:
-        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds."""
+        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds.
+
+        Counted from the earliest arrival of all that wait, whatever the policy: later ones do not prolong the delay.
+        """
         factor = self.options.scheduler_delay_factor
         if not factor or not self.queues.running:
             return True
-        group = self._admission.next_waiting(now)
+        group = self.queues.earliest_waiting
         return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
 
     def _end_unservable(self, step: Step) -> None:

@@ -70,21 +70,23 @@ def make_case(seed: int) -> Case:
     policy = rng.choice(["fcfs", "static", "sjf", "ldf", "lcfs", OWN_POLICY])
     chunked = rng.random() < 0.7
     max_model_len = min(num_blocks * block_size, rng.choice([20, 40, 60]))
+    threshold, most_long = rng.choice([0, 0, 3, 8]), rng.choice([1, 2])
+    delay = rng.choice([0.0, 0.0, 0.5, 2.0])
     least = max(max_num_seqs, 1 if chunked else max_model_len)
     options = SchedulerOptions(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=least + rng.choice([0, 1, 3, 8, 30] if batching == "mixed" else [8, 30]),
         batching=batching,
         scheduling_policy=policy,
-        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        preemption_mode=rng.choice(["auto", "recompute", "swap", "by_sequences"]),
         preemption_victim=rng.choice(["last", "least_computed", "most_blocks"]),
         priority_preemption=policy == "static" and rng.random() < 0.6,
         aging_limit=rng.choice([None, 0.0, 5.0, 20.0, 60.0]),
         enable_chunked_prefill=chunked,
         max_num_partial_prefills=rng.choice([None, None, 1, 2]),
-        long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
-        max_long_partial_prefills=rng.choice([1, 2]),
-        scheduler_delay_factor=rng.choice([0.0, 0.0, 0.5, 2.0]),
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=most_long if threshold else None,
+        scheduler_delay_factor=delay if batching == "prefill_first" else 0.0,
     )
     return Case(
         seed=seed,
@@ -109,7 +111,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = random.Random(case.seed + 1)
-        in_flight = case.options.max_num_batched_tokens * case.depth
+        in_flight = case.options.token_budget * case.depth
         least = -(-in_flight // case.block_size)
         sizes = []
         for window, share in case.groups:
@@ -207,7 +209,7 @@ class Run:
 
         where = self.rng.choice(["before moving", "before computing"])
         plan = self.engine.step(between, where if self.rng.random() < self.case.failure_rate else "")
-        assert plan.total_tokens <= self.case.options.max_num_batched_tokens
+        assert plan.total_tokens <= self.case.options.token_budget
         check_accounting(self.engine)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]]) -> None:
