@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from octavo.core.errors import ConfigError
 
-
 #: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
 TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
+
+#: Default of ``max_logprobs``, and the most that kernels on a GPU name.
+MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
 
 
 class _Options(BaseModel):
@@ -43,6 +45,12 @@ class ModelOptions(_Options):
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
+    )
+    max_logprobs: int | None = Field(
+        None,
+        ge=-1,
+        description="Number of most likely tokens at each position whose logprobs a request may ask for; -1: the whole "
+        f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
 
@@ -102,9 +110,7 @@ class CacheOptions(_Options):
         if self.host_prefix_cache and not self.enable_prefix_caching:
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:
-            raise ValueError(
-                "host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0"
-            )
+            raise ValueError("host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0")
         return self
 
 
@@ -114,14 +120,14 @@ class SchedulerOptions(_Options):
     max_num_seqs: int = Field(
         256,
         ge=1,
-        description="Most sequences that run at once; by default no more than max_num_batched_tokens, if that is given.",
+        description="Most sequences that run at once; by default no more than a max_num_batched_tokens that is given.",
     )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
         description="Token budget: most tokens computed in one step, prompts and decodes together. Default: "
-        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; where prompts are computed whole, the context "
-        "length if that is more; never less than max_num_seqs.",
+        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; where prompts are computed whole, the "
+        "context length if that is more; never less than max_num_seqs.",
     )
     batching: Literal["mixed", "prefill_first"] = Field(
         "mixed",
@@ -200,8 +206,8 @@ class SchedulerOptions(_Options):
             )
         if self.max_long_partial_prefills is not None and not self.long_prefill_token_threshold:
             raise ValueError(
-                f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold above "
-                "0: without it no prompt is long"
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold "
+                "above 0: without it no prompt is long"
             )
         if self.priority_preemption and self.scheduling_policy in ("fcfs", "sjf", "ldf", "lcfs"):
             raise ValueError(

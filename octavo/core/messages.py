@@ -19,8 +19,9 @@ from octavo.core.stats import StepStats
 
 #: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
 MAX_BYTES_TO_CORE = 64 << 20
-#: The longest from the core are the logprobs of a prompt: some 1.4 KB a token at most.
+#: The longest from the core are the logprobs of prompts: ``max_logprobs`` ids and numbers for each token of a step.
 MAX_BYTES_FROM_CORE = 1 << 30
+BYTES_OF_LOGPROB = 14
 #: Characters of the message in ``ExitReport``.
 MAX_EXIT_REPORT = 8000
 

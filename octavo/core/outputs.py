@@ -26,6 +26,8 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    #: Known when the request has ended; None for beam search, like the first token's.
+    last_token_time: float | None = None
     finished_time: float | None = None
     #: Prompt tokens whose KV entries were found instead of computed.
     num_cached_tokens: int = 0

@@ -15,7 +15,6 @@ from octavo.core.errors import InvalidRequestError
 #: arguments is called with two.
 LogitsProcessor = Callable[..., Any]
 
-MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_CANDIDATES = 256
 #: A lower temperature is greedy.
@@ -68,9 +67,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     ignore_eos: bool = False
     #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
     max_tokens: int | None = 16
-    #: No end-of-sequence and no stop token before this many generated tokens.
+    #: No end-of-sequence (also with ``ignore_eos``) and no stop token before this many generated tokens.
     min_tokens: int = 0
-    #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's.
+    #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's; at most the
+    #: engine's ``max_logprobs``.
     logprobs: int | None = None
     #: The same for each prompt token.
     prompt_logprobs: int | None = None
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                check_integer(name, value, 0, MAX_LOGPROBS)
+                check_integer(name, value, 0, None)  # at most max_logprobs, an option of the engine
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")

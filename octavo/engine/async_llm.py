@@ -77,10 +77,10 @@ class AsyncLLM:
         self.is_sleeping = False
         self.inputs = InputProcessor(
             tokenizer,
+            config,
             vocab_size=ready.model_config.vocab_size,
             eos_token_ids=ready.model_config.eos_token_ids,
             max_model_len=ready.max_model_len,
-            seed=config.seed,
         )
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, RequestStream] = {}
@@ -145,7 +145,8 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -154,7 +155,13 @@ class AsyncLLM:
         The request is aborted when the iteration is left before its end or its task is cancelled.
         """
         stream = await self.submit(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt, streaming=streaming
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+            streaming=streaming,
         )
         whole: RequestOutput | None = None
         with contextlib.closing(stream):
@@ -168,13 +175,16 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
 
-        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+        ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
+        not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
+        ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -188,7 +198,9 @@ class AsyncLLM:
         self.check_alive()
         if self.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
-        request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        request = self.inputs.process(
+            request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
+        )
         check_sendable(request.group)
         request.prompt = text if text is not None else request.prompt
         message = self._client.encode(Add(request.group))

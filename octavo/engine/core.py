@@ -7,7 +7,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.core.config import EngineConfig
+from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.step_loop import StepLoop
@@ -35,6 +35,7 @@ class EngineCore(StepLoop):
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
         context_length = _context_length(options, self.model_config)
+        _check_max_logprobs(options)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
         logger.info(
@@ -154,6 +155,12 @@ def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
     if stored == "float16" and resolve_device(options.device) == "cpu":
         return "bfloat16"
     return stored if stored in ("float32", "float16") else "bfloat16"
+
+
+def _check_max_logprobs(options: EngineConfig) -> None:
+    wanted = options.max_logprobs or 0
+    if (wanted == -1 or wanted > MAX_LOGPROBS_ON_GPU) and resolve_device(options.device) != "cpu":
+        raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {wanted}")
 
 
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:

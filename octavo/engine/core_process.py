@@ -28,8 +28,10 @@ import msgspec
 import zmq
 
 from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.errors import OctavoError
+from octavo.core.errors import ConfigError, OctavoError
 from octavo.core.messages import (
+    BYTES_OF_LOGPROB,
+    MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
     MAX_EXIT_REPORT,
     Abort,
@@ -229,6 +231,7 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.setLevel(start.log_level)
     try:
         core = EngineCore(make_config(**start.options), Path(start.folder))
+        _check_messages(core)
         outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise
@@ -236,6 +239,17 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
         logger.exception("the model could not be loaded")
         raise
     return core
+
+
+def _check_messages(core: EngineCore) -> None:
+    """Refuses options under which the logprobs of one step's prompts would not fit a message."""
+    limit, vocab_size = core.options.max_logprobs or 0, core.model_config.vocab_size
+    size = core.options.token_budget * (vocab_size if limit == -1 else min(limit, vocab_size)) * BYTES_OF_LOGPROB
+    if size > MAX_BYTES_FROM_CORE:
+        raise ConfigError(
+            f"max_logprobs ({limit}) with max_num_batched_tokens ({core.options.token_budget}) allows steps whose "
+            f"logprobs take {size / (1 << 30):.1f} GiB; at most {MAX_BYTES_FROM_CORE >> 30} can be sent: lower either"
+        )
 
 
 def main(arguments: list[str]) -> int:

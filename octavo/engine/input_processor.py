@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import MAX_LOGPROBS, EngineConfig
 from octavo.core.errors import InvalidRequestError
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, check_number
 from octavo.engine.tokenizer import Tokenizer
+from octavo.scheduler.policies import POLICIES, load_policy
 
 #: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -39,7 +42,13 @@ class InputProcessor:
     """Checks requests against one model. Owns the numbering of groups."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int, seed: int
+        self,
+        tokenizer: Tokenizer,
+        options: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
     ) -> None:
         """``vocab_size`` is the network's; ``max_model_len`` in tokens, prompt and output together."""
         self.tokenizer = tokenizer
@@ -48,7 +57,11 @@ class InputProcessor:
         self.max_model_len = max_model_len
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
-        self._seed = seed
+        self._seed = options.seed
+        limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
+        self._max_logprobs = vocab_size if limit == -1 else limit
+        self._policy = options.scheduling_policy
+        self._uses_priority = load_policy(options.scheduling_policy).uses_priority
         self._next_group_id = 0
         self._unseeded = 0
 
@@ -58,21 +71,23 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
         features: Sequence[Feature] = (),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
+        ``arrival_time``: seconds of ``time.monotonic()``; None: now.
+
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
-        arrival = time.monotonic()
+        arrival = _arrival(arrival_time)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority must be an integer, not {priority!r}")
+        self._check_priority(priority)
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
         if adapter is not None:
@@ -107,7 +122,8 @@ class InputProcessor:
         seed = self._request_seed(params)
         if params.logprobs is None and params.num_sequences > params.n:
             params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
-        return Generate(params, seed, sorted(stops), bad_words)
+        ignored = list(self.eos_token_ids) if params.ignore_eos else []
+        return Generate(params, seed, sorted(stops), bad_words, ignored)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if it was one) and the token ids of a prompt in any of its forms."""
@@ -146,9 +162,24 @@ class InputProcessor:
             )
         return checked
 
+    def _check_priority(self, priority: float) -> None:
+        check_number("priority", priority, -math.inf, math.inf)
+        if priority and not self._uses_priority:
+            known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
+            raise InvalidRequestError(
+                f"priority must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
+                f"{priority}; policies that do: {known}, or a module:Class"
+            )
+
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:
             self.tokenizer.check_can_decode()
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} must be in [0, {self._max_logprobs}], not {getattr(params, name)}: the engine's option "
+                    "max_logprobs is its limit"
+                )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
@@ -162,3 +193,15 @@ class InputProcessor:
             return params.seed & _MASK64
         self._unseeded += 1
         return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
+
+
+def _arrival(given: float | None) -> float:
+    """The arrival of a request, in seconds of ``time.monotonic()``: as given, or now."""
+    now = time.monotonic()
+    if given is None:
+        return now
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not -math.inf < given <= now:
+        raise InvalidRequestError(
+            f"arrival_time must be a past moment in seconds of time.monotonic(), which is at {now:.3f}, not {given!r}"
+        )
+    return float(given)

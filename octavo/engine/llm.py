@@ -52,11 +52,12 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: float | Sequence[float] = 0,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
 
-        ``sampling_params`` and ``priority``: one for all prompts, or one for each.
+        ``sampling_params`` and ``priority``: one for all prompts, or one for each. Priorities are integers or finite
+        floats, and the lower goes first; they are for policies that look at them (``scheduling_policy="static"``).
 
         Raises:
             InvalidRequestError: a single prompt cannot be served, or there are not as many parameters as prompts.
@@ -71,7 +72,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: float | Sequence[float] = 0,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
 
@@ -90,7 +91,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: float | Sequence[float] = 0,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -138,13 +139,13 @@ class LLM:
         prompts: list[tuple[Prompt, OctavoError | None]],
         sampling_params: Params,
         use_tqdm: bool,
-        priority: int | Sequence[int],
+        priority: float | Sequence[float],
         single: bool,
     ) -> list[RequestOutput]:
         params = _one_each(
             "sampling_params", sampling_params or SamplingParams(), (SamplingParams, BeamSearchParams), len(prompts)
         )
-        priorities = _one_each("priority", priority, int, len(prompts))
+        priorities = _one_each("priority", priority, (int, float), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         try:

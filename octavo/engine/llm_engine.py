@@ -32,10 +32,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
             tokenizer,
+            core.options,
             vocab_size=core.model_config.vocab_size,
             eos_token_ids=core.model_config.eos_token_ids,
             max_model_len=core.max_model_len,
-            seed=core.options.seed,
         )
         self._outputs = OutputProcessor(tokenizer)
 
@@ -61,13 +61,16 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
-        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+        ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
+        not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
+        ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -82,6 +85,7 @@ class LLMEngine:
             prompt,
             params if params is not None else SamplingParams(),
             priority=priority,
+            arrival_time=arrival_time,
             cache_salt=cache_salt,
         )
         self._outputs.open(request, streaming=streaming)

@@ -51,6 +51,7 @@ class RequestState:
     streaming: bool
     completions: list[_Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    last_token_time: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -198,7 +199,7 @@ class OutputProcessor:
         del self._groups[request.group_id]
 
     def _close(self, request: RequestState, now: float) -> None:
-        request.metrics = replace(request.metrics, finished_time=now)
+        request.metrics = replace(request.metrics, last_token_time=request.last_token_time, finished_time=now)
         self.discard(request)
 
     def _end_group(self, request: RequestState, update: GroupOutput) -> None:
@@ -225,6 +226,7 @@ class OutputProcessor:
         if token_id is not None:
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
+            request.last_token_time = now
             output.token_ids.append(token_id)
         if reason is not None:
             output.error, output.stop_reason = update.error, update.stop_reason

@@ -13,7 +13,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, Policy, load_policy
 
-#: (key, arrival (see ``SequenceGroup``), stamp, group): the stamp tells the current entry of a group from its stale ones.
+#: (key, arrival, stamp, group): the stamp tells the current entry of a group from its stale ones.
 _Entry = tuple[Any, tuple[float, int], int, SequenceGroup]
 #: Stale entries allowed before they are cleared out, beyond the number of groups present.
 _SLACK = 64

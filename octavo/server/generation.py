@@ -26,6 +26,9 @@ from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import Service
 
+#: Logprobs at each position where the engine's ``max_logprobs`` is not given: as many as OpenAI's API has.
+DEFAULT_MAX_LOGPROBS = 20
+
 logger = logging.getLogger("octavo.server")
 
 
@@ -198,9 +201,14 @@ def _check_size(
     if sequences > limit:
         param = "n" if body.best_of is None else "best_of"
         raise ApiError(400, f"the request asks for {sequences} sequences; at most {limit} are served", param=param)
-    limit = service.options.max_logprobs
+    most = service.llm.config.max_logprobs
+    limit = DEFAULT_MAX_LOGPROBS if most is None else service.llm.model_config.vocab_size if most == -1 else most
     if max(logprobs or 0, prompt_logprobs or 0) > limit:
-        raise ApiError(400, f"logprobs of at most {limit} likeliest tokens are served", param="logprobs")
+        raise ApiError(
+            400,
+            f"logprobs of at most {limit} most likely tokens are served (the engine's option max_logprobs)",
+            param="logprobs",
+        )
 
 
 async def _merge_outputs(

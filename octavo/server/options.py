@@ -48,7 +48,6 @@ class ServerOptions(BaseModel):
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
     )
-    max_logprobs: int = Field(20, ge=0, le=100, description="Most likeliest tokens whose logprobs may be asked for.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
     max_prompt_chars: int | None = Field(
         None,

@@ -55,7 +55,7 @@ class GenerationRequest(RequestModel):
     stop_token_ids: list[Int] | None = Field(None, description="Token ids that end the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
-    min_tokens: Int | None = Field(None, description="No end before this many tokens.")
+    min_tokens: Int | None = Field(None, description="No end, not even an ignored one, before this many tokens.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
     bad_words: list[Phrase] | None = Field(None, description="Words that are never generated.")
     allowed_token_ids: list[Int] | None = Field(None, description="Only these tokens are generated.")
@@ -63,7 +63,9 @@ class GenerationRequest(RequestModel):
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
     length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Beam search: when to end.")
-    priority: Int | None = Field(None, description="Lower goes first, under the policies that look at it.")
+    priority: Int | float | None = Field(
+        None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
+    )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )

@@ -24,8 +24,10 @@ from octavo import (
     LLM,
     AsyncLLM,
     BeamSearchParams,
+    ConfigError,
     EngineDeadError,
     InvalidRequestError,
+    LLMEngine,
     ModelNotFoundError,
     RequestOutput,
     SamplingParams,
@@ -36,6 +38,7 @@ from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.stats import StepStats
 from octavo.engine import async_llm
 from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_process import _check_messages
 from tests.busy_machine import PATIENCE, once_in_three
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 256, "max_num_seqs": 64, "num_threads": 1}
@@ -338,9 +341,11 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
             ("x", SamplingParams(logits_processors=[nothing]), {}, r"logits_processors\[0\] \(\S+\.nothing\)"),
             ("x", SamplingParams(logits_processors=[Nothing()]), {}, r"logits_processors\[0\] \(\S+\.Nothing\)"),
             ("x", SamplingParams(max_tokens=10**30), {}, "cannot be sent"),
-            ("x", None, {"priority": 1.5}, "priority must be an integer, not 1.5"),
-            ("x", None, {"priority": True}, "priority must be an integer, not True"),
-            ("x", None, {"priority": 2**80}, "cannot be sent"),
+            ("x", None, {"priority": 1.5}, "priority must be 0 under .*'fcfs'.*not 1.5.* static"),
+            ("x", None, {"priority": True}, "priority must be a finite number, not True"),
+            ("x", None, {"priority": "1"}, "priority must be a finite number, not '1'"),
+            ("x", None, {"arrival_time": 1e18}, "arrival_time must be .*time.monotonic"),
+            ("x", SamplingParams(logprobs=101), {}, "max_logprobs"),
             ("x", None, {"cache_salt": "\ud800"}, "surrogates"),
             ("x", None, {"cache_salt": 7}, "cache_salt must be text, not 7"),
             ("x", SamplingParams(stop_token_ids=[5000]), {}, "vocabulary"),
@@ -353,6 +358,17 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
         await nothing_is_held(llm)
 
     shared(test)
+
+
+def test_logprobs_that_would_not_fit_a_message_are_refused_at_the_start(tiny_model: Path) -> None:
+    def check(**options: Any) -> None:
+        config = make_config(model=str(tiny_model), num_gpu_blocks_override=64, num_threads=1, **options)
+        _check_messages(LLMEngine.from_config(config).core)
+
+    check(max_logprobs=-1)
+    check(max_num_batched_tokens=1 << 20, max_logprobs=20)
+    with pytest.raises(ConfigError, match="lower either"):
+        check(max_num_batched_tokens=1 << 20, max_logprobs=-1)
 
 
 class Number(enum.IntEnum):
@@ -373,7 +389,7 @@ ODD: list[Any] = [
 FIELDS: list[tuple[type[SamplingParams | BeamSearchParams] | None, str]] = [
     *((SamplingParams, name) for name in SamplingParams.__struct_fields__),
     *((BeamSearchParams, name) for name in BeamSearchParams.__struct_fields__),
-    *((None, name) for name in ("priority", "cache_salt", "prompt")),
+    *((None, name) for name in ("priority", "arrival_time", "cache_salt", "prompt")),
 ]
 
 

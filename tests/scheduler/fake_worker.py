@@ -306,7 +306,7 @@ class FakeWorker(Executor):
 
     def _compute(self, plan: StepPlan, forked_children: dict[int, int]) -> None:
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
-        assert plan.total_tokens <= self.options.max_num_batched_tokens
+        assert plan.total_tokens <= self.options.token_budget
         assert 0 not in plan.num_tokens, "something of each"
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
