@@ -10,7 +10,7 @@ from typing import IO, Any
 import msgspec
 
 from octavo.cli import bench_serve
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
 from octavo.core.errors import ConfigError
 
@@ -24,13 +24,14 @@ examples:
   octavo bench kernels smollm2-135m --rows 1,8,64
   octavo bench kernels llama-3.1-8b-shape --device cuda --rows 1,64,8192
   octavo bench memory smollm2-135m
-  octavo bench scheduler --running 64,256,1024 --waiting 10000
+  octavo bench scheduler --running 64,256,1024 --waiting 10000 --scheduling-policy sjf
   octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths, and savings by sharing
-scheduler  processor time of schedule and update in a step, in microseconds, without a model
+scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
+           and those of the blocks count, others are refused
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
@@ -219,14 +220,24 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
 
 
 def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
-    from octavo.bench.scheduler import measure
+    from octavo.bench.scheduler import OPTIONS, measure
 
+    given = ["model"] if arguments.model is not None else []
+    for name in given + list(arguments.group(PREFIX)):
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not count in octavo bench scheduler, which has no model and sets the "
+                f"sequences by --running; the engine's options that do: {', '.join(sorted(OPTIONS))}"
+            )
+    options = read_engine_config(arguments, "none")
+    if options.host_prefix_cache and not options.num_host_blocks_override:
+        raise ConfigError("host_prefix_cache needs num_host_blocks_override here: without a model there is no memory")
     _show(
-        (measure(running, arguments.waiting, arguments.context) for running in arguments.running),
+        (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
         stream,
-        "running  waiting  context  schedule us  update us  slowest step us  us a sequence",
+        "policy  running  waiting  context  schedule us  update us  slowest step us  us a sequence",
         lambda f: (
-            f"{f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
+            f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
             f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
         ),
     )

@@ -121,6 +121,42 @@ def test_a_json_file_gives_each_line_its_own_parameters(
     assert third["outputs"][0]["logprobs"][0][str(chosen)]["logprob"] < 0
 
 
+def test_beams_and_priorities_come_from_flags_and_from_rows(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Hello", "priority": 2.5},
+        {"prompt": "Hello", "beam_width": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 4},
+        {"prompt": "Hello", "early_stopping": "never", "beam_width": 2, "priority": -1},
+        {"prompt": "Hello", "length_penalty": 0.5},
+        {"prompt": "Hello", "beam_width": 2, "temperature": 0.5},
+        {"prompt": "Hello", "beam_width": 99},
+        {"prompt": "Hello", "priority": True},
+        {"prompt": "Hello", "early_stopping": "soon", "beam_width": 2},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = ["generate", tiny_model, "--input", file, "--max-tokens", "6", "--json", "-"]
+    assert octavo(*words, "--scheduling-policy", "static") == 1
+    *lines, _ = json_lines(capsys.readouterr().out)
+    assert "error" not in lines[0]
+    assert [len(line["outputs"]) for line in lines[:3]] == [1, 3, 2]
+    scores = [output["score"] for output in lines[1]["outputs"]]
+    assert scores == sorted(scores, reverse=True)
+    errors = [line.get("error", "") for line in lines[3:]]
+    for error, words_of_it in zip(errors, ["beam_width", "temperature", "99", "priority", "early_stopping"], strict=True):
+        assert words_of_it in error
+
+    flags = ["--beam-width", "3", "--length-penalty", "0.5", "--early-stopping", "true", "--max-tokens", "4"]
+    assert octavo("generate", tiny_model, "Hello", *flags, "--json", "-") == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert line["outputs"] == lines[1]["outputs"]
+    assert octavo("generate", tiny_model, "Hello", "--priority", "1.5", "--json", "-") == 1
+    assert "scheduling_policy 'fcfs'" in json_lines(capsys.readouterr().out)[0]["error"]
+    assert octavo("generate", tiny_model, "Hello", "--beam-width", "3", "--temperature", "0") == 2
+    assert "temperature" in capsys.readouterr().err
+
+
 def test_a_bad_prompt_among_many_fails_alone(
     octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path, reference: Callable[..., list[int]]
 ) -> None:
