@@ -15,7 +15,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
-#: The engine's options that count here: the scheduler's but for those that the measurement itself sets, and the blocks'.
+#: The engine's options that count here: the blocks' and the scheduler's, but for those that the measurement sets.
 OPTIONS = frozenset(SchedulerOptions.model_fields) - {"max_num_seqs", "async_scheduling"} | {
     "block_size",
     "watermark",

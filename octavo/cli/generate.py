@@ -13,7 +13,7 @@ import msgspec
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
 from octavo.cli.prompts import Job, read_jobs
-from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
+from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 
@@ -28,11 +28,13 @@ examples:
   octavo generate smollm2-135m "The capital of France is" "Two and two make" --temperature 0
   octavo generate smollm2-135m --chat "Name three rivers." --max-tokens 64
   octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
+  octavo generate smollm2-135m "The capital of France is" --beam-width 4 --max-tokens 16
   echo "Once upon a time" | octavo generate smollm2-135m
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
-sampling parameters of its own. With --json, one line a request is written, in the order of the prompts, and a last
-line {"summary": ...}. A prompt that cannot be served fails alone: the others are answered and the exit code is 1.
+"priority", sampling and beam search parameters of its own. With --json, one line a request is written, in the order of
+the prompts, and a last line {"summary": ...}. A prompt that cannot be served fails alone: the others are
+answered and the exit code is 1.
 """
 
 
@@ -47,9 +49,17 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
+    parser.add_argument(
+        "--priority",
+        type=number,
+        default=0,
+        metavar="X",
+        help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
+    )
     add_json_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS)
+    add_beam_flags(parser)
     return parser
 
 
@@ -58,7 +68,9 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat)
+        jobs = read_jobs(
+            arguments.words, arguments.input, sampling, as_chat=arguments.chat, priority=arguments.priority
+        )
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
@@ -91,7 +103,7 @@ def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestO
         if job.error is None:
             try:
                 prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
-                engine.add_request(str(job.index), prompt, job.params, streaming=False)
+                engine.add_request(str(job.index), prompt, job.params, priority=job.priority or 0, streaming=False)
             except (InvalidRequestError, TokenizerError) as e:
                 job.error = str(e)
     ended: dict[str, RequestOutput] = {}
@@ -198,6 +210,7 @@ def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
     return {
         "queue_seconds": metrics.time_in_queue,
         "first_token_seconds": since_arrival(metrics.first_token_time),
+        "last_token_seconds": since_arrival(metrics.last_token_time),
         "total_seconds": since_arrival(metrics.finished_time),
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,

@@ -34,7 +34,7 @@ HELP = {
     "include_stop_str_in_output": "keep the stop text in the answer",
     "ignore_eos": "go on after the end-of-sequence token",
     "max_tokens": "most tokens to generate; none: as many as the context length allows",
-    "min_tokens": "no end and no stop token before this many tokens",
+    "min_tokens": "no end token, not even an ignored one, and no stop token before this many tokens",
     "logprobs": "logprobs of this many most likely tokens at each position (see --json)",
     "prompt_logprobs": "the same for each token of the prompt",
     "detokenize": "turn token ids into text",
@@ -68,6 +68,27 @@ def add_sampling_flags(
         )
 
 
+def add_beam_flags(parser: Parser) -> None:
+    """Adds the parameters of ``BeamSearchParams`` that are not of ``SamplingParams`` too."""
+    group = parser.add_argument_group(
+        "beam search options",
+        "With --beam-width, of the sampling options only those that beam search has may be given.",
+    )
+    flags: dict[str, dict[str, Any]] = {
+        "beam_width": {"type": int, "metavar": "N", "help": "beams, and answers, best first"},
+        "length_penalty": {"type": float, "metavar": "X", "help": "above 0 favours long answers (default: 1.0)"},
+        "early_stopping": {
+            "type": _early_stopping,
+            "metavar": "true|false|never",
+            "help": "when to end: at N complete answers, when no beam scores better now, or when none can (default: "
+            "false)",
+        },
+    }
+    for name, options in flags.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, **options)
+
+
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """The parameters that the flags give.
 
@@ -96,6 +117,19 @@ def _argument_options(kind: Any) -> dict[str, Any]:
 
 def _optional_integer(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
+
+
+def number(text: str) -> float:
+    """An integer or a float."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False}
+    return values.get(text.lower(), text.lower())  # BeamSearchParams checks the rest
 
 
 def _integers(text: str) -> list[int]:

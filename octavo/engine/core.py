@@ -36,13 +36,10 @@ class EngineCore(StepLoop):
         self.dtype = _resolve_dtype(options, self.model_config)
         context_length = _context_length(options, self.model_config)
         _check_max_logprobs(options)
+        if options.max_num_seqs == options.max_num_batched_tokens:  # most likely it was lowered to that
+            logger.info("at most %d sequences run at once: as many as max_num_batched_tokens", options.max_num_seqs)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
-        logger.info(
-            "a step computes at most %d tokens (max_num_batched_tokens) of %d sequences (max_num_seqs)",
-            options.token_budget,
-            options.max_num_seqs,
-        )
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype)

@@ -170,8 +170,11 @@ class SequenceGroup:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt, which its sequences share, and of all their outputs; those in flight do not count."""
+        seqs = self.seqs
+        if len(seqs) == 1:
+            return len(seqs[0].token_ids)
         prompt = len(self.request.prompt_token_ids)
-        return prompt + sum(len(s.token_ids) - prompt for s in self.seqs)
+        return prompt + sum(len(s.token_ids) - prompt for s in seqs)
 
     @property
     def awaits_result(self) -> bool:

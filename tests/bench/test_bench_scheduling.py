@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,15 @@ def test_engine_flags_count_in_the_cost_of_a_step(tmp_path: Path, flags: tuple[s
 
 def test_engine_flags_reach_the_scheduler_that_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Scheduler] = []
-    monkeypatch.setattr(bench_scheduler, "Scheduler", lambda *a, **k: seen.append(Scheduler(*a, **k)) or seen[-1])
-    scheduler_rows(tmp_path / "f", "--scheduling-policy", "ldf", "--block-size", "4", "--preemption-victim", "most_blocks")
+
+    def watched(*arguments: Any, **options: Any) -> Scheduler:
+        seen.append(Scheduler(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(bench_scheduler, "Scheduler", watched)
+    scheduler_rows(
+        tmp_path / "f", "--scheduling-policy", "ldf", "--block-size", "4", "--preemption-victim", "most_blocks"
+    )
     monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "8")
     scheduler_rows(tmp_path / "f")
     assert [s.blocks.block_size for s in seen] == [4, 8]

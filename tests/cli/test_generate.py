@@ -144,7 +144,9 @@ def test_beams_and_priorities_come_from_flags_and_from_rows(
     scores = [output["score"] for output in lines[1]["outputs"]]
     assert scores == sorted(scores, reverse=True)
     errors = [line.get("error", "") for line in lines[3:]]
-    for error, words_of_it in zip(errors, ["beam_width", "temperature", "99", "priority", "early_stopping"], strict=True):
+    for error, words_of_it in zip(
+        errors, ["beam_width", "temperature", "99", "priority", "early_stopping"], strict=True
+    ):
         assert words_of_it in error
 
     flags = ["--beam-width", "3", "--length-penalty", "0.5", "--early-stopping", "true", "--max-tokens", "4"]

@@ -475,6 +475,13 @@ def test_the_default_token_budget_depends_on_how_steps_are_filled(tiny_model: Pa
     assert chunked_off.with_token_budget("cuda", 4096).token_budget == 4096
 
 
+def test_that_fewer_sequences_run_than_by_default_is_logged(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="octavo"):
+        llm = load(tiny_model, max_num_batched_tokens=64)
+    assert llm.llm_engine.core.options.max_num_seqs == 64
+    assert "at most 64 sequences run at once" in caplog.text
+
+
 def test_chat_renders_the_template_for_one_or_many(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     single = llm.chat(conversation, GREEDY)[0]
