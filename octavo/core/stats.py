@@ -18,6 +18,8 @@ class SchedulerState(msgspec.Struct, gc=False):
     #: In use by no sequence, kept for prompts that begin alike.
     blocks_cached: int = 0
     blocks_free: int = 0
+    #: Of shared prefixes, in use or not; not counted among those in use.
+    blocks_pinned: int = 0
     host_blocks_used: int = 0
     # Totals:
     preemptions_by_recompute: int = 0

@@ -20,6 +20,13 @@ class PinnedPrefixes:
         self._groups = groups
         self._blocks: dict[str, list[list[int]]] = {}
 
+    @property
+    def capacity(self) -> str:
+        """How many blocks sequences can have, in words."""
+        first = self._groups[0]
+        beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
+        return f"{first.num_unpinned} blocks{beside}"
+
     def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: int) -> bool:
         """Pins the blocks of the chain, all of which the sequence ``seq_id`` has computed.
 

@@ -202,6 +202,11 @@ class PrefixMatch:
     num_full: int
     chain: PrefixChain
 
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks of the first group among those that match as a whole."""
+        return sum(hit is not None and hit.pool.is_pinned(hit.block) for hit in self.hits[0][: self.num_full])
+
 
 def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
     """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
