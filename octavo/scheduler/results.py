@@ -44,26 +44,27 @@ class Results:
 
     def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
         """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""
-        error = None
+        status, error = SequenceStatus.FINISHED_LENGTH, None
         if group.request.pin_as is not None:
             if group.status is not SequenceStatus.RUNNING:
                 return  # preempted while this step was in flight: computed again
-            error = self._pin(group, group.request.pin_as)
-        status = SequenceStatus.FINISHED_LENGTH if error is None else SequenceStatus.FINISHED_ERROR
+            status, error = self._pin(group, group.request.pin_as)
         self._queues.end_group(group, status)
         updates.append(GroupOutput(group.group_id, group.status.value, error))
 
-    def _pin(self, group: SequenceGroup, name: str) -> str | None:
-        """Pins the prompt's whole blocks; the reason why not, if they cannot be."""
+    def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
+        """Pins the prompt's whole blocks; how its group ends, and why if they cannot be."""
         blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
         status = blocks.pin(name, group.seqs[0].seq_id, tokens, group.context, self._max_model_len)
         if status is AllocStatus.NEVER:
-            return (
+            return SequenceStatus.FINISHED_IGNORED, (
                 f"its {len(tokens) // blocks.block_size} blocks would leave too few for a request of max_model_len="
                 f"{self._max_model_len} tokens, which needs {blocks.blocks_for(self._max_model_len)} of the "
                 f"{blocks.pinned.capacity}; shorten the prefix, lower max_model_len or give the KV cache more memory"
             )
-        return "the prefix cache was reset while it was computed; add it again" if status is AllocStatus.LATER else None
+        if status is AllocStatus.LATER:
+            return SequenceStatus.FINISHED_ERROR, "the prefix cache was reset while it was computed; add it again"
+        return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_tokens(
         self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]
