@@ -48,7 +48,7 @@ class SchedulerStats(SchedulerState, gc=False):
     empty_slots: int = 0
 
 
-class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):
+class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type: ignore[misc]  # msgspec allows it
     """One step, and the state after it: what a ``StatLogger`` gets.
 
     Also sent without a step (``steps`` is as before, times and tokens are 0) when an abort has emptied the engine.

@@ -42,12 +42,5 @@ class StepMeter:
         computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
         prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
         self._computed = computed
-        return StepStats(
-            *_state_of(counts),
-            seconds=seconds,
-            worker_seconds=worker,
-            kernel_seconds=kernels,
-            between_seconds=between_seconds,
-            prefill_tokens=int(prefill),
-            decode_tokens=int(decode),
-        )
+        fields = (*_state_of(counts), seconds, worker, kernels, between_seconds, int(prefill), int(decode))
+        return StepStats(*fields)

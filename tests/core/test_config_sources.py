@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import Arguments, Parser
 from octavo.core.config import PARTS, EngineConfig, SchedulerOptions, make_config
 from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
 from octavo.core.errors import ConfigError, OctavoError
@@ -203,3 +205,21 @@ def test_every_option_is_of_one_part_and_a_part_can_be_made_alone() -> None:
         SchedulerOptions(max_num_seqs=3, max_num_batched_tokens=2)
     with pytest.raises(ValidationError, match="block_size"):
         SchedulerOptions(block_size=4)  # type: ignore[call-arg]
+
+
+def test_shared_prefixes_are_a_list_from_every_source(tmp_path: Path) -> None:
+    listed = write(tmp_path, "model: m\nshared-prefix: [a.txt, b.txt]\n")
+    assert resolve_config({}, config_file=listed, environ={}).shared_prefix == ["a.txt", "b.txt"]
+    one = write(tmp_path, "model: m\nshared_prefix: a.txt\n")
+    assert resolve_config({}, config_file=one, environ={}).shared_prefix == ["a.txt"]
+    assert resolve_config({"model": "m"}, environ={"OCTAVO_SHARED_PREFIX": "a.txt"}).shared_prefix == ["a.txt"]
+    flags = read_engine_config(_engine_flags("--shared-prefix", "a", "--shared-prefix=b"), "m")
+    assert flags.shared_prefix == ["a", "b"]
+    assert "enable_prefix_caching" in refused({"model": "m", "shared_prefix": ["a"], "enable_prefix_caching": False})
+    assert "shared_prefix" in refused({"model": "m", "shared_prefix": [3]})
+
+
+def _engine_flags(*argv: str) -> Arguments:
+    parser = Parser()
+    add_engine_flags(parser)
+    return parser.read(argv)

@@ -28,8 +28,8 @@ def pin(blocks: BlockManager, name: str, token_ids: list[int], max_tokens: int =
     return status
 
 
-def make(num_blocks: int | list[GroupBlocks] = 6, **options: int) -> BlockManager:
-    return BlockManager(num_blocks, SIZE, prefix_caching=True, **options)
+def make(num_blocks: int | list[GroupBlocks] = 6, max_num_batched_tokens: int = 0) -> BlockManager:
+    return BlockManager(num_blocks, SIZE, prefix_caching=True, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def counts(blocks: BlockManager) -> tuple[int, int, int, int]:
