@@ -20,7 +20,7 @@ from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
-from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, request_id_of
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files, request_id_of
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
@@ -118,6 +118,7 @@ class AsyncLLM:
         """
         process = process or CoreProcess()
         try:
+            prefixes = read_files(config)  # a wrong name is refused before the model is loaded
             llm = await cls._start(config, process)
         except BaseException:
             process.kill()
@@ -125,7 +126,7 @@ class AsyncLLM:
         llm._watchdog = asyncio.create_task(llm._watch(step_timeout))
         llm.stat_loggers += stat_loggers
         try:
-            for text, name in llm._prefixes.configured():
+            for text, name in prefixes:
                 await llm.add_shared_prefix(text, name)
         except BaseException:
             await llm.shutdown()

@@ -14,7 +14,7 @@ from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
@@ -46,8 +46,6 @@ class LLMEngine:
         )
         self._outputs = OutputProcessor(tokenizer)
         self._prefixes = SharedPrefixes(core.options, self.inputs)
-        for text, name in self._prefixes.configured():
-            self.add_shared_prefix(text, name)
 
     @classmethod
     def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
@@ -56,6 +54,7 @@ class LLMEngine:
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
+        prefixes = read_files(options)  # a wrong name is refused before the model is loaded
         folder = resolve_model(
             options.model,
             dtype=options.dtype,
@@ -63,7 +62,10 @@ class LLMEngine:
             weights=options.load_format != "dummy",
         )
         tokenizer = find_tokenizer(options, folder)
-        return cls(EngineCore(options, folder), tokenizer, stat_loggers)
+        engine = cls(EngineCore(options, folder), tokenizer, stat_loggers)
+        for text, name in prefixes:
+            engine.add_shared_prefix(text, name)
+        return engine
 
     def add_request(
         self,

@@ -25,6 +25,22 @@ class SharedPrefix:
     num_blocks: int
 
 
+def read_files(options: EngineConfig) -> list[tuple[str, str]]:
+    """Text and name of each file that the option ``shared_prefix`` lists.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not UTF-8.
+    """
+    files = []
+    for path in options.shared_prefix or ():
+        try:
+            files.append((Path(path).read_bytes().decode("utf-8"), path))
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
+    return files
+
+
 class SharedPrefixes:
     """Owns the prefixes of one engine, by name, also while it sleeps and their blocks are lost.
 
@@ -39,19 +55,6 @@ class SharedPrefixes:
 
     def __iter__(self) -> Iterator[SharedPrefix]:
         return iter(list(self._known.values()))
-
-    def configured(self) -> Iterator[tuple[str, str]]:
-        """Text and name of each file that the option ``shared_prefix`` lists.
-
-        Raises:
-            ConfigError: a file cannot be read, or is not UTF-8.
-        """
-        for path in self._options.shared_prefix or ():
-            try:
-                yield Path(path).read_text(encoding="utf-8"), path
-            except (OSError, UnicodeDecodeError) as e:
-                reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-                raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
 
     def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
         """Checks a prefix and takes its name, by default ``prefix-1`` and so on.

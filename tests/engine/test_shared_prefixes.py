@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from octavo import LLM, AsyncLLM, ConfigError, EngineStateError, InvalidRequestError, SamplingParams
+from octavo import LLM, AsyncLLM, ConfigError, EngineStateError, InvalidRequestError, SamplingParams, StepStats
 from octavo.core.config import make_config
 
 BLOCK = 8
@@ -145,11 +145,19 @@ def test_a_served_engine_shares_prefixes_too(tiny_model: Path, tmp_path: Path) -
     file = tmp_path / "system.txt"
     file.write_text(SYSTEM)
 
+    class Kept:
+        steps: ClassVar[list[StepStats]] = []
+
+        def log(self, stats: StepStats) -> None:
+            self.steps.append(stats)
+
     async def run() -> None:
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), shared_prefix=str(file), **OPTIONS))
+        config = make_config(model=str(tiny_model), shared_prefix=str(file), **OPTIONS)
+        llm = await AsyncLLM.start(config, stat_loggers=[Kept()])
         try:
             assert (await llm.stats()).blocks_pinned == len(SYSTEM) // BLOCK
             assert [p.name for p in llm.shared_prefixes()] == [str(file)]
+            assert [(s.blocks_pinned, s.prefill_tokens) for s in Kept.steps] == [(5, 40)], "it is computed once"
             await llm.reset_prefix_cache()
             async for output in llm.generate("a", QUESTIONS[0], PARAMS):
                 assert output.metrics.num_cached_tokens >= 40

@@ -310,6 +310,8 @@ def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float
             size = 1 + seed % 2  # long against the windows
             count = -(-case.max_model_len // size) + seed % 7
             case = replace(case, block_size=size, num_blocks=count, groups=groups[seed // 2 % len(groups)])
+        if seed % 3 == 0:  # leaves room for pinned blocks
+            case = replace(case, max_model_len=-(-case.max_model_len // 2))
         try:
             Run(case, shares_prefixes=True)()
         except Exception as e:
