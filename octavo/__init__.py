@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     )
     from octavo.core.outputs import CompletionOutput, RequestOutput
     from octavo.core.sampling_params import SamplingParams
+    from octavo.core.stats import StepStats
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.stat_loggers import StatLogger
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,8 @@ __all__ = [
     "OctavoError",
     "RequestOutput",
     "SamplingParams",
+    "StatLogger",
+    "StepStats",
     "TokenizerError",
     "UnrecordableError",
     "UnsupportedModelError",
@@ -70,6 +74,8 @@ _ELSEWHERE = {
     "EngineConfig": "octavo.core.config",
     "BeamSearchParams": "octavo.core.beam_search_params",
     "SamplingParams": "octavo.core.sampling_params",
+    "StatLogger": "octavo.engine.stat_loggers",
+    "StepStats": "octavo.core.stats",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",
 }

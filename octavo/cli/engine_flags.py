@@ -58,6 +58,8 @@ def add_option_flags(
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
             options = {"type": reader(name) if reader else str, "metavar": value_kind(field)}
+        if list[str] in typing.get_args(field.annotation):
+            options = {"action": "append", "metavar": "FILE"}
         text = help_text(field.description or "", field.default)
         group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
 

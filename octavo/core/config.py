@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
 
@@ -18,6 +18,10 @@ MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
 
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 class ModelOptions(_Options):
@@ -97,6 +101,20 @@ class CacheOptions(_Options):
     host_prefix_cache: bool = Field(
         False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
     )
+    shared_prefix: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
+        None,
+        description="File of text that many prompts begin with, such as a system prompt as the chat template renders "
+        "it; several in a list, or by repeating the flag. Its whole KV cache blocks are computed at start and stay in "
+        "the prefix cache.",
+    )
+
+    @model_validator(mode="after")
+    def _shared_prefixes_are_cached(self) -> Self:
+        if self.shared_prefix and not self.enable_prefix_caching:
+            raise ValueError(
+                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
+            )
+        return self
 
     @property
     def has_swap_space(self) -> bool:
@@ -244,6 +262,13 @@ class DeviceOptions(_Options):
         ge=1,
         le=1024,
         description="CPU threads that compute, divided among the workers of a machine; default: all cores.",
+    )
+    log_stats_interval: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds between two status lines in the log (logger octavo, level info) while the engine is busy: "
+        "requests, tokens a second, KV cache, prefix hits; default: none, except for octavo serve (status_interval).",
     )
     pin_threads: bool = Field(
         False,

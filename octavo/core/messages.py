@@ -70,6 +70,12 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
+class Unpin(msgspec.Struct, tag=True, array_like=True):
+    """Releases a shared prefix; ignored if there is none of this name."""
+
+    name: str
+
+
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
@@ -81,7 +87,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Ends the core's process, in any state."""
 
 
-ToCore = Start | Add | Abort | Stop | Call | Shutdown
+ToCore = Start | Add | Abort | Stop | Unpin | Call | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):

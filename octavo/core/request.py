@@ -172,6 +172,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     #: Name of the adapter that the network runs with.
     adapter: str | None = None
+    #: Of a shared prefix, which samples nothing: the name under which its whole blocks are pinned once computed.
+    pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
 

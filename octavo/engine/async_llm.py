@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
-from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, check_sendable
+from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, Unpin, check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.stats import SchedulerStats, StepStats
+from octavo.core.stats import SchedulerStats
 from octavo.engine.core_client import CoreClient, CoreProcess
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files, request_id_of
+from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 
@@ -69,8 +71,8 @@ class AsyncLLM:
         self.model_config = ready.model_config
         #: Longest sequence in tokens, prompt and output together.
         self.max_model_len = ready.max_model_len
-        #: Called after each step with its statistics; its exceptions are logged.
-        self.on_step: Callable[[StepStats], None] | None = None
+        #: They get the statistics of each step.
+        self.stat_loggers: list[StatLogger] = make_stat_loggers(config)
         #: Set when the core has died, not when it was shut down.
         self.died = asyncio.Event()
         #: While the engine sleeps, requests are refused.
@@ -83,6 +85,7 @@ class AsyncLLM:
             max_model_len=ready.max_model_len,
         )
         self._outputs = OutputProcessor(tokenizer)
+        self._prefixes = SharedPrefixes(config, self.inputs)
         self._streams: dict[str, RequestStream] = {}
         self._queued = _QueuedTokens()
         self._error: EngineDeadError | None = None
@@ -96,12 +99,18 @@ class AsyncLLM:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, process: CoreProcess | None = None, *, step_timeout: float = STEP_TIMEOUT
+        cls,
+        config: EngineConfig,
+        process: CoreProcess | None = None,
+        *,
+        step_timeout: float = STEP_TIMEOUT,
+        stat_loggers: Sequence[StatLogger] = (),
     ) -> AsyncLLM:
         """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
 
         A program whose own imports take time starts the ``CoreProcess`` before them. A core that does no step for
         ``step_timeout`` seconds while requests are open is ended, as if it had died (see ``FIRST_STEP_TIMEOUT``).
+        ``stat_loggers`` get the statistics of each step, in the event loop.
 
         Raises:
             OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
@@ -109,11 +118,19 @@ class AsyncLLM:
         """
         process = process or CoreProcess()
         try:
+            prefixes = read_files(config)  # a wrong name is refused before the model is loaded
             llm = await cls._start(config, process)
         except BaseException:
             process.kill()
             raise
         llm._watchdog = asyncio.create_task(llm._watch(step_timeout))
+        llm.stat_loggers += stat_loggers
+        try:
+            for text, name in prefixes:
+                await llm.add_shared_prefix(text, name)
+        except BaseException:
+            await llm.shutdown()
+            raise
         return llm
 
     @classmethod
@@ -203,9 +220,12 @@ class AsyncLLM:
         )
         check_sendable(request.group)
         request.prompt = text if text is not None else request.prompt
+        return self._send(request, streaming)
+
+    def _send(self, request: ProcessedRequest, streaming: bool) -> RequestStream:
         message = self._client.encode(Add(request.group))
         stream = RequestStream(self._outputs.open(request, streaming=streaming), self._abandon)
-        self._streams[request_id] = stream
+        self._streams[request.request_id] = stream
         self._queued.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
         self._client.send(message)
@@ -256,11 +276,7 @@ class AsyncLLM:
             for request in ready:
                 self._notify(request)
             await asyncio.sleep(0)
-        if self.on_step is not None:
-            try:
-                self.on_step(step.stats)
-            except Exception:
-                logger.exception("on_step failed")
+        log_stats(self.stat_loggers, step.stats)
 
     def _notify(self, request: RequestState) -> None:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
@@ -326,6 +342,46 @@ class AsyncLLM:
         """Forgets the contents of all blocks that requests to come could share."""
         await self._client.call("reset_prefix_cache", type(None))
 
+    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """As ``LLM.add_shared_prefix``, beside the requests that run.
+
+        Raises:
+            ConfigError, InvalidRequestError, EngineStateError: see there.
+            WorkerError: it could not be computed.
+            EngineDeadError: the engine has died or is being shut down.
+        """
+        _, prompt = await self._tokenize(prompt)
+        self.check_alive()
+        if self.is_sleeping:
+            raise EngineStateError("the engine sleeps: wake_up() must come before a shared prefix")
+        prefix = self._prefixes.add(prompt, name)
+        await self._compute_prefix(prefix)
+        return prefix.name
+
+    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        try:
+            with contextlib.closing(self._send(self._prefixes.request(prefix), streaming=False)) as stream:
+                output = await anext(stream)
+        except BaseException:  # such as a cancellation
+            self._prefixes.discard(prefix)
+            self._client.send(Unpin(prefix.name))
+            raise
+        self._prefixes.check(prefix, output)
+
+    async def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix, also one that is being computed; see ``LLM.remove_shared_prefix``.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self._prefixes.remove(name)
+        await self.abort(request_id_of(name))
+        self._client.send(Unpin(name))
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, in the order in which they were added."""
+        return list(self._prefixes)
+
     async def sleep(self) -> None:
         """Frees the GPU's memory until ``wake_up``; see ``LLM.sleep``.
 
@@ -344,9 +400,12 @@ class AsyncLLM:
             raise
 
     async def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if the engine is not sleeping."""
+        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
         await self._client.call("wake_up", type(None))
-        self.is_sleeping = False
+        was_sleeping, self.is_sleeping = self.is_sleeping, False
+        if was_sleeping:
+            for prefix in self._prefixes:
+                await self._compute_prefix(prefix)
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""

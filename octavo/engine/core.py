@@ -101,6 +101,8 @@ class EngineCore(StepLoop):
     def sleep(self) -> None:
         """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
 
+        Pinned prefixes are released with it; what gave them has them computed again.
+
         Raises:
             EngineStateError: requests are unfinished.
             ConfigError: the weights cannot move.
@@ -108,6 +110,7 @@ class EngineCore(StepLoop):
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
         logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        self.blocks.pinned.clear()
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import operator
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +45,9 @@ from octavo.core.messages import (
     StepDone,
     Stop,
     ToCore,
+    Unpin,
 )
-from octavo.core.stats import SchedulerState, StepStats
+from octavo.engine.step_meter import StepMeter
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -59,8 +58,6 @@ TO_CORE, FROM_CORE = "to_core", "from_core"
 MAX_WAITING_STEPS = 64
 #: Milliseconds that the process waits at its end, at most, for its messages to be received.
 LINGER = 500
-#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
-_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 
 logger = logging.getLogger("octavo")
 
@@ -122,9 +119,7 @@ class CoreLoop:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
-        self._step_ended: float | None = None
-        #: Totals at the last step: tokens of prompts and decodes, seconds in the worker and in kernels.
-        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+        self._meter = StepMeter(core)
 
     def run(self) -> None:
         """Runs until ``Shutdown``."""
@@ -142,8 +137,7 @@ class CoreLoop:
                 return False
             self._handle(message)
         if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
-            self._step_ended = None
-            self._outbox.send(StepDone(EngineCoreOutputs(), self._state()))
+            self._outbox.send(StepDone(EngineCoreOutputs(), self._meter.emptied()))
         return True
 
     def _handle(self, message: ToCore) -> None:
@@ -154,6 +148,8 @@ class CoreLoop:
                 self._core.abort(group_id)
             case Stop(group_id, index):
                 self._core.stop(group_id, index)
+            case Unpin(name):
+                self._core.blocks.pinned.remove(name)
             case Call(call_id, method):
                 self._outbox.send(self._reply(call_id, method))
 
@@ -173,26 +169,7 @@ class CoreLoop:
         return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)
 
     def _step(self) -> None:
-        start = time.perf_counter()
-        outputs = self._core.step()
-        end = time.perf_counter()
-        stats = self._state()
-        stats.seconds = end - start
-        if self._step_ended is not None:
-            stats.between_seconds = start - self._step_ended
-        self._step_ended = end if self._core.scheduler.has_work else None
-        self._outbox.send(StepDone(outputs, stats))
-
-    def _state(self) -> StepStats:
-        """Queues, blocks and totals as they are now, and what was computed since the last time."""
-        counts, times = self._core.scheduler.counts(), self._core.times
-        stats = StepStats(*_state_of(counts))
-        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
-        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
-        stats.prefill_tokens, stats.decode_tokens = int(prefill), int(decode)
-        stats.worker_seconds, stats.kernel_seconds = worker, kernels
-        self._computed = computed
-        return stats
+        self._outbox.send(StepDone(*self._meter.step()))
 
 
 def serve(folder: Path) -> None:

@@ -9,15 +9,19 @@ from typing import Any, cast
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
-from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.input_processor import Prompt
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.shared_prefixes import SharedPrefix
+from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
 #: One chat message: {"role": ..., "content": ...}.
 Message = dict[str, Any]
+#: Seconds between status lines with ``disable_log_stats=False``.
+STATUS_INTERVAL = 10.0
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -31,15 +35,32 @@ class LLM:
     its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
     """
 
-    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
+        disable_log_stats: bool | None = None,
+        **options: Any,
+    ) -> None:
         """Loads a model by name, folder, .gguf file or hub id; options are the fields of ``EngineConfig``.
+
+        ``stat_loggers`` get the statistics of each step. ``disable_log_stats=False`` writes a status line every
+        ``log_stats_interval`` seconds, 10 if that is not given; True writes none.
 
         Raises:
             OctavoError: an option is wrong, or the model is unknown, unreadable, unsupported or too large.
         """
         if tokenizer is not None:
             options["tokenizer"] = str(tokenizer)
-        self.llm_engine = LLMEngine.from_config(resolve_config({"model": str(model), **options}))
+        if disable_log_stats:
+            if options.get("log_stats_interval") is not None:
+                raise ConfigError("log_stats_interval writes status lines, which disable_log_stats=True turns off")
+            options["log_stats_interval"] = None
+        elif disable_log_stats is not None:
+            options.setdefault("log_stats_interval", STATUS_INTERVAL)
+        self.llm_engine = LLMEngine.from_config(resolve_config({"model": str(model), **options}), stat_loggers)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -117,6 +138,38 @@ class LLM:
             except InvalidRequestError as e:
                 rendered.append(([], e))
         return self._run(rendered, sampling_params, use_tqdm, priority, single)
+
+    def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
+
+        >>> name = llm.add_shared_prefix(system_prompt)
+        >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
+
+        The text is tokenized as a prompt's beginning is. Only whole blocks are shared, by requests without a
+        ``cache_salt``. The answers are the same as without it.
+
+        Returns:
+            Its name: ``name``, or by default ``prefix-1`` and so on.
+
+        Raises:
+            ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
+                ``max_model_len`` tokens.
+            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            EngineStateError: the engine sleeps.
+        """
+        return self.llm_engine.add_shared_prefix(prompt, name)
+
+    def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix; its blocks stay cached until they are needed.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self.llm_engine.remove_shared_prefix(name)
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, each with ``name``, ``token_ids`` and ``num_blocks``."""
+        return self.llm_engine.shared_prefixes()
 
     def sleep(self) -> None:
         """Frees the GPU's memory until ``wake_up``, for other programs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
@@ -13,6 +14,9 @@ from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files
+from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
+from octavo.engine.step_meter import StepMeter
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 
@@ -27,8 +31,11 @@ class LLMEngine:
     ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, stat_loggers: Sequence[StatLogger] = ()) -> None:
+        """``stat_loggers`` get the statistics of each step."""
         self.core = core
+        self._stat_loggers = make_stat_loggers(core.options, stat_loggers)
+        self._meter = StepMeter(core) if self._stat_loggers else None
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
             tokenizer,
@@ -38,14 +45,16 @@ class LLMEngine:
             max_model_len=core.max_model_len,
         )
         self._outputs = OutputProcessor(tokenizer)
+        self._prefixes = SharedPrefixes(core.options, self.inputs)
 
     @classmethod
-    def from_config(cls, options: EngineConfig) -> LLMEngine:
-        """Finds (or fetches) the model and makes it ready.
+    def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
+        """Finds (or fetches) the model and makes it ready; ``stat_loggers`` get the statistics of each step.
 
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
+        prefixes = read_files(options)  # a wrong name is refused before the model is loaded
         folder = resolve_model(
             options.model,
             dtype=options.dtype,
@@ -53,7 +62,10 @@ class LLMEngine:
             weights=options.load_format != "dummy",
         )
         tokenizer = find_tokenizer(options, folder)
-        return cls(EngineCore(options, folder), tokenizer)
+        engine = cls(EngineCore(options, folder), tokenizer, stat_loggers)
+        for text, name in prefixes:
+            engine.add_shared_prefix(text, name)
+        return engine
 
     def add_request(
         self,
@@ -95,7 +107,12 @@ class LLMEngine:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
         if not self.core.scheduler.has_work:
             return []
-        ready, stopped = self._outputs.process(self.core.step())
+        if self._meter is None:
+            outputs = self.core.step()
+        else:
+            outputs, stats = self._meter.step()
+            log_stats(self._stat_loggers, stats)
+        ready, stopped = self._outputs.process(outputs)
         for group_id, index in stopped:
             self.core.stop(group_id, index)
         return [request.take() for request in ready]
@@ -112,13 +129,61 @@ class LLMEngine:
         """Forgets the contents of all blocks that requests to come could share."""
         self.core.blocks.reset_prefix_cache()
 
+    def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """Computes the beginning of prompts to come, and keeps its blocks until ``remove_shared_prefix``; its name.
+
+        Raises:
+            ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
+                ``max_model_len`` tokens.
+            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            EngineStateError: requests are unfinished, or the engine sleeps.
+            WorkerError: it could not be computed.
+        """
+        if self.core.is_sleeping or self.has_unfinished_requests():
+            state = "the engine sleeps" if self.core.is_sleeping else "requests are unfinished"
+            raise EngineStateError(f"{state}: a shared prefix cannot be computed now")
+        prefix = self._prefixes.add(prompt, name)
+        self._compute_prefix(prefix)
+        return prefix.name
+
+    def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        request = self._prefixes.request(prefix)
+        self._outputs.open(request, streaming=False)
+        self.core.scheduler.add(request.group)
+        outputs: list[RequestOutput] = []
+        try:
+            while not outputs:
+                outputs = self.step()
+        except BaseException:  # an interrupt leaves nothing behind
+            self.abort_request(request.request_id)
+            self.remove_shared_prefix(prefix.name)
+            raise
+        self._prefixes.check(prefix, outputs[0])
+
+    def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix: its blocks stay in the prefix cache until they are needed, as any others.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self._prefixes.remove(name)
+        self.core.blocks.pinned.remove(name)
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, in the order in which they were added."""
+        return list(self._prefixes)
+
     def sleep(self) -> None:
         """Frees the device's memory until ``wake_up``; errors are those of ``EngineCore.sleep``."""
         self.core.sleep()
 
     def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
+        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
+        was_sleeping = self.core.is_sleeping
         self.core.wake_up()
+        if was_sleeping:
+            for prefix in self._prefixes:
+                self._compute_prefix(prefix)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""

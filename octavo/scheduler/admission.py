@@ -39,12 +39,21 @@ class Admission:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
         needed = full + group.num_seqs * self._blocks.blocks_for(rest + group.samples)
-        if self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER:
+        if self._never_fits(group, needed) and self._never_fits(group, needed - self._pinned_hits(group)):
             return (
                 f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed} KV cache blocks, "
-                f"but there are {self._blocks.num_blocks}"
+                f"but there are {self._blocks.pinned.capacity}"
             )
         return None
+
+    def _never_fits(self, group: SequenceGroup, needed: int) -> bool:
+        return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
+
+    def _pinned_hits(self, group: SequenceGroup) -> int:
+        """Pinned blocks that it shares."""
+        if not self._blocks.num_pinned or not self._may_use_prefix_cache(group):
+            return 0
+        return self._blocks.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
 
     # --- the unified order ------------------------------------------------------------------------------------------
 

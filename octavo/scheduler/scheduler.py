@@ -50,7 +50,7 @@ class Scheduler:
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, drafter)
-        self._results = Results(self.queues)
+        self._results = Results(self.queues, max_model_len)
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
@@ -191,7 +191,7 @@ class Scheduler:
         lengths = [len(s.token_ids) for s in group.seqs]
         message = (
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
-            f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
+            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
         self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
@@ -260,6 +260,7 @@ class Scheduler:
         stats.num_swapped = len(queues.swapped)
         stats.blocks_used, stats.blocks_cached = blocks.num_used, blocks.num_cached
         stats.blocks_free, stats.host_blocks_used = blocks.num_free, blocks.host_used
+        stats.blocks_pinned = blocks.num_pinned
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 

@@ -22,7 +22,6 @@ from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_key
 if TYPE_CHECKING:
     import uvicorn
 
-    from octavo.core.stats import StepStats
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.core_client import CoreProcess
     from octavo.server.logging import LineWriter
@@ -147,22 +146,18 @@ async def _serve_engine(
     writer: LineWriter,
     tracer: Tracer | None,
 ) -> int:
+    from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
     from octavo.server.queue_limit import QueueLimit
     from octavo.server.service import Service
-    from octavo.server.status import StatusLine
 
     metrics = Metrics(names[0], lambda: writer.dropped)
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
-    status = StatusLine(options.status_interval)
-
-    def on_step(stats: StepStats) -> None:
-        metrics.on_step(stats)
-        status.on_step(stats)
-
-    llm.on_step = on_step
+    llm.stat_loggers.append(metrics)
+    if llm.config.log_stats_interval is None:
+        llm.stat_loggers.append(StatusLine(options.status_interval))
     # Objects that live as long as the server need not be scanned by every garbage collection.
     gc.freeze()
     server = _make_server(make_app(service, keys), options, names)

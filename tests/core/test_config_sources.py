@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import Arguments, Parser
 from octavo.core.config import PARTS, EngineConfig, SchedulerOptions, make_config
 from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
 from octavo.core.errors import ConfigError, OctavoError
@@ -252,3 +254,19 @@ def test_a_small_token_budget_alone_lowers_the_default_of_max_num_seqs() -> None
     lowered = make_config(model="m", max_num_batched_tokens=64)
     assert make_config(**lowered.model_dump()).max_num_seqs == 64
     assert lowered.model_dump(exclude_unset=True) == {"model": "m", "max_num_batched_tokens": 64}
+def test_shared_prefixes_are_a_list_from_every_source(tmp_path: Path) -> None:
+    listed = write(tmp_path, "model: m\nshared-prefix: [a.txt, b.txt]\n")
+    assert resolve_config({}, config_file=listed, environ={}).shared_prefix == ["a.txt", "b.txt"]
+    one = write(tmp_path, "model: m\nshared_prefix: a.txt\n")
+    assert resolve_config({}, config_file=one, environ={}).shared_prefix == ["a.txt"]
+    assert resolve_config({"model": "m"}, environ={"OCTAVO_SHARED_PREFIX": "a.txt"}).shared_prefix == ["a.txt"]
+    flags = read_engine_config(_engine_flags("--shared-prefix", "a", "--shared-prefix=b"), "m")
+    assert flags.shared_prefix == ["a", "b"]
+    assert "enable_prefix_caching" in refused({"model": "m", "shared_prefix": ["a"], "enable_prefix_caching": False})
+    assert "shared_prefix" in refused({"model": "m", "shared_prefix": [3]})
+
+
+def _engine_flags(*argv: str) -> Arguments:
+    parser = Parser()
+    add_engine_flags(parser)
+    return parser.read(argv)

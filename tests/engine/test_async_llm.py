@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ async def started(model: Path | str, **options: Any) -> AsyncIterator[AsyncLLM]:
         assert not process.folder.exists()
 
 
+@dataclass
+class Calling:
+    """A ``StatLogger`` made of a function."""
+
+    log: Callable[[StepStats], None]
+
+
 #: Runs a test on an engine that tests of this file share.
 Shared = Callable[[Callable[[AsyncLLM], Coroutine[Any, Any, None]]], None]
 
@@ -78,7 +86,7 @@ def sharing(model: Path, **options: Any) -> Iterator[Shared]:
         llm = runner.run(AsyncLLM.start(make_config(model=str(model), **OPTIONS | options)))
 
         def run(test: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
-            llm.on_step = None
+            llm.stat_loggers.clear()
             runner.run(limited(test(llm)))
             runner.run(nothing_is_held(llm))
 
@@ -210,7 +218,7 @@ def test_cancellation_frees_all_within_two_steps(shared_real: Shared, tries: Cal
             task.cancel()
             seen.append(stats)
 
-        llm.on_step = cancel
+        llm.stat_loggers.append(Calling(cancel))
         task = asyncio.create_task(last(llm, "cancelled", "Hello", LONG))
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -452,7 +460,7 @@ def test_the_prefix_cache_can_be_forgotten_and_steps_are_told(shared: Shared) ->
     async def test(llm: AsyncLLM) -> None:
         seen: list[StepStats] = []
         before = await llm.stats()
-        llm.on_step = seen.append
+        llm.stat_loggers.append(Calling(seen.append))
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         await last(llm, "a", [9] * 64, params)
         assert (await last(llm, "b", [9] * 64, params)).metrics.num_cached_tokens > 0
@@ -470,7 +478,7 @@ def test_the_prefix_cache_can_be_forgotten_and_steps_are_told(shared: Shared) ->
         def broken(stats: StepStats) -> None:
             raise ValueError("not so good")
 
-        llm.on_step = broken
+        llm.stat_loggers.append(Calling(broken))
         assert (await last(llm, "d", "x", params)).finished
 
     shared(test)
