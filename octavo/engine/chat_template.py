@@ -121,6 +121,28 @@ def render_chat(
     return "".join(pieces)
 
 
+def end_at_final_message(rendered: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    """What a template wrote, up to the end of the last message's content: the model is to continue it.
+
+    Raises:
+        InvalidRequestError: a new message is to begin as well, or the template does not write the content as it is.
+    """
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
+            "add_generation_prompt=False with it"
+        )
+    content = _content("the last message", messages[-1].get("content"))
+    start = rendered.rfind(content.strip())
+    if start < 0 or not content.strip():
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose content the chat template writes as it is"
+        )
+    # Templates may trim a message; where they keep its last spaces, these stay.
+    kept = content.lstrip()
+    return rendered[:start] + (kept if rendered.startswith(kept, start) else content.strip())
+
+
 def _listed(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")

@@ -12,7 +12,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import OutputProcessor, check_increments
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 
@@ -68,6 +68,7 @@ class LLMEngine:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
         A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+        ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -75,6 +76,8 @@ class LLMEngine:
         """
         if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
+        if streaming:
+            check_increments(params)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.inputs.process(
