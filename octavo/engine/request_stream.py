@@ -70,8 +70,10 @@ class QueuedTokens:
     tokens: int = 0
 
     def add(self, group_id: int, length: int) -> None:
+        """A request with a prompt of this length waits."""
         self.lengths[group_id] = length
         self.tokens += length
 
     def remove(self, group_id: int) -> None:
+        """It waits no more; nothing happens if it did not."""
         self.tokens -= self.lengths.pop(group_id, 0)
