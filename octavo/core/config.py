@@ -25,7 +25,7 @@ class ModelOptions(_Options):
     skip_tokenizer_init: bool = Field(
         False,
         description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
-        "stop strings and bad words are refused.",
+        "stop strings and bad words are refused. Clients of the server find the ids among the logprobs (logprobs: 0).",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -39,7 +40,7 @@ class LLM:
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
     """
 
-    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, tokenizer: str | None = None, **options: Any) -> None:
         """Loads a model by name, folder, .gguf file or hub id; options are the fields of ``EngineConfig``.
 
         ``None`` as the value of an option means its default.

@@ -275,13 +275,17 @@ class NoTokenizer(Tokenizer):
 class SkippedTokenizer(NoTokenizer):
     """Stands in with ``skip_tokenizer_init``: output is token ids with an empty text, and text is refused."""
 
+    def token_text(self, token_id: int) -> str:
+        """``token_id:`` and the id, so that a client of the server can read the ids among the logprobs."""
+        return f"token_id:{token_id}"
+
     def check_can_decode(self, has_stops: bool = False) -> None:
         """Refuses stop strings: there is no text to look for them in."""
         if has_stops:
             raise self._refusal("stop strings cannot be found: use stop_token_ids")
 
     def _refusal(self, what: str) -> InvalidRequestError:
-        return InvalidRequestError(f"skip_tokenizer_init is on, so {what}, or load the tokenizer")
+        return InvalidRequestError(f"no tokenizer is loaded (skip_tokenizer_init), so {what}, or load it")
 
 
 def _checked(text: object) -> str:

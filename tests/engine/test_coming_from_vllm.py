@@ -240,6 +240,23 @@ def test_it_is_refused_with_the_reason(program: str, reason: str, names: dict[st
     assert not names["llm"].llm_engine.has_unfinished_requests()
 
 
+def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: Path, names: dict[str, Any]) -> None:
+    from octavo.engine.tokenizer import SkippedTokenizer
+    from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    llm = LLM(tmp_path, skip_tokenizer_init=True, **OPTIONS)
+    params = octavo.SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+    completion = llm.generate([70, 71, 72], params)[0].outputs[0]
+    expected = names["llm"].generate([70, 71, 72], params)[0].outputs[0]
+    assert (completion.token_ids, completion.text) == (expected.token_ids, "")
+    tokenizer = llm.get_tokenizer()
+    assert isinstance(tokenizer, SkippedTokenizer)
+    tokens = LogprobsTracker(tokenizer, [70, 71, 72], skip_special_tokens=True).advance(completion)
+    assert make_completion_logprobs(tokenizer, tokens).tokens == [f"token_id:{i}" for i in expected.token_ids]
+
+
 def test_half_precision_is_float16(tiny_model: Path) -> None:
     from octavo.core.config_sources import resolve_config
 
