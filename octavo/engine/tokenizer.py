@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.chat_template import choose_template, end_at_final_message, load_chat_templates, render_chat
+from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat, render_continued
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 
 if TYPE_CHECKING:
@@ -207,10 +207,8 @@ class Tokenizer:
             raise InvalidRequestError("tokenize must be False: apply_chat_template gives text, encode_chat token ids")
         template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
         variables = self.named_tokens | kwargs
-        rendered = render_chat(
-            template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        return end_at_final_message(rendered, messages, add_generation_prompt) if continue_final_message else rendered
+        render = render_continued if continue_final_message else render_chat
+        return render(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""

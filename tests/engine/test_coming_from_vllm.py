@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,16 @@ def test_it_is_refused_with_the_reason(program: str, reason: str, names: dict[st
     with pytest.raises(OctavoError, match=reason):
         execute(program, names)
     assert not names["llm"].llm_engine.has_unfinished_requests()
+
+
+def test_the_page_of_differences_names_options_of_the_table() -> None:
+    from octavo.core.foreign_options import FOREIGN_OPTIONS
+
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+    table = page.split("| option | accepted | otherwise |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert len(named) > 30
+    assert set(named) <= FOREIGN_OPTIONS.keys()
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: Path, names: dict[str, Any]) -> None:
