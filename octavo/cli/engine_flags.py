@@ -13,12 +13,13 @@ from pydantic.fields import FieldInfo
 from octavo.cli.parsing import Arguments, Parser
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import parse_option, resolve_config
+from octavo.core.foreign_options import FOREIGN_OPTIONS
 
 PREFIX = "engine"
 
 
 def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
-    """Adds ``--model``, ``--config`` and a flag for every engine option.
+    """Adds ``--model``, ``--config`` and a flag for every engine option; those of ``FOREIGN_OPTIONS`` are not in help.
 
     Args:
         parser: the flags are added to it; an option that is not given is absent from the arguments.
@@ -33,6 +34,12 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
     add_option_flags(parser, PREFIX, fields, renamed=renamed, reader=_reader)
+    for name, foreign in FOREIGN_OPTIONS.items():
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
+        )
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
 def add_option_flags(

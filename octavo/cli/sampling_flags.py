@@ -40,6 +40,7 @@ HELP = {
     "detokenize": "turn token ids into text",
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
+    "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
     "allowed_token_ids": "only these token ids may be generated, as in 13,198",
 }
 

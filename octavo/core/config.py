@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
+from octavo.core.foreign_options import own_options
 
 #: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
 TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
@@ -31,11 +32,16 @@ class ModelOptions(_Options):
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
     tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    skip_tokenizer_init: bool = Field(
+        False,
+        description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
+        "stop strings and bad words are refused. Clients of the server find the ids among the logprobs (logprobs: 0).",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
-        "GGUF as bfloat16. float16 is for GPUs.",
+        "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
     quantization: Literal["int8", "int4", "fp8", "gguf"] | None = Field(
         None,
@@ -57,6 +63,12 @@ class ModelOptions(_Options):
         f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+
+    @model_validator(mode="after")
+    def _no_tokenizer_to_skip(self) -> Self:
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ValueError(f"skip_tokenizer_init loads no tokenizer; leave it out, or tokenizer ({self.tokenizer})")
+        return self
 
 
 class CacheOptions(_Options):
@@ -332,6 +344,7 @@ def make_config(**options: Any) -> EngineConfig:
         ConfigError: an option is unknown, out of range, or contradicts another.
     """
     known = list(EngineConfig.model_fields)
+    options = own_options(options)
     for name in options:
         if name not in EngineConfig.model_fields:
             raise ConfigError(unknown_option(name, known))

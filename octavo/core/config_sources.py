@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from octavo.core.config import EngineConfig, unknown_option
 from octavo.core.errors import ConfigError
+from octavo.core.foreign_options import FOREIGN_OPTIONS, own_options, own_value
 
 PREFIX = "OCTAVO_"
 
@@ -42,6 +43,7 @@ def resolve_config(
 
     Args:
         overrides: explicit arguments (keywords, flags) by option name. ``None`` counts: it resets an option.
+            Options of ``FOREIGN_OPTIONS`` may be among them, as in each source.
         config_file: YAML file of options; without it, the file that ``OCTAVO_CONFIG`` names, if any.
         environ: environment variables; by default the process's own.
 
@@ -65,10 +67,14 @@ def resolve_config(
     values.update(from_environment)
     sources.update({name: PREFIX + name.upper() for name in from_environment})
     for name, value in overrides.items():
-        if name not in EngineConfig.model_fields:
+        if not _is_option(name):
             raise ConfigError(unknown_option(name, list(EngineConfig.model_fields)))
-        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         sources[name] = "argument"
+        if value is None and not _may_be_none(name):
+            values.pop(name, None)
+        else:
+            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    values = own_options(values, sources)
     if values.get("model") is None:
         raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
     try:
@@ -84,17 +90,36 @@ def parse_option(name: str, text: str) -> Any:
     Raises:
         ValueError: the text is no such value, with what would be right.
     """
-    adapter = _adapter(name)
-    if text.strip().lower() == "none":
-        try:
-            return adapter.validate_python(None, strict=True)
-        except ValidationError:
-            pass  # not optional: "none" is then an ordinary text
+    if text.strip().lower() == "none" and _may_be_none(name):  # else "none" is an ordinary text
+        return None
+    if name in FOREIGN_OPTIONS:
+        return _parse_foreign(text)
     try:
-        return adapter.validate_python(text)
+        return _adapter(name).validate_python(own_value(name, text))
     except ValidationError as e:
         error = e.errors()[0]
         raise ValueError(f"{error['msg']}, not {text!r}") from None
+
+
+def _parse_foreign(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _is_option(name: str) -> bool:
+    return name in EngineConfig.model_fields or name in FOREIGN_OPTIONS
+
+
+def _may_be_none(name: str) -> bool:
+    if name in FOREIGN_OPTIONS:
+        return True
+    try:
+        _adapter(name).validate_python(None, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 @functools.cache
@@ -123,7 +148,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in EngineConfig.model_fields:
+        if not _is_option(name):
             raise ConfigError(f"{path}: {unknown_option(name, list(EngineConfig.model_fields))}")
         if name in options:
             raise ConfigError(f"{path}: option {name!r} is given twice, once with hyphens and once with underscores")
@@ -132,19 +157,20 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    known = {PREFIX + name.upper(): name for name in EngineConfig.model_fields}
+    known = [PREFIX + name.upper() for name in EngineConfig.model_fields]
     options: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or variable in RESERVED_VARIABLES:
             continue
-        if variable not in known:
+        name = variable.removeprefix(PREFIX).lower()
+        if not _is_option(name) or variable != PREFIX + name.upper():
             near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
         if text == "":
             continue  # how a shell unsets a variable for one command
         try:
-            options[known[variable]] = parse_option(known[variable], text)
+            options[name] = parse_option(name, text)
         except ValueError as e:
             raise ConfigError(f"environment variable {variable}: {e}") from None
     return options

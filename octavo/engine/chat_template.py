@@ -22,6 +22,8 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 
 #: Longest text that a template may write, in characters.
 MAX_RENDERED = 16 << 20
+#: Written after a message that is to be continued, to find its end in what the template writes.
+_END = "END_OF_CONTINUED_MESSAGE "
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -119,6 +121,31 @@ def render_chat(
     except Exception as e:  # an expression of the template may raise anything
         raise InvalidRequestError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
     return "".join(pieces)
+
+
+def render_continued(
+    template: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+) -> str:
+    """``render_chat`` up to the end of the last message's content: the model is to continue it.
+
+    Raises:
+        InvalidRequestError: as for ``render_chat``; or a new message is to begin as well, or the template does not
+            write the last one as it is.
+    """
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
+            "add_generation_prompt=False with it"
+        )
+    checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
+    if checked:
+        checked[-1]["content"] = checked[-1].get("content", "") + _END
+    rendered = render_chat(template, checked, add_generation_prompt=False, **options)
+    end = rendered.rfind(_END.strip())
+    if end < 0:
+        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
+    # If the template trims messages, the space after the mark is gone, and those before it are to go.
+    return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
 
 def _listed(name: str, value: object) -> Sequence[Any]:

@@ -13,13 +13,12 @@ import msgspec
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import MAX_LOGPROBS, EngineConfig
 from octavo.core.errors import InvalidRequestError
+from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS
+from octavo.core.prompts import Prompt as Prompt
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
 from octavo.core.sampling_params import SamplingParams, check_number
 from octavo.engine.tokenizer import Tokenizer
 from octavo.scheduler.policies import POLICIES, load_policy
-
-#: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
@@ -88,6 +87,8 @@ class InputProcessor:
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         self._check_priority(priority)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            cache_salt = prompt["cache_salt"]
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
         if adapter is not None:
@@ -98,6 +99,8 @@ class InputProcessor:
             )
         text, token_ids = self.read_prompt(prompt)
         params.validate()  # a field may have been assigned after construction
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens) :]
         token_ids = self._check_prompt(token_ids, samples=params.max_tokens != 0)
         group = EngineCoreRequest(
             group_id=self._next_group_id,
@@ -126,23 +129,39 @@ class InputProcessor:
         return Generate(params, seed, sorted(stops), bad_words, ignored)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
-        """The text (if it was one) and the token ids of a prompt in any of its forms."""
+        """The text (if there is one) and the token ids of a prompt in any of its forms."""
         if isinstance(prompt, Mapping):
-            keys = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
-            if len(keys) != 1:
-                raise InvalidRequestError(
-                    "a prompt given as a dictionary needs exactly one of 'prompt' (text) and 'prompt_token_ids'; "
-                    f"this one has {sorted(map(str, prompt))}"
-                )
-            value = prompt[keys[0]]
-            if isinstance(value, str) != (keys[0] == "prompt"):
-                raise InvalidRequestError(f"{keys[0]!r} must not be {type(value).__name__}")
-            prompt = value
+            return self._read_dictionary(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
         raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
+
+    def _read_dictionary(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        for key, value in prompt.items():
+            if key in FOREIGN_KEYS and value is not None:
+                raise InvalidRequestError(f"{key!r} of a prompt must be None: {FOREIGN_KEYS[key]}")
+            if key not in FOREIGN_KEYS and key not in PROMPT_KEYS:
+                raise InvalidRequestError(
+                    f"a prompt has the unknown key {key!r}; known: {', '.join(map(repr, PROMPT_KEYS))}"
+                )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not isinstance(text, str | None):
+            raise InvalidRequestError(f"'prompt' must not be {type(text).__name__}")
+        if not isinstance(ids, list | tuple | None):
+            raise InvalidRequestError(f"'prompt_token_ids' must not be {type(ids).__name__}")
+        if ids is not None:
+            return text, list(ids)
+        if text is not None:
+            return text, self.tokenizer.encode(text)
+        raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
+
+    def _prompt_room(self, params: SamplingParams, wanted: int) -> int:
+        """Most prompt tokens that ``truncate_prompt_tokens`` leaves; at least one."""
+        if wanted != -1:
+            return wanted
+        return max(1, self.max_model_len - (1 if params.max_tokens is None else params.max_tokens))
 
     def _check_prompt(self, token_ids: Sequence[int], *, samples: bool) -> list[int]:
         """The token ids, as plain integers, if they can be served, with a token after them if it ``samples``."""
@@ -173,7 +192,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:
-            self.tokenizer.check_can_decode()
+            self.tokenizer.check_can_decode(bool(params.stop))
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self._max_logprobs:
                 raise InvalidRequestError(

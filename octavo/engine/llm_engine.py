@@ -13,7 +13,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import OutputProcessor, check_increments
 from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
@@ -83,6 +83,7 @@ class LLMEngine:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
+        ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -90,6 +91,8 @@ class LLMEngine:
         """
         if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
+        if streaming:
+            check_increments(params)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.inputs.process(

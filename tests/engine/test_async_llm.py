@@ -357,7 +357,9 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
             ("x", None, {"cache_salt": "\ud800"}, "surrogates"),
             ("x", None, {"cache_salt": 7}, "cache_salt must be text, not 7"),
             ("x", SamplingParams(stop_token_ids=[5000]), {}, "vocabulary"),
-            ({"prompt": "x", "prompt_token_ids": [1]}, None, {}, "exactly one"),
+            ({"prompt": "x", "multi_modal_data": {}}, None, {}, "'multi_modal_data' .* text alone"),
+            ({"prompt": "x" * 9000, "promt": "x"}, None, {}, "unknown key 'promt'"),
+            ({"prompt": "x", "cache_salt": 7}, None, {}, "cache_salt must be text, not 7"),
         ]
         for prompt, params, options, message in bad:
             with pytest.raises(InvalidRequestError, match=message):
@@ -389,7 +391,7 @@ class Text(str):
 
 #: What a program may set a field to, right or wrong: numbers of numpy, of enumerations, too large, of other types.
 ODD: list[Any] = [
-    None, True, 0, 1, -1, 1.5, 2**63, 2**64, -(2**70), math.nan, math.inf, np.int64(3), np.float64(0.5),
+    None, True, False, 0, 1, -1, 1.5, 2**63, 2**64, -(2**70), math.nan, math.inf, np.int64(3), np.float64(0.5),
     np.float32(0.5), np.bool_(True), np.array([1.0]), Number.FIVE, "x", "never", "5", "\ud800", Text("x"), np.str_("x"),
     b"x", [], [1], (1, 2), [True], [1.0], [np.int64(1)], [2**70], [Number.FIVE], ["x"], [Text("x")], ["\ud800"], [[1]],
     {}, {1: 2}, {1: np.float64(2)}, {"5": 1.0}, {True: 1.0}, {1: True}, {Number.FIVE: 1}, {1: "x"}, object(),

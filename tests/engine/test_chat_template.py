@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine import chat_template
-from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat, render_continued
 
 CHATML = """{% for message in messages %}
     {%- if loop.first and message['role'] != 'system' -%}
@@ -131,6 +131,33 @@ def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> 
 def test_templates_render_as_in_transformers(template: str, messages: Any, prompt: bool, tools: Any) -> None:
     options = {"add_generation_prompt": prompt, "tools": tools, "enable_thinking": prompt, **TOKENS}
     assert render_chat(template, messages, **options) == reference(template, messages, **options)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, MISTRAL_LIKE])
+@pytest.mark.parametrize("content", ["It is ", "e", "  spaces around  ", "", [{"type": "text", "text": "part "}]])
+def test_a_message_is_continued_as_in_transformers(template: str, content: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    texts = render_jinja_template(
+        [messages_as_text(messages)], chat_template=template, continue_final_message=True, **TOKENS
+    )
+    assert render_continued(template, messages, **TOKENS) == texts[0][0]
+
+
+def messages_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    join = "".join
+    return [
+        {**m, "content": m["content"] if isinstance(m["content"], str) else join(p["text"] for p in m["content"])}
+        for m in messages
+    ]
+
+
+def test_a_message_that_the_template_drops_or_changes_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequestError, match="does not write the last message"):
+        render_continued("{{ messages[0].content }}", [USER, ASSISTANT])
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt=False"):
+        render_continued(CHATML, [USER, ASSISTANT], add_generation_prompt=True)
+    with pytest.raises(InvalidRequestError, match="must not be empty"):
+        render_continued(CHATML, [])
 
 
 def test_tool_calls_and_results_render_as_in_transformers() -> None:
