@@ -99,7 +99,10 @@ def test_without_a_command_the_help_is_shown_as_an_error(octavo: Run, capsys: py
         (["generate", "m", "p", "--max-num-seqs", "0"], "greater than or equal to 1, not '0'"),
         (["generate", "m", "p", "--temperature", "-1"], "temperature must be at least 0, not -1"),
         (["generate", "m", "p", "--logit-bias", "[1]"], "must be a JSON object"),
-        (["generate", "m", "p", "--max-num-batched-tokens", "4", "--max-num-seqs", "8"], "must be at least max_num_seqs"),
+        (
+            ["generate", "m", "p", "--max-num-batched-tokens", "4", "--max-num-seqs", "8"],
+            "must be at least max_num_seqs",
+        ),
         (["generate", "m", "p", "--config", "/no/such.yaml"], "/no/such.yaml"),
         (["generate"], "no model given"),
         (["generate", "m"], "no prompt given"),

@@ -16,7 +16,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Gener
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies import Policy, load_policy
+from octavo.scheduler.policies import POLICIES, Policy, load_policy
 from octavo.scheduler.queues import GroupQueue
 from tests.scheduler.fake_worker import (
     Engine,
@@ -677,6 +677,16 @@ def test_a_policy_that_does_not_exist_is_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             load_policy(name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_priority_preemption_needs_a_policy_that_looks_at_priorities(policy: str) -> None:
+    options = {"scheduling_policy": policy, "priority_preemption": True}
+    if POLICIES[policy].uses_priority:
+        make(**options)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ValueError, match="looks at priorities"):
+            make(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
