@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.core.errors import DownloadError, OctavoError
@@ -30,7 +30,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
 
     So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
-    others wait. The next call removes a temporary folder that an interrupted process left.
+    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what a killed process left, the next call
+    removes.
 
     Raises:
         DownloadError: the cache cannot be written to.
@@ -57,7 +58,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the file lock of ``target``."""
+    """Holds the file lock of ``target``, whose file is removed at the end."""
     from filelock import FileLock, Timeout
 
     try:
@@ -73,6 +74,9 @@ def _locked(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # While it is held: a process that waits for it sees that the file is gone, and makes a new one (from 3.24 on).
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
         lock.release()
 
 
