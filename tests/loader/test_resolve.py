@@ -179,6 +179,21 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_a_conversion_that_the_disk_cannot_hold_says_so_and_leaves_nothing(
+    cache: Path, tmp_path: Path, tiny_llama: Any
+) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    script = (
+        "import resource\n"
+        "from octavo.loader.resolve import resolve_model\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        f"resolve_model({str(path)!r})\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert "DownloadError: cannot write to the cache folder" in result.stderr.splitlines()[-1]
+    assert [p for p in cache.rglob("*") if p.is_file()] == []
+
+
 def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     code = f"from octavo.loader.resolve import resolve_model; print(resolve_model({str(path)!r}))"
