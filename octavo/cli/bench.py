@@ -10,8 +10,8 @@ from typing import IO, Any
 import msgspec
 
 from octavo.cli import bench_serve
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
 KINDS = ("offline", "kernels", "memory", "scheduler", "serve")
@@ -79,8 +79,11 @@ def run(arguments: Arguments) -> int:
         if not hasattr(arguments, "base_url"):
             raise ConfigError("'serve' must come right after 'octavo bench', before its options")
         return bench_serve.run(arguments)
-    model = None if kind == "scheduler" else take_model(arguments)
-    refuse_words(arguments)
+    model = None
+    if kind == "scheduler":
+        refuse_words(arguments)
+    else:
+        model = take_model(arguments)
     for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")

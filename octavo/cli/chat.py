@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, refuse_words, take_model
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
@@ -60,7 +60,6 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
     config = read_engine_config(arguments, take_model(arguments))
-    refuse_words(arguments)
     try:
         params = read_sampling_params(arguments, DEFAULTS)
     except InvalidRequestError as e:

@@ -10,8 +10,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
@@ -41,8 +41,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo generate",
         usage="octavo generate [options] MODEL [PROMPT ...]",
-        description="Completes prompts, all of them as one batch. MODEL may also be given as --model, in OCTAVO_MODEL\n"
-        "or in a configuration file; a first word is always MODEL, unless --model is there.",
+        description="Completes prompts, all of them as one batch. Where --model, OCTAVO_MODEL or a configuration file names\n"
+        "the model, every word is a prompt.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
-    config = read_engine_config(arguments, take_model(arguments))
+    config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat)

@@ -53,8 +53,7 @@ def resolve_config(
     16
     """
     environ = os.environ if environ is None else environ
-    if config_file is None and environ.get("OCTAVO_CONFIG"):
-        config_file = Path(environ["OCTAVO_CONFIG"])
+    config_file = _chosen_file(config_file, environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if config_file is not None:
@@ -76,6 +75,24 @@ def resolve_config(
         return EngineConfig.model_validate(values, strict=True)
     except ValidationError as e:
         raise ConfigError("; ".join(_describe(dict(error), sources) for error in e.errors())) from None
+
+
+def configured_model(config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> str | None:
+    """The model that a configuration file or ``OCTAVO_MODEL`` names, as ``resolve_config`` finds it; None: neither does.
+
+    Raises:
+        ConfigError: as for ``resolve_config``.
+    """
+    environ = os.environ if environ is None else environ
+    file = _chosen_file(config_file, environ)
+    model = (({} if file is None else _read_file(file)) | _read_environment(environ)).get("model")
+    return None if model is None else str(model)
+
+
+def _chosen_file(config_file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The configuration file that was named, else the one that ``OCTAVO_CONFIG`` names."""
+    named = environ.get("OCTAVO_CONFIG")
+    return Path(named) if config_file is None and named else config_file
 
 
 def parse_option(name: str, text: str) -> Any:

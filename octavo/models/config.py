@@ -35,6 +35,16 @@ def read_model_config(folder: Path) -> ModelConfig:
     return network_class(architecture).read_config(architecture, ConfigReader(raw, folder / "config.json", generation))
 
 
+def check_architecture(folder: Path) -> None:
+    """Refuses a model without a network here, from ``folder``/config.json alone and without importing torch.
+
+    Raises:
+        ConfigError: config.json is missing or no JSON object.
+        UnsupportedModelError: the architecture is not supported.
+    """
+    _architecture(_read_json(folder / "config.json"))
+
+
 @dataclass(frozen=True)
 class ConfigReader:
     """Typed access to the values of one JSON object; null counts as absent."""
