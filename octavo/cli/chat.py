@@ -61,12 +61,14 @@ def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
     config = read_engine_config(arguments, take_model(arguments))
     try:
-        params = read_sampling_params(arguments, DEFAULTS)
+        read_sampling_params(arguments, DEFAULTS)  # refuses wrong ones before a model is loaded
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     from octavo.engine.llm_engine import LLMEngine
 
-    conversation = Conversation(LLMEngine.from_config(config), params, arguments.system)
+    engine = LLMEngine.from_config(config)
+    params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
+    conversation = Conversation(engine, params, arguments.system)
     if sys.stdin.isatty():
         print(f"{config.model}: type a question; /help shows commands", file=sys.stderr)
     for line in _lines():

@@ -42,8 +42,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo generate",
         usage="octavo generate [options] MODEL [PROMPT ...]",
-        description="Completes prompts, all of them as one batch. Where --model, OCTAVO_MODEL or a configuration file names\n"
-        "the model, every word is a prompt.",
+        description="Completes prompts, all of them as one batch. Where --model, OCTAVO_MODEL or a configuration\n"
+        "file names the model, every word is a prompt.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
@@ -68,6 +68,9 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.llm_engine import LLMEngine
 
         engine = LLMEngine.from_config(config)
+        defaults = engine.inputs.default_sampling
+        for job in jobs:
+            job.take_defaults({name: defaults[name] for name in defaults.keys() - arguments.group(PREFIX).keys()})
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
         for job, output in complete(engine, jobs):

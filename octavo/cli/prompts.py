@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ class Job:
     #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
+    #: Parameters of its own, from a JSON line.
+    own: frozenset[str] = frozenset()
+
+    def take_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Takes the model's defaults for the parameters that it has not of its own."""
+        found = {name: value for name, value in defaults.items() if name not in self.own}
+        if found and self.error is None:
+            try:
+                self.params = msgspec.structs.replace(self.params, **found)
+            except InvalidRequestError as e:
+                self.error = str(e)
 
 
 def read_jobs(words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool) -> list[Job]:
@@ -92,7 +103,7 @@ def _from_json(index: int, line: str, sampling: Mapping[str, Any], params: Sampl
         if own:
             params = SamplingParams(**{**sampling, **own})
         if key == "prompt" and isinstance(value, str):
-            return _from_text(index, value, params, as_chat)
+            return replace(_from_text(index, value, params, as_chat), own=frozenset(own))
         if key == "prompt_token_ids" and as_chat:
             raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
         if key == "prompt" or not isinstance(value, list):
@@ -100,8 +111,8 @@ def _from_json(index: int, line: str, sampling: Mapping[str, Any], params: Sampl
     except InvalidRequestError as e:
         return Job(index, line, params, error=str(e))
     if key == "messages":
-        return Job(index, "", params, value)
-    return Job(index, value, params)
+        return Job(index, "", params, value, own=frozenset(own))
+    return Job(index, value, params, own=frozenset(own))
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:

@@ -54,11 +54,16 @@ def add_sampling_flags(
         defaults: the command's defaults in place of the fields' own.
         leave_out: parameters that have no meaning for the command.
     """
-    group = parser.add_argument_group("sampling options")
+    group = parser.add_argument_group(
+        "sampling options",
+        "A default of the model's own (see --generation-config) comes before the one shown here.",
+    )
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in HELP or field.name in leave_out:
             continue
         default = {**dict(defaults or {})}.get(field.name, field.default)
+        if default is None and field.default is not None:
+            default = "none"  # a value that the command chooses, not the absence of one
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=f"{PREFIX}:{field.name}",

@@ -40,6 +40,11 @@ class ModelOptions(_Options):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
     )
+    generation_config: str = Field(
+        "auto",
+        description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "
+        "of the model (auto), of this folder, or nowhere (none).",
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
 
 

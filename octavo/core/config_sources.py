@@ -78,7 +78,7 @@ def resolve_config(
 
 
 def configured_model(config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """The model that a configuration file or ``OCTAVO_MODEL`` names, as ``resolve_config`` finds it; None: neither does.
+    """The model that ``resolve_config`` finds in a configuration file or ``OCTAVO_MODEL``; None: neither names one.
 
     Raises:
         ConfigError: as for ``resolve_config``.

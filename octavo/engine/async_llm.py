@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
@@ -22,6 +23,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
@@ -62,7 +64,14 @@ class AsyncLLM:
     All methods are for the event loop that it was started on.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, client: CoreClient, ready: Ready) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        client: CoreClient,
+        ready: Ready,
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         """Use ``start``."""
         self.config = config
         self.tokenizer = tokenizer
@@ -81,6 +90,7 @@ class AsyncLLM:
             eos_token_ids=ready.model_config.eos_token_ids,
             max_model_len=ready.max_model_len,
             seed=config.seed,
+            default_sampling=default_sampling,
         )
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, RequestStream] = {}
@@ -127,6 +137,7 @@ class AsyncLLM:
                 revision=config.revision,
                 weights=config.load_format != "dummy",
             )
+            defaults = default_sampling(config.generation_config, folder)
             client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             ready = await client.ready
@@ -135,7 +146,7 @@ class AsyncLLM:
         except BaseException:
             client.kill()
             raise
-        return cls(config, tokenizer, client, ready)
+        return cls(config, tokenizer, client, ready, defaults)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +192,7 @@ class AsyncLLM:
             EngineDeadError: the engine has died or is being shut down.
             EngineStateError: the engine is sleeping.
         """
-        params = params if params is not None else SamplingParams()
+        params = params if params is not None else self.inputs.default_params()
         text, prompt = await self._tokenize(prompt)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")

@@ -46,6 +46,14 @@ class LLM:
         """The model's tokenizer."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New parameters with the model's own defaults, which a call without ``sampling_params`` has.
+
+        They are those of the model's generation_config.json (option ``generation_config``), and for fields that it does
+        not set those of ``SamplingParams``.
+        """
+        return self.llm_engine.inputs.default_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -56,7 +64,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
 
-        ``sampling_params`` and ``priority``: one for all prompts, or one for each.
+        ``sampling_params`` and ``priority``: one for all prompts, or one for each. Without ``sampling_params``:
+        ``get_default_sampling_params()``; parameters that are given are taken as they are.
 
         Raises:
             InvalidRequestError: a single prompt cannot be served, or there are not as many parameters as prompts.
@@ -142,7 +151,10 @@ class LLM:
         single: bool,
     ) -> list[RequestOutput]:
         params = _one_each(
-            "sampling_params", sampling_params or SamplingParams(), (SamplingParams, BeamSearchParams), len(prompts)
+            "sampling_params",
+            sampling_params or self.get_default_sampling_params(),
+            (SamplingParams, BeamSearchParams),
+            len(prompts),
         )
         priorities = _one_each("priority", priority, int, len(prompts))
         outputs: dict[str, RequestOutput] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
@@ -15,6 +17,7 @@ from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 
 class LLMEngine:
@@ -27,7 +30,10 @@ class LLMEngine:
     ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, core: EngineCore, tokenizer: Tokenizer, default_sampling: Mapping[str, Any] | None = None
+    ) -> None:
+        """``default_sampling``: see ``InputProcessor``."""
         self.core = core
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
@@ -36,6 +42,7 @@ class LLMEngine:
             eos_token_ids=core.model_config.eos_token_ids,
             max_model_len=core.max_model_len,
             seed=core.options.seed,
+            default_sampling=default_sampling,
         )
         self._outputs = OutputProcessor(tokenizer)
 
@@ -53,7 +60,8 @@ class LLMEngine:
             weights=options.load_format != "dummy",
         )
         tokenizer = find_tokenizer(options, folder)
-        return cls(EngineCore(options, folder), tokenizer)
+        defaults = default_sampling(options.generation_config, folder)
+        return cls(EngineCore(options, folder), tokenizer, defaults)
 
     def add_request(
         self,
@@ -67,6 +75,7 @@ class LLMEngine:
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
+        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``).
         A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
 
         Raises:
@@ -80,7 +89,7 @@ class LLMEngine:
         request = self.inputs.process(
             request_id,
             prompt,
-            params if params is not None else SamplingParams(),
+            params if params is not None else self.inputs.default_params(),
             priority=priority,
             cache_salt=cache_salt,
         )
