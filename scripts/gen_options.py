@@ -44,14 +44,15 @@ PART_HEAD = """
 SAMPLING_HEAD = """
 ## Sampling parameters
 
-Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top-p 0.9`), with defaults of their own; keys of
-a line of JSON input; fields of a request over HTTP, with the defaults of `SamplingParams` (`max_tokens` of a chat: none).
+Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top-p 0.9`), with defaults of their own;
+keys of a line of JSON input; fields of a request over HTTP, with the defaults of `SamplingParams` (of a chat,
+`max_tokens` has none).
 `logits_processors` (a list of callables) exists in Python only.
 
 A model's `generation_config.json` may set `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and
 `max_new_tokens` (here `max_tokens`). Its values come before all defaults of this table: for a call of `LLM.generate` or
-`LLM.chat` without `SamplingParams`, for flags and for fields of a request that are left out. `SamplingParams` that are given
-are never changed. The engine option `generation_config` names another folder, or `none`.
+`LLM.chat` without `SamplingParams`, for flags and for fields of a request that are left out. `SamplingParams` that are
+given are never changed. The engine option `generation_config` names another folder, or `none`.
 
 | parameter | default | `generate` | `chat` | what it does |
 | --- | --- | --- | --- | --- |
@@ -95,7 +96,7 @@ def render() -> str:
 def _default(command: Any, parameter: msgspec.structs.FieldInfo) -> Any:
     """The default of a command's flag; a dash where it has none."""
     if parameter.name in getattr(command, "LEAVE_OUT", ()):
-        return "–"
+        return "-"
     return command.DEFAULTS.get(parameter.name, parameter.default)
 
 

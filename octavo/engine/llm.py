@@ -150,12 +150,8 @@ class LLM:
         priority: int | Sequence[int],
         single: bool,
     ) -> list[RequestOutput]:
-        params = _one_each(
-            "sampling_params",
-            sampling_params or self.get_default_sampling_params(),
-            (SamplingParams, BeamSearchParams),
-            len(prompts),
-        )
+        given = sampling_params or self.get_default_sampling_params()
+        params = _one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
         priorities = _one_each("priority", priority, int, len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []

@@ -269,7 +269,7 @@ def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
     column = 1 + ["python", "generate", "chat"].index(command)
     for name in HELP:
         shown = rows[name].split("|")[column].strip().strip("`").lower()
-        assert shown == (str(getattr(params, name)).lower() if name in flags else "–")
+        assert shown == (str(getattr(params, name)).lower() if name in flags else "-")
 
 
 def test_a_models_own_defaults_hold_for_flags_that_are_left_out(
