@@ -149,7 +149,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
     from octavo.bench.kernels import Types, cpu_shapes, gpu_shapes, measure
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
@@ -160,9 +160,12 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads, options.pin_threads)
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    if options.quantization == "gguf":
-        raise ConfigError("quantization=gguf depends on a file; octavo bench kernels measures int8, int4 and fp8")
-    types = Types(dtype, options.quantization, options.kv_cache_dtype)
+    quantization = weight_quantization(options, kernels.name)
+    if quantization == "gguf":
+        raise ConfigError(
+            "the matrices of a GGUF file differ in bits (quantization=gguf): name int8, int4, fp8 or none"
+        )
+    types = Types(dtype, quantization, options.kv_cache_dtype)
     with torch.inference_mode():
         _show(
             measure(
@@ -175,7 +178,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
                 device=device,
             ),
             stream,
-            f"{kernels.describe()}, {options.quantization or dtype}: "
+            f"{kernels.describe()}, {quantization or dtype}: "
             f"reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
             f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
             lambda f: (

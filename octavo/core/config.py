@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from octavo.core.errors import ConfigError
 
@@ -27,10 +27,11 @@ class ModelOptions(_Options):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs.",
     )
-    quantization: Literal["int8", "int4", "fp8", "gguf"] | None = Field(
-        None,
-        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), or compute with those of a "
-        "GGUF file in the file's own bits (gguf, on CPUs); default: in dtype.",
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf"] = Field(
+        "auto",
+        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
+        "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
+        "auto: gguf for a .gguf file on a CPU, else none; the built-in models are served in dtype.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
@@ -46,6 +47,11 @@ class ModelOptions(_Options):
         "of the model (auto), of this folder, or nowhere (none).",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _none_is_the_default(cls, value: object) -> object:
+        return "auto" if value is None else value
 
 
 class CacheOptions(_Options):

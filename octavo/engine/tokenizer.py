@@ -26,8 +26,8 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     With random weights the model may have none: then there is one that refuses whatever needs text.
 
     Raises:
-        UnsupportedModelError, ConfigError: as for ``check_architecture``, which comes first: it does not matter what else
-            a model lacks that cannot be served.
+        UnsupportedModelError, ConfigError: as for ``check_architecture``, which comes first: what else a model
+            lacks that cannot be served does not matter.
         TokenizerError: as for ``load_tokenizer``.
     """
     check_architecture(folder)
