@@ -79,7 +79,7 @@ def gguf_source(name: str) -> Path | None:
 
 
 def weight_quantization(options: ModelOptions, kernels: str) -> str | None:
-    """The format of the matrices that the option ``quantization`` means: "int8", "int4", "fp8", "gguf", or None (dtype).
+    """The format of the matrices that ``options.quantization`` means: "int8", "int4", "fp8", "gguf", or None (dtype).
 
     "auto" is "gguf" for a GGUF file on the backend ``kernels="cpu"``, which computes with most types' own bits: several
     times faster than widened, in a fraction of the memory, and the values are the same. Built-in models are GGUF files

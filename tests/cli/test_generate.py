@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from octavo.cli.prompts import read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.outputs import RequestOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -289,3 +291,31 @@ def test_a_models_own_defaults_hold_for_flags_that_are_left_out(
     streamed = capsys.readouterr().out
     assert octavo("generate", tiny_model, "--chat", "Hello", *GREEDY) == 0
     assert capsys.readouterr().out == streamed
+
+
+def test_the_text_of_one_prompt_grows_on_a_terminal(
+    octavo: Run, capsys: Capture, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.engine.llm_engine import LLMEngine
+
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    text = capsys.readouterr().out
+    shown: list[str] = []
+    step = LLMEngine.step
+
+    def watched(engine: LLMEngine) -> list[RequestOutput]:
+        shown.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", watched)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    last = capsys.readouterr()
+    assert "".join(shown) + last.out == text
+    assert len([piece for piece in shown if piece]) > 2
+    assert "1 request, 5 tokens in, 6 out in" in last.err
+    shown.clear()
+    assert octavo("generate", tiny_model, "Hello", "World", *GREEDY) == 0
+    assert not any(shown), "several are shown one after the other, each when it has ended"
+    assert octavo("generate", tiny_model, "x" * 1000, *GREEDY) == 1
+    assert "octavo: error: prompt 1: the prompt has" in capsys.readouterr().err
