@@ -27,7 +27,7 @@ DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
 #: Begins and ends a message of several lines.
 BLOCK = '"""'
 
-#: Tokens of the context that are kept free for an answer if ``max_tokens`` names no length, or a quarter if that is less.
+#: Tokens of the context kept free for an answer where ``max_tokens`` names no length; a quarter of it if that is less.
 ANSWER_ROOM = 256
 
 #: Parameters that have no meaning for one answer shown as text.

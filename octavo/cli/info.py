@@ -201,11 +201,11 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
                 lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
             continue
         if name == "memory_bytes":
-            value = ", ".join(f"{_size(number)} {kind}" for kind, number in value.items())
+            value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
         elif name == "cores":
             value = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
         elif name.endswith("_bytes"):
-            value = _size(value)
+            value = readable_size(value)
         elif isinstance(value, list):
             value = " ".join(value) or "-"
         elif value is None:
@@ -217,7 +217,8 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def _size(number: float) -> str:
+def readable_size(number: float) -> str:
+    """A number of bytes in the unit that suits it."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"

@@ -37,6 +37,8 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, under the routes of the OpenAI API",
     "pull": "fetch a model and print where it lies",
+    "list": "show the models in the cache",
+    "rm": "remove models from the cache",
     "bench": "measure throughput",
     "info": "show what this machine and this installation offer",
 }

@@ -70,6 +70,7 @@ def test_none_is_a_value_and_no_reset(file: Path) -> None:
         make_config(model="m", quantization="int7")
 
 
-def test_types_without_products_of_their_own_are_widened_to_8_bits(tmp_path: Path, tiny_llama: Any) -> None:
+def test_types_without_products_of_their_own_are_widened_to_8_bits(file: Path, tiny_llama: Any) -> None:
     pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
-    assert logprobs(tiny_llama(tmp_path / "m.gguf", Q.Q6_K)) != logprobs(tmp_path / "m.gguf", quantization="none")
+    tiny_llama(file, Q.Q6_K)
+    assert logprobs(file) == logprobs(file, quantization="gguf") != logprobs(file, quantization="none")
