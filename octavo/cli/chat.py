@@ -56,7 +56,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo chat",
-        usage="octavo chat [options] MODEL",
+        usage="octavo chat [options] [MODEL]",
         description="A conversation in the terminal; where standard input is piped, each line is a question.\n"
         "Where the context is full, the oldest turns are dropped, which is said.",
         epilog=EXAMPLE,

@@ -41,7 +41,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo generate",
-        usage="octavo generate [options] MODEL [PROMPT ...]",
+        usage="octavo generate [options] [MODEL] [PROMPT ...]",
         description="Completes prompts, all of them as one batch; on a terminal the text of a single one appears as\n"
         "it grows. Where --model, OCTAVO_MODEL or a configuration file names the model, every word is a prompt.",
         epilog=EXAMPLE,

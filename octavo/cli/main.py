@@ -36,11 +36,11 @@ COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, under the routes of the OpenAI API",
-    "pull": "fetch a model and print where it lies",
+    "pull": "download a model, unless it is cached, and print its folder",
     "list": "show the models in the cache",
     "rm": "remove models from the cache",
-    "bench": "measure throughput",
-    "info": "show what this machine and this installation offer",
+    "bench": "measure throughput, latency, kernels, memory use, the scheduler",
+    "info": "show facts about this machine, this installation and a model",
 }
 
 EXAMPLE = """\

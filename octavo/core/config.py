@@ -62,7 +62,7 @@ class CacheOptions(_Options):
         description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
         "a scale for each token and head.",
     )
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens that a KV cache block holds.")
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
@@ -121,7 +121,7 @@ class SchedulerOptions(_Options):
     aging_limit: float | None = Field(
         60.0,
         ge=0,
-        description="Seconds after which no later arrival goes before a request, whatever the policy; null: no limit.",
+        description="Seconds after which no later arrival goes before a request, whatever the policy; none: no limit.",
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = Field(
         "auto",
@@ -130,7 +130,8 @@ class SchedulerOptions(_Options):
     )
     preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
         "last",
-        description="Which of the requests after the one that needs blocks gives them; last: in the policy's order.",
+        description="Which request is preempted of those that the policy puts after the one that needs blocks: the last "
+        "of them, or the one with the fewest computed tokens, or with the most blocks.",
     )
     priority_preemption: bool = Field(
         False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."
@@ -152,7 +153,7 @@ class SchedulerOptions(_Options):
     max_long_partial_prefills: int = Field(1, ge=1, description="Most long prompts being computed at once.")
     async_scheduling: bool | None = Field(
         None,
-        description="Prepare the next step while the device computes this one; default: on a GPU.",
+        description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
     )
 
     @model_validator(mode="after")

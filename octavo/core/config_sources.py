@@ -24,7 +24,7 @@ PREFIX = "OCTAVO_"
 #: Variables of Octavo that are no engine options, and what they do.
 RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
-    "OCTAVO_CACHE": "Folder that holds fetched models.",
+    "OCTAVO_CACHE": "Folder that holds downloaded and converted models.",
     "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
     "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",

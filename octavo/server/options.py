@@ -43,12 +43,16 @@ class ServerOptions(BaseModel):
         1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."
     )
     max_queued_tokens: int = Field(
-        4 << 20, ge=1, description="Most tokens that the prompts that wait may have; further ones are answered 429."
+        4 << 20,
+        ge=1,
+        description="Most tokens in the prompts that wait for their first token; further ones are answered 429.",
     )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
     )
-    max_logprobs: int = Field(20, ge=0, le=100, description="Most likeliest tokens whose logprobs may be asked for.")
+    max_logprobs: int = Field(
+        20, ge=0, le=100, description="Number of most likely tokens whose logprobs a request may ask for."
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
     max_prompt_chars: int | None = Field(
         None,

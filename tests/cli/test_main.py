@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,18 @@ def test_the_help_of_a_command_shows_an_example_and_loads_no_torch(command: str)
     assert f"  octavo {command} " in result.stdout or f"  octavo {command}\n" in result.stdout
     assert "example" in result.stdout
     assert result.stdout.endswith("False\n"), result.stderr
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_help_texts_say_it_once_and_in_the_words_of_flags(
+    command: str, octavo: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo(*command.split(), "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert not re.search(r"most \w+iest|more \w+ier", text, re.IGNORECASE)
+    assert "null" not in text, "a flag or variable is reset by none"
+    if "MODEL" in text.partition("options:")[0]:
+        assert "[MODEL]" in text, "the configuration may name it"
 
 
 @pytest.mark.parametrize("command", ["generate", "info"])
