@@ -130,8 +130,8 @@ class SchedulerOptions(_Options):
     )
     preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
         "last",
-        description="Which request is preempted of those that the policy puts after the one that needs blocks: the last "
-        "of them, or the one with the fewest computed tokens, or with the most blocks.",
+        description="Which request is preempted of those that the policy puts after the one that needs blocks: the "
+        "last of them, or the one with the fewest computed tokens, or with the most blocks.",
     )
     priority_preemption: bool = Field(
         False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."

@@ -142,8 +142,8 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 
 def checkpoint(folder: Path, model: Path, **changes: object) -> Path:
     """A copy of a model with a changed config.json; ``without`` names a file to leave out."""
-    without = changes.pop("without", None)
-    shutil.copytree(model, folder, ignore=lambda *_: [without] if without else [])
+    without = str(changes.pop("without", ""))
+    shutil.copytree(model, folder, ignore=lambda *_: [without])
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
