@@ -36,7 +36,7 @@ class Job:
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Takes the model's defaults for the parameters that it has not of its own."""
         found = {name: value for name, value in defaults.items() if name not in self.own}
-        if found and self.error is None:
+        if found and self.error is None and isinstance(self.params, SamplingParams):
             try:
                 self.params = msgspec.structs.replace(self.params, **found)
             except InvalidRequestError as e:
