@@ -10,8 +10,8 @@ from typing import IO, Any
 import msgspec
 
 from octavo.cli import bench_serve
-from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
 KINDS = ("offline", "kernels", "memory", "scheduler", "serve")
@@ -80,8 +80,11 @@ def run(arguments: Arguments) -> int:
         if not hasattr(arguments, "base_url"):
             raise ConfigError("'serve' must come right after 'octavo bench', before its options")
         return bench_serve.run(arguments)
-    model = None if kind == "scheduler" else take_model(arguments)
-    refuse_words(arguments)
+    model = None
+    if kind == "scheduler":
+        refuse_words(arguments)
+    else:
+        model = take_model(arguments)
     for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
@@ -147,7 +150,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
     from octavo.bench.kernels import Types, cpu_shapes, gpu_shapes, measure
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
@@ -158,9 +161,12 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads, options.pin_threads)
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    if options.quantization == "gguf":
-        raise ConfigError("quantization=gguf depends on a file; octavo bench kernels measures int8, int4 and fp8")
-    types = Types(dtype, options.quantization, options.kv_cache_dtype)
+    quantization = weight_quantization(options, kernels.name)
+    if quantization == "gguf":
+        raise ConfigError(
+            "the matrices of a GGUF file differ in bits (quantization=gguf): name int8, int4, fp8 or none"
+        )
+    types = Types(dtype, quantization, options.kv_cache_dtype)
     with torch.inference_mode():
         _show(
             measure(
@@ -173,7 +179,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
                 device=device,
             ),
             stream,
-            f"{kernels.describe()}, {options.quantization or dtype}: "
+            f"{kernels.describe()}, {quantization or dtype}: "
             f"reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
             f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
             lambda f: (

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from octavo.cli.parsing import Arguments, Parser
+from octavo.cli.parsing import Arguments, Parser, refuse_words
 from octavo.core.config import EngineConfig
-from octavo.core.config_sources import parse_option, resolve_config
+from octavo.core.config_sources import configured_model, parse_option, resolve_config
 from octavo.core.foreign_options import FOREIGN_OPTIONS
 
 PREFIX = "engine"
@@ -69,6 +69,28 @@ def add_option_flags(
             options = {"action": "append", "metavar": "FILE"}
         text = help_text(field.description or "", field.default)
         group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
+
+
+def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
+    """The model that the command line names: ``--model``, or else the first word, which is removed.
+
+    None if it names none. If the configuration names one, no word does: then all words are the command's, if it takes
+    ``more_words``.
+
+    Raises:
+        ConfigError: a word is left that the command does not take; or as for ``configured_model``.
+    """
+    model: str | None = arguments.model
+    why = ""
+    if model is None:
+        configured = configured_model(arguments.config)
+        if configured is not None:
+            why = f": the model, {configured!r}, is configured in a file or variable; name another as --model"
+        elif arguments.words:
+            model = arguments.words.pop(0)
+    if not more_words:
+        refuse_words(arguments, why)
+    return model
 
 
 def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:

@@ -10,18 +10,19 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
 #: The default of SamplingParams, 16 tokens, cuts most sentences short.
-DEFAULTS = {"max_tokens": 128}
+DEFAULTS = {"max_tokens": DefaultMaxTokens(128)}
 
 EXAMPLE = """\
 examples:
@@ -42,9 +43,9 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo generate",
-        usage="octavo generate [options] MODEL [PROMPT ...]",
-        description="Completes prompts, all of them as one batch. MODEL may also be given as --model, in OCTAVO_MODEL\n"
-        "or in a configuration file; a first word is always MODEL, unless --model is there.",
+        usage="octavo generate [options] [MODEL] [PROMPT ...]",
+        description="Completes prompts, all of them as one batch; on a terminal the text of a single one appears as\n"
+        "it grows. Where --model, OCTAVO_MODEL or a configuration file names the model, every word is a prompt.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
@@ -65,7 +66,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
-    config = read_engine_config(arguments, take_model(arguments))
+    config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         jobs = read_jobs(
@@ -79,11 +80,17 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.llm_engine import LLMEngine
 
         engine = LLMEngine.from_config(config)
+        defaults = engine.inputs.default_sampling
+        for job in jobs:
+            job.take_defaults({name: defaults[name] for name in defaults.keys() - arguments.group(PREFIX).keys()})
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
-        for job, output in complete(engine, jobs):
+        growing = json_out is None and _can_grow(jobs)
+        for job, output in show_growing(engine, jobs[0]) if growing else complete(engine, jobs):
             figures.count(job, output)
-            if json_out is not None:
+            if growing:
+                _print_error(job)
+            elif json_out is not None:
                 _write_line(json_out, _as_json(job, output))
             else:
                 _print_text(job, output, alone=len(jobs) == 1)
@@ -100,12 +107,7 @@ def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestO
     A refused job has ``error`` set and no output.
     """
     for job in jobs:
-        if job.error is None:
-            try:
-                prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
-                engine.add_request(str(job.index), prompt, job.params, priority=job.priority or 0, streaming=False)
-            except (InvalidRequestError, TokenizerError) as e:
-                job.error = str(e)
+        _add(engine, job, streaming=False)
     ended: dict[str, RequestOutput] = {}
     for job in jobs:
         if job.error is not None:
@@ -117,8 +119,45 @@ def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestO
                 raise WorkerError(f"the engine has no more work, but request {request_id} has not ended")
             ended.update((output.request_id, output) for output in engine.step())
         result = ended.pop(request_id)
-        job.error = next((o.error for o in result.outputs if o.finish_reason == "error"), None)
+        job.error = _error_of(result)
         yield job, result
+
+
+def show_growing(engine: LLMEngine, job: Job) -> Iterator[tuple[Job, RequestOutput | None]]:
+    """Runs one job and prints its text as it grows; yields it as ``complete`` does, when it has ended."""
+    _add(engine, job, streaming=True)
+    whole: RequestOutput | None = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.outputs[0].text, end="", flush=True)
+            whole = output if whole is None else whole + output
+    if whole is not None:
+        print(flush=True)
+        job.error = _error_of(whole)
+    yield job, whole
+
+
+def _can_grow(jobs: list[Job]) -> bool:
+    """Whether the text can be printed as it grows: there is one, and it is read on a terminal."""
+    if len(jobs) != 1 or not sys.stdout.isatty():
+        return False
+    params = jobs[0].params
+    return isinstance(params, SamplingParams) and params.num_sequences == 1
+
+
+def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
+    """Queues a job; one that is refused has its ``error`` set."""
+    if job.error is not None:
+        return
+    try:
+        prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
+        engine.add_request(str(job.index), prompt, job.params, priority=job.priority or 0, streaming=streaming)
+    except (InvalidRequestError, TokenizerError) as e:
+        job.error = str(e)
+
+
+def _error_of(output: RequestOutput) -> str | None:
+    return next((o.error for o in output.outputs if o.finish_reason == "error"), None)
 
 
 class Figures:
@@ -168,9 +207,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
+def _print_error(job: Job) -> None:
     if job.error is not None:
         print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
+
+
+def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
+    _print_error(job)
     if output is None:
         return
     for completion in output.outputs:

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.machine import cpu_name, gpu_driver, instruction_sets, usable_cores
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.config import EngineConfig
+from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
 
 EXAMPLE = """\
@@ -46,13 +47,13 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Prints the facts, as lines or as one JSON object."""
     model = take_model(arguments)
-    refuse_words(arguments)
+    has_model = model is not None or configured_model(arguments.config) is not None
     # The model is optional; the other options are checked in any case.
-    options = read_engine_config(arguments, model if model is not None else "none")
+    options = read_engine_config(arguments, model if has_model else "none")
     facts = machine_facts(options)
     if arguments.limits:
         facts["limits"] = limit_facts()
-    if model is not None:
+    if has_model:
         facts["model"] = model_facts(options)
     if arguments.json is None:
         print("\n".join(_as_lines(facts)))
@@ -200,11 +201,11 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
                 lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
             continue
         if name == "memory_bytes":
-            value = ", ".join(f"{_size(number)} {kind}" for kind, number in value.items())
+            value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
         elif name == "cores":
             value = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
         elif name.endswith("_bytes"):
-            value = _size(value)
+            value = readable_size(value)
         elif isinstance(value, list):
             value = " ".join(value) or "-"
         elif value is None:
@@ -216,7 +217,8 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def _size(number: float) -> str:
+def readable_size(number: float) -> str:
+    """A number of bytes in the unit that suits it."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"

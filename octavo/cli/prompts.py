@@ -35,6 +35,17 @@ class Job:
     error: str | None = None
     #: None: that of the command line.
     priority: float | None = None
+    #: Parameters of its own, from a JSON line.
+    own: frozenset[str] = frozenset()
+
+    def take_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Takes the model's defaults for the parameters that it has not of its own."""
+        found = {name: value for name, value in defaults.items() if name not in self.own}
+        if found and self.error is None and isinstance(self.params, SamplingParams):
+            try:
+                self.params = msgspec.structs.replace(self.params, **found)
+            except InvalidRequestError as e:
+                self.error = str(e)
 
 
 def read_jobs(
@@ -118,7 +129,7 @@ def _from_json(
         if own:
             params = _make_params({**sampling, **own})
         if key == "prompt" and isinstance(value, str):
-            return replace(_from_text(index, value, params, as_chat), priority=priority)
+            return replace(_from_text(index, value, params, as_chat), priority=priority, own=frozenset(own))
         if key == "prompt_token_ids" and as_chat:
             raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
         if key == "prompt" or not isinstance(value, list):
@@ -126,8 +137,8 @@ def _from_json(
     except InvalidRequestError as e:
         return Job(index, line, params, error=str(e))
     if key == "messages":
-        return Job(index, "", params, value, priority=priority)
-    return Job(index, value, params, priority=priority)
+        return Job(index, "", params, value, priority=priority, own=frozenset(own))
+    return Job(index, value, params, priority=priority, own=frozenset(own))
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config
-from octavo.cli.parsing import Arguments, Parser, refuse_words, take_model
+from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser
 from octavo.server.options import ServerOptions, make_options
 
 PREFIX = "server"
@@ -41,7 +41,6 @@ def run(arguments: Arguments) -> int:
     """Serves until a signal or the death of the engine; returns the exit code."""
     options = make_options(**arguments.group(PREFIX))
     config = read_engine_config(arguments, take_model(arguments))
-    refuse_words(arguments)
     from octavo.server.run import serve
 
     return serve(config, options)

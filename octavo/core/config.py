@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_options
@@ -43,10 +51,11 @@ class ModelOptions(_Options):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
-    quantization: Literal["int8", "int4", "fp8", "gguf"] | None = Field(
-        None,
-        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), or compute with those of a "
-        "GGUF file in the file's own bits (gguf, on CPUs); default: in dtype.",
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf"] = Field(
+        "auto",
+        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
+        "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
+        "auto: gguf for a .gguf file on a CPU, else none; the built-in models are served in dtype.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
@@ -62,7 +71,17 @@ class ModelOptions(_Options):
         description="Number of most likely tokens at each position whose logprobs a request may ask for; -1: the whole "
         f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
     )
+    generation_config: str = Field(
+        "auto",
+        description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "
+        "of the model (auto), of this folder, or nowhere (none).",
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _none_is_the_default(cls, value: object) -> object:
+        return "auto" if value is None else value
 
     @model_validator(mode="after")
     def _no_tokenizer_to_skip(self) -> Self:
@@ -79,7 +98,7 @@ class CacheOptions(_Options):
         description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
         "a scale for each token and head.",
     )
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens a KV cache block holds.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens that a KV cache block holds.")
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
@@ -176,7 +195,7 @@ class SchedulerOptions(_Options):
     aging_limit: float | None = Field(
         60.0,
         ge=0,
-        description="Seconds after which no later arrival goes before a request, whatever the policy; null: no limit.",
+        description="Seconds after which no later arrival goes before a request, whatever the policy; none: no limit.",
     )
     preemption_mode: Literal["auto", "recompute", "swap", "by_sequences"] = Field(
         "auto",
@@ -186,7 +205,8 @@ class SchedulerOptions(_Options):
     )
     preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
         "last",
-        description="Which of the requests after the one that needs blocks gives them; last: in the policy's order.",
+        description="Which request is preempted of those that the policy puts after the one that needs blocks: the "
+        "last of them, or the one with the fewest computed tokens, or with the most blocks.",
     )
     priority_preemption: bool = Field(
         False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."
@@ -211,7 +231,7 @@ class SchedulerOptions(_Options):
     )
     async_scheduling: bool | None = Field(
         None,
-        description="Prepare the next step while the device computes this one; default: on a GPU.",
+        description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
     )
 
     @property

@@ -25,7 +25,7 @@ PREFIX = "OCTAVO_"
 #: Variables of Octavo that are no engine options, and what they do.
 RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
-    "OCTAVO_CACHE": "Folder that holds fetched models.",
+    "OCTAVO_CACHE": "Folder that holds downloaded and converted models.",
     "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
     "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",
@@ -55,8 +55,7 @@ def resolve_config(
     16
     """
     environ = os.environ if environ is None else environ
-    if config_file is None and environ.get("OCTAVO_CONFIG"):
-        config_file = Path(environ["OCTAVO_CONFIG"])
+    config_file = _chosen_file(config_file, environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if config_file is not None:
@@ -82,6 +81,24 @@ def resolve_config(
         return EngineConfig.model_validate(values, strict=True)
     except ValidationError as e:
         raise ConfigError("; ".join(_describe(dict(error), sources) for error in e.errors())) from None
+
+
+def configured_model(config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> str | None:
+    """The model that ``resolve_config`` finds in a configuration file or ``OCTAVO_MODEL``; None: neither names one.
+
+    Raises:
+        ConfigError: as for ``resolve_config``.
+    """
+    environ = os.environ if environ is None else environ
+    file = _chosen_file(config_file, environ)
+    model = (({} if file is None else _read_file(file)) | _read_environment(environ)).get("model")
+    return None if model is None else str(model)
+
+
+def _chosen_file(config_file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The configuration file that was named, else the one that ``OCTAVO_CONFIG`` names."""
+    named = environ.get("OCTAVO_CONFIG")
+    return Path(named) if config_file is None and named else config_file
 
 
 def parse_option(name: str, text: str) -> Any:

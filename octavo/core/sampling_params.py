@@ -38,6 +38,12 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
+class DefaultMaxTokens(int):
+    """A ``max_tokens`` that no caller has named: cut to what the context leaves, where a named one is refused."""
+
+
+DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
+
 MAX_STOPS = 64
 MAX_CANDIDATES = 256
 #: A lower temperature is greedy.
@@ -88,8 +94,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     include_stop_str_in_output: bool = False
     #: Continue after the end-of-sequence token.
     ignore_eos: bool = False
-    #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
-    max_tokens: int | None = 16
+    #: Most tokens to generate; refused if prompt and ``max_tokens`` are longer than the context. The default, if it was
+    #: not given, is cut there instead. None: as many as the context length allows. 0: the prompt is computed, for its
+    #: logprobs.
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     #: No end-of-sequence (also with ``ignore_eos``) and no stop token before this many generated tokens.
     min_tokens: int = 0
     #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's; at most the

@@ -28,6 +28,7 @@ from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_fil
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
@@ -151,6 +152,7 @@ class AsyncLLM:
                 revision=config.revision,
                 weights=config.load_format != "dummy",
             )
+            defaults = default_sampling(config.generation_config, folder)
             client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             ready = await client.ready
@@ -167,6 +169,7 @@ class AsyncLLM:
             vocab_size=ready.model_config.vocab_size,
             eos_token_ids=ready.model_config.eos_token_ids,
             max_model_len=ready.max_model_len,
+            default_sampling=defaults,
         )
         self._prefixes = SharedPrefixes(config, self.inputs)
         self._client = client
@@ -208,9 +211,7 @@ class AsyncLLM:
             InvalidRequestError, EngineDeadError, EngineStateError: as for ``submit``.
         """
         check_keywords("generate", keywords)
-        stream = await self._submit(
-            request_id, prompt, sampling_params, priority, arrival_time, cache_salt, streaming
-        )
+        stream = await self._submit(request_id, prompt, sampling_params, priority, arrival_time, cache_salt, streaming)
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
         with contextlib.closing(stream):
@@ -258,7 +259,7 @@ class AsyncLLM:
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
         if not self._loaded:
             await self.ready()
-        params = params if params is not None else SamplingParams()
+        params = params if params is not None else self.inputs.default_params()
         prompt = await self._tokenize(prompt)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")

@@ -77,6 +77,14 @@ class LLM:
         """The model's tokenizer."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New parameters with the model's own defaults, which a call without ``sampling_params`` has.
+
+        They are those of the model's generation_config.json (option ``generation_config``), and for fields that it does
+        not set those of ``SamplingParams``.
+        """
+        return self.llm_engine.inputs.default_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -92,7 +100,8 @@ class LLM:
 
         Args:
             prompts: one prompt, or a list of them.
-            sampling_params: one for all prompts, or one for each.
+            sampling_params: one for all prompts, or one for each, taken as they are; by default
+                ``get_default_sampling_params()``.
             use_tqdm: shows a progress bar, or what makes one in place of ``tqdm.tqdm``.
             priority: one for all prompts, or one for each: integers or finite floats, of which the lower goes first,
                 for policies that look at them (``scheduling_policy="static"``).
@@ -220,6 +229,7 @@ class LLM:
     def shared_prefixes(self) -> list[SharedPrefix]:
         """The shared prefixes, each with ``name``, ``token_ids`` and ``num_blocks``."""
         return self.llm_engine.shared_prefixes()
+
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Refuses, as the methods for vectors and scores of vLLM do here: there are no pooling models.
 
@@ -265,9 +275,8 @@ class LLM:
         priority: float | Sequence[float] | None,
         single: bool,
     ) -> list[RequestOutput]:
-        params = _one_each(
-            "sampling_params", sampling_params or SamplingParams(), (SamplingParams, BeamSearchParams), len(prompts)
-        )
+        given = sampling_params or self.get_default_sampling_params()
+        params = _one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
         priorities = _one_each("priority", priority or 0, (int, float), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []

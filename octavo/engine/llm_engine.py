@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
@@ -19,6 +20,7 @@ from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 
 class LLMEngine:
@@ -31,8 +33,14 @@ class LLMEngine:
     ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, stat_loggers: Sequence[StatLogger] = ()) -> None:
-        """``stat_loggers`` get the statistics of each step."""
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        stat_loggers: Sequence[StatLogger] = (),
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``stat_loggers`` get the statistics of each step; ``default_sampling``: see ``InputProcessor``."""
         self.core = core
         self._stat_loggers = make_stat_loggers(core.options, stat_loggers)
         self._meter = StepMeter(core) if self._stat_loggers else None
@@ -43,6 +51,7 @@ class LLMEngine:
             vocab_size=core.model_config.vocab_size,
             eos_token_ids=core.model_config.eos_token_ids,
             max_model_len=core.max_model_len,
+            default_sampling=default_sampling,
         )
         self._outputs = OutputProcessor(tokenizer)
         self._prefixes = SharedPrefixes(core.options, self.inputs)
@@ -62,7 +71,8 @@ class LLMEngine:
             weights=options.load_format != "dummy",
         )
         tokenizer = find_tokenizer(options, folder)
-        engine = cls(EngineCore(options, folder), tokenizer, stat_loggers)
+        defaults = default_sampling(options.generation_config, folder)
+        engine = cls(EngineCore(options, folder), tokenizer, stat_loggers, defaults)
         for text, name in prefixes:
             engine.add_shared_prefix(text, name)
         return engine
@@ -80,6 +90,7 @@ class LLMEngine:
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
+        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``).
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
@@ -98,7 +109,7 @@ class LLMEngine:
         request = self.inputs.process(
             request_id,
             prompt,
-            params if params is not None else SamplingParams(),
+            params if params is not None else self.inputs.default_params(),
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=cache_salt,

@@ -12,6 +12,7 @@ import tokenizers
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat, render_continued
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+from octavo.models.config import check_architecture
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -26,8 +27,11 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     With ``skip_tokenizer_init`` none is loaded, and output has no text.
 
     Raises:
+        UnsupportedModelError, ConfigError: as for ``check_architecture``, which comes first: what else a model
+            lacks that cannot be served does not matter.
         TokenizerError: as for ``load_tokenizer``.
     """
+    check_architecture(folder)
     if options.skip_tokenizer_init:
         return SkippedTokenizer(folder)
     if options.tokenizer is not None:

@@ -25,7 +25,7 @@ from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
-from octavo.loader.resolve import gguf_source
+from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
@@ -77,14 +77,14 @@ class ModelRunner:
             kernels=self._kernels,
             dtype=getattr(torch, dtype),
             device=self.device,
-            quantization=options.quantization,
+            quantization=weight_quantization(options, kernels.name),
             kv_cache_dtype=options.kv_cache_dtype,
         )
         memory.check_weights_fit(config, context, self._device.free_memory())
         if options.load_format == "dummy":
             self.model = make_dummy_model(config, context, options.seed)
         else:
-            gguf = gguf_source(options.model) if options.quantization == "gguf" else None
+            gguf = gguf_source(options.model) if context.quantization == "gguf" else None
             self.model = load_model(folder, config, context, gguf)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(

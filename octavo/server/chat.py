@@ -42,6 +42,8 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     # The chat template adds the special tokens itself.
     [token_ids] = await encode(service, [text], add_special_tokens=False)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = service.default_max_tokens(None)
     generation = make_generation(
         service,
         request,

@@ -188,7 +188,13 @@ def make_generation(
         longest = service.llm.max_model_len - min(len(p.token_ids) for p in prompts)
         params = make_beam_search_params(body, max(1, longest) if max_tokens is None else max_tokens)
     else:
-        params = make_sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        params = make_sampling_params(
+            body,
+            service.llm.inputs.default_sampling,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
     return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
 
 

@@ -43,7 +43,9 @@ class ServerOptions(BaseModel):
         1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."
     )
     max_queued_tokens: int = Field(
-        4 << 20, ge=1, description="Most tokens that the prompts that wait may have; further ones are answered 429."
+        4 << 20,
+        ge=1,
+        description="Most tokens in the prompts that wait for their first token; further ones are answered 429.",
     )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."

@@ -61,6 +61,11 @@ class Service:
             404, f"the model {wanted!r} does not exist here; served: {names}", param="model", code="model_not_found"
         )
 
+    def default_max_tokens(self, otherwise: int | None) -> int | None:
+        """``max_tokens`` of a request that names none: the model's own default, or ``otherwise``."""
+        limit: int | None = self.llm.inputs.default_sampling.get("max_tokens", otherwise)
+        return limit
+
     def note_unknown(self, fields: Iterable[str]) -> None:
         """Logs fields that are ignored, each name once."""
         for name in fields:

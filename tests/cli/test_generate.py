@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,9 @@ import pytest
 
 from octavo.cli.prompts import read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.outputs import RequestOutput
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Run = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
@@ -276,3 +283,77 @@ def test_a_text_file_keeps_lines_that_only_look_like_json(tmp_path: Path) -> Non
     file = tmp_path / "prompts.txt"
     file.write_text('{"a": 1}\n{"prompt": "x"}\n')
     assert [job.prompt for job in read_jobs([], str(file), {}, as_chat=False)] == ['{"a": 1}', '{"prompt": "x"}']
+
+
+def documented(action: argparse.Action) -> str | None:
+    """The default that a flag's help names."""
+    found = re.search(r"\(default: (.*)\)$", action.help or "")
+    return found[1] if found else None
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
+    from octavo.cli.sampling_flags import HELP, read_sampling_params
+
+    module = importlib.import_module(f"octavo.cli.{command}")
+    parser = module.make_parser()
+    params = read_sampling_params(parser.read([]), module.DEFAULTS)
+    flags = {a.dest.removeprefix("sampling:"): a for a in parser._actions if a.dest.startswith("sampling:")}
+    assert flags
+    for name, action in flags.items():
+        real = getattr(params, name)
+        named = None if real is None and name != "max_tokens" else str(real).replace("None", "none")
+        assert documented(action) == named
+    page = (ROOT / "docs" / "options.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` ((?:\| `[^`|]*` ){3}\|) ", page, re.MULTILINE))
+    column = 1 + ["python", "generate", "chat"].index(command)
+    for name in HELP:
+        shown = rows[name].split("|")[column].strip().strip("`").lower()
+        assert shown == (str(getattr(params, name)).lower() if name in flags else "-")
+
+
+def test_a_models_own_defaults_hold_for_flags_that_are_left_out(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 6}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "max_tokens": 3}\n')
+    flags = ("--generation-config", tmp_path, "--ignore-eos")
+    assert octavo("generate", tiny_model, "--input", tmp_path / "prompts.jsonl", "--json", "-", *flags) == 0
+    own = [line["outputs"][0]["token_ids"] for line in json_lines(capsys.readouterr().out)[:2]]
+    assert octavo("generate", tiny_model, "Hello", "--json", "-", *GREEDY) == 0
+    named = json_lines(capsys.readouterr().out)[0]["outputs"][0]["token_ids"]
+    assert own == [named, named[:3]]
+    assert octavo("generate", tiny_model, "Hello", "--max-tokens", "2", "--json", "-", *flags) == 0
+    assert json_lines(capsys.readouterr().out)[0]["outputs"][0]["token_ids"] == named[:2]
+    assert octavo("chat", tiny_model, *flags, stdin="Hello\n") == 0
+    streamed = capsys.readouterr().out
+    assert octavo("generate", tiny_model, "--chat", "Hello", *GREEDY) == 0
+    assert capsys.readouterr().out == streamed
+
+
+def test_the_text_of_one_prompt_grows_on_a_terminal(
+    octavo: Run, capsys: Capture, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.engine.llm_engine import LLMEngine
+
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    text = capsys.readouterr().out
+    shown: list[str] = []
+    step = LLMEngine.step
+
+    def watched(engine: LLMEngine) -> list[RequestOutput]:
+        shown.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", watched)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    last = capsys.readouterr()
+    assert "".join(shown) + last.out == text
+    assert len([piece for piece in shown if piece]) > 2
+    assert "1 request, 5 tokens in, 6 out in" in last.err
+    shown.clear()
+    assert octavo("generate", tiny_model, "Hello", "World", *GREEDY) == 0
+    assert not any(shown), "several are shown one after the other, each when it has ended"
+    assert octavo("generate", tiny_model, "x" * 1000, *GREEDY) == 1
+    assert "octavo: error: prompt 1: the prompt has" in capsys.readouterr().err

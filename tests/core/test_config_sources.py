@@ -254,6 +254,8 @@ def test_a_small_token_budget_alone_lowers_the_default_of_max_num_seqs() -> None
     lowered = make_config(model="m", max_num_batched_tokens=64)
     assert make_config(**lowered.model_dump()).max_num_seqs == 64
     assert lowered.model_dump(exclude_unset=True) == {"model": "m", "max_num_batched_tokens": 64}
+
+
 def test_shared_prefixes_are_a_list_from_every_source(tmp_path: Path) -> None:
     listed = write(tmp_path, "model: m\nshared-prefix: [a.txt, b.txt]\n")
     assert resolve_config({}, config_file=listed, environ={}).shared_prefix == ["a.txt", "b.txt"]
