@@ -162,7 +162,7 @@ def test_beams_and_priorities_come_from_flags_and_from_rows(
     assert line["outputs"] == lines[1]["outputs"]
     assert octavo("generate", tiny_model, "Hello", "--priority", "1.5", "--json", "-") == 1
     assert "scheduling_policy 'fcfs'" in json_lines(capsys.readouterr().out)[0]["error"]
-    assert octavo("generate", tiny_model, "Hello", "--beam-width", "3", "--temperature", "0") == 2
+    assert octavo("generate", tiny_model, "Hello", "--beam-width", "3", "--temperature", "0.5") == 2
     assert "temperature" in capsys.readouterr().err
 
 
