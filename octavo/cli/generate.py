@@ -16,12 +16,13 @@ from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
+from octavo.core.sampling_params import DefaultMaxTokens
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
 #: The default of SamplingParams, 16 tokens, cuts most sentences short.
-DEFAULTS = {"max_tokens": 128}
+DEFAULTS = {"max_tokens": DefaultMaxTokens(128)}
 
 EXAMPLE = """\
 examples:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import check_integer, check_number
+from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, check_integer, check_number
 
 #: A step looks at ``beam_width`` candidates of each beam and one for each stop token; at most 100 are computed.
 MAX_BEAM_WIDTH = 32
@@ -28,8 +28,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     #: Hypotheses kept at every step, and returned at the end, best first.
     beam_width: int
-    #: Most tokens to generate.
-    max_tokens: int = 16
+    #: Most tokens to generate; as in ``SamplingParams``.
+    max_tokens: int = DEFAULT_MAX_TOKENS
     #: Above 0 favours long hypotheses, below 0 short ones.
     length_penalty: float = 1.0
     #: True: end when ``beam_width`` hypotheses are complete. False: continue while a running one scores better now.

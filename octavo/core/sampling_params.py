@@ -15,6 +15,14 @@ from octavo.core.errors import InvalidRequestError
 #: arguments is called with two.
 LogitsProcessor = Callable[..., Any]
 
+
+
+class DefaultMaxTokens(int):
+    """A ``max_tokens`` that no caller has named: cut to what the context leaves, where a named one is refused."""
+
+
+DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
+
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_CANDIDATES = 256
@@ -66,8 +74,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     include_stop_str_in_output: bool = False
     #: Continue after the end-of-sequence token.
     ignore_eos: bool = False
-    #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
-    max_tokens: int | None = 16
+    #: Most tokens to generate; refused if prompt and ``max_tokens`` are longer than the context. The default, which
+    #: nobody named, is cut there instead. None: as many as the context length allows. 0: the prompt is computed, for
+    #: its logprobs.
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     #: No end-of-sequence and no stop token before this many generated tokens.
     min_tokens: int = 0
     #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's.

@@ -12,7 +12,7 @@ import msgspec
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 
 #: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
@@ -84,10 +84,12 @@ class InputProcessor:
         text, token_ids = self.read_prompt(prompt)
         params.validate()  # a field may have been assigned after construction
         token_ids = self._check_prompt(token_ids, samples=params.max_tokens != 0)
+        limit = self._max_tokens(params.max_tokens, len(token_ids))
+        fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
             group_id=self._next_group_id,
             prompt_token_ids=token_ids,
-            task=self._beam(params) if isinstance(params, BeamSearchParams) else self._generate(params),
+            task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
             arrival_time=arrival,
             priority=priority,
             cache_salt=cache_salt,
@@ -145,6 +147,18 @@ class InputProcessor:
                 f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
             )
         return checked
+
+    def _max_tokens(self, wanted: int | None, num_prompt_tokens: int) -> int | None:
+        """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
+        room = self.max_model_len - num_prompt_tokens
+        if isinstance(wanted, DefaultMaxTokens):
+            return min(int(wanted), room)
+        if wanted is not None and wanted > room:
+            raise InvalidRequestError(
+                f"max_tokens ({wanted}) does not fit: the prompt has {num_prompt_tokens} tokens, and prompt and output "
+                f"together may have at most {self.max_model_len}; {room} or None would fit"
+            )
+        return wanted
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:

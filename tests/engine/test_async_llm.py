@@ -337,7 +337,7 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
             ([2**70], None, {}, "from 0 to"),
             ("x", SamplingParams(logits_processors=[nothing]), {}, r"logits_processors\[0\] \(\S+\.nothing\)"),
             ("x", SamplingParams(logits_processors=[Nothing()]), {}, r"logits_processors\[0\] \(\S+\.Nothing\)"),
-            ("x", SamplingParams(max_tokens=10**30), {}, "cannot be sent"),
+            ("x", SamplingParams(max_tokens=10**30), {}, "does not fit"),
             ("x", None, {"priority": 1.5}, "priority must be an integer, not 1.5"),
             ("x", None, {"priority": True}, "priority must be an integer, not True"),
             ("x", None, {"priority": 2**80}, "cannot be sent"),

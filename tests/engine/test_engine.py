@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo import LLM, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
+from octavo import LLM, BeamSearchParams, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.engine.input_processor import Prompt
@@ -120,7 +120,7 @@ def test_parameters_spoiled_after_construction_are_refused(llm: LLM) -> None:
 
 def test_a_prompt_that_can_never_fit_the_blocks_is_refused(tiny_model: Path) -> None:
     llm = load(tiny_model, num_gpu_blocks_override=3)
-    outputs = llm.generate(["x" * 13, "x" * 11], GREEDY)
+    outputs = llm.generate(["x" * 13, "x" * 11], SamplingParams(temperature=0, ignore_eos=True))
     assert "at most 12" in (outputs[0].outputs[0].error or "")
     assert len(outputs[1].outputs[0].token_ids) == 1
     assert outputs[1].outputs[0].finish_reason == "length"
@@ -415,3 +415,25 @@ def test_an_option_that_contradicts_the_model_is_refused(tiny_model: Path) -> No
     with pytest.raises(ConfigError, match="enable_chunked_prefill"):
         LLM(str(tiny_model), enable_chunked_prefill=False, max_num_batched_tokens=255, max_num_seqs=4)
     assert LLMEngine.from_config(make_config(model=str(tiny_model), max_model_len=100)).core.max_model_len == 100
+
+
+def test_a_named_max_tokens_that_the_context_has_no_room_for_is_refused_and_the_default_is_cut(
+    tiny_model: Path,
+) -> None:
+    llm = LLM(str(tiny_model), max_model_len=32, num_gpu_blocks_override=16)
+    prompt = list(range(2, 30))  # 28 tokens: room for 4 more
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(5\) does not fit: the prompt has 28 .* 4 or None"):
+        llm.generate(prompt, SamplingParams(max_tokens=5))
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(16\) does not fit"):
+        llm.generate(prompt, SamplingParams(max_tokens=16))
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(5\) does not fit"):
+        llm.generate(prompt, BeamSearchParams(beam_width=2, max_tokens=5))
+    for params in (SamplingParams(max_tokens=4), SamplingParams(), None, SamplingParams(max_tokens=None)):
+        if params is not None:
+            params.ignore_eos = True
+        completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        if params is not None:
+            assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+    beams = llm.generate(prompt, BeamSearchParams(beam_width=2, ignore_eos=True), use_tqdm=False)[0].outputs
+    assert [len(beam.token_ids) for beam in beams] == [4, 4]
+    assert SamplingParams().max_tokens == 16
