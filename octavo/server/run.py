@@ -157,6 +157,7 @@ async def _serve_engine(
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
     status = StatusLine(options.status_interval)
+    metrics.on_state(await llm.stats())
 
     def on_step(stats: StepStats) -> None:
         metrics.on_step(stats)
