@@ -16,7 +16,6 @@ from octavo.core.errors import InvalidRequestError
 LogitsProcessor = Callable[..., Any]
 
 
-
 class DefaultMaxTokens(int):
     """A ``max_tokens`` that no caller has named: cut to what the context leaves, where a named one is refused."""
 

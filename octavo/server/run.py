@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_keys
+from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.server.api_keys import read_api_keys
 
 if TYPE_CHECKING:
     import uvicorn
