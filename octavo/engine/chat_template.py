@@ -22,6 +22,8 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 
 #: Longest text that a template may write, in characters.
 MAX_RENDERED = 16 << 20
+#: Marks the end of a message that is to be continued; characters of private use, which no text has.
+_CONTINUE = "\ue0c7\ue0c0\ue0c7"
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -77,8 +79,10 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_too
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
@@ -89,16 +93,22 @@ def render_chat(
         messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
             which are joined with line breaks.
         add_generation_prompt: ends with what opens the assistant's answer.
+        continue_final_message: ends with the last message's text instead of what closes it, so that it is continued.
         tools: JSON schemas of callable tools.
         variables: further names that the template may use.
 
     Raises:
-        InvalidRequestError: a message is malformed, or the template refuses the conversation; with its own words.
+        InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
+            conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
     checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
     if not checked:
         raise InvalidRequestError("messages must not be empty")
+    if continue_final_message:
+        if add_generation_prompt:
+            raise InvalidRequestError("continue_final_message needs add_generation_prompt=False")
+        checked[-1]["content"] = checked[-1].get("content", "") + _CONTINUE
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
     plain_variables = {name: _plain(value, name) for name, value in variables.items()}
     values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
@@ -118,7 +128,13 @@ def render_chat(
         raise TokenizerError(f"the chat template was stopped: {e}") from e
     except Exception as e:  # an expression of the template may raise anything
         raise InvalidRequestError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
-    return "".join(pieces)
+    text = "".join(pieces)
+    if not continue_final_message:
+        return text
+    start, mark, _ = text.rpartition(_CONTINUE)
+    if not mark:
+        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
+    return start
 
 
 def _listed(name: str, value: object) -> Sequence[Any]:
@@ -138,6 +154,9 @@ def _message(index: int, message: object) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
     if "content" in plain:
         plain["content"] = _content(where, plain["content"])
+    elif role == "assistant":
+        if "tool_calls" not in plain:  # legal in the OpenAI API: an answer without words
+            plain["content"] = ""
     elif "tool_calls" not in plain:
         raise InvalidRequestError(f"{where} ({role}) has no content")
     for call in plain.get("tool_calls") or []:

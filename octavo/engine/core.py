@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ class EngineCore(StepLoop):
         self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
+        _check_threads(options)
         context_length = _context_length(options, self.model_config)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
@@ -94,7 +96,7 @@ class EngineCore(StepLoop):
         self.scheduler.finish_sequence(group_id, index)
         self.settle()
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
 
         Raises:
@@ -103,7 +105,7 @@ class EngineCore(StepLoop):
         """
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep(level) / (1 << 30))
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
 
@@ -115,6 +117,17 @@ class EngineCore(StepLoop):
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
         self._end_workers()
+
+
+def _check_threads(options: EngineConfig) -> None:
+    """Warns of more threads than processors: they wait for one another by spinning, and take turns while they do."""
+    processors = len(os.sched_getaffinity(0))
+    if options.num_threads is not None and options.num_threads > processors:
+        logger.warning(
+            "num_threads is %d, but this process may use %d processors: more threads than these make steps slower",
+            options.num_threads,
+            processors,
+        )
 
 
 def _split(

@@ -147,8 +147,10 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
@@ -158,13 +160,21 @@ class Tokenizer:
         Args:
             messages: the conversation.
             add_generation_prompt: ends with what opens the assistant's answer.
+            continue_final_message: ends within the last message, so that it is continued.
             tools: JSON schemas of callable tools.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
             kwargs: further names that the template may use.
         """
         template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
         variables = self.named_tokens | kwargs
-        return render_chat(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return render_chat(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **variables,
+        )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""

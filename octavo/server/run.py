@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import ipaddress
 import logging
 import os
 import resource
@@ -60,6 +61,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
+    open_to_all = not keys and not is_loopback(options.host)
     with listening_socket(options) as sock:
         # Both processes import their libraries at the same time.
         process = CoreProcess()
@@ -70,12 +72,27 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         except BaseException:
             process.kill()
             raise
+        if open_to_all:
+            logger.warning(
+                "listening on %s without API keys: whoever reaches this address may use the server; "
+                "set api_key_file or %s, or listen on 127.0.0.1",
+                options.host,
+                API_KEYS_VARIABLE,
+            )
         try:
             return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
         except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _allow_many_connections() -> None:
