@@ -225,7 +225,11 @@ def test_unknown_fields_are_ignored_where_the_operator_says_so(serve: Callable[.
     server = serve("--unknown-fields", "ignore", "--trust-request-chat-template")
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ word }}"
     messages = [{"role": "user", "content": "hi"}]
-    body = {"messages": messages, "chat_template": template, "chat_template_kwargs": {"word": "end", "self": 1}}
+    body: dict[str, Any] = {
+        "messages": messages,
+        "chat_template": template,
+        "chat_template_kwargs": {"word": "end", "self": 1},
+    }
     with server.http() as http:
         for _ in range(2):
             assert send(http, TEXT, no_such_field=1)[0] == 200
@@ -273,7 +277,7 @@ def test_what_contradicts_itself_is_refused(http: httpx.Client, given: dict[str,
 
 
 def test_an_assistant_without_words_is_legal(http: httpx.Client) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None},
         {"role": "assistant"},
@@ -310,6 +314,8 @@ def test_usage_with_every_chunk(tiny_server: Running) -> None:
 def test_max_tokens_that_the_context_has_no_room_for_is_refused_where_it_is_named(http: httpx.Client) -> None:
     long = "x" * 250  # of 256
     messages = [{"role": "user", "content": "x" * 225}]  # and 17 before and after it
+    route: str
+    given: dict[str, Any]
     for route, given, param in (
         (TEXT, {"prompt": long, "max_tokens": 7}, "max_tokens"),
         (TEXT, {"prompt": ["x", long], "max_tokens": 7}, "max_tokens"),
