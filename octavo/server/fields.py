@@ -160,7 +160,7 @@ def refuse_unsupported(body: RequestModel) -> None:
     for name, value in _extra(body).items():
         known = UNSUPPORTED.get(name)
         if known is not None and value not in known.accepted:
-            values = " or ".join(repr(accepted) for accepted in known.accepted)
+            values = " or ".join(repr(accepted) for accepted in known.accepted if accepted not in ("", [], {}))
             besides = f", except {values}" if values else ""
             raise unsupported(name, f"{name} is not supported{besides}: {known.reason}")
 
