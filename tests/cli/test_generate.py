@@ -238,3 +238,14 @@ def test_a_text_file_keeps_lines_that_only_look_like_json(tmp_path: Path) -> Non
     file = tmp_path / "prompts.txt"
     file.write_text('{"a": 1}\n{"prompt": "x"}\n')
     assert [job.prompt for job in read_jobs([], str(file), {}, as_chat=False)] == ['{"a": 1}', '{"prompt": "x"}']
+
+
+def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refused(
+    octavo: Run, capsys: Capture, tiny_model: Path
+) -> None:
+    prompt = "x" * 200  # of 256, and the default is 128
+    assert octavo("generate", tiny_model, prompt, "--ignore-eos", "--json", "-") == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert len(line["outputs"][0]["token_ids"]) == 56
+    assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
+    assert "max_tokens (57) does not fit" in capsys.readouterr().err
