@@ -14,7 +14,7 @@ from octavo.cli.sampling_flags import HELP
 from octavo.core.config import PARTS
 from octavo.core.config_sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
-from octavo.server.options import ServerOptions
+from octavo.core.server_options import ServerOptions
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -61,7 +61,8 @@ given are never changed. The engine option `generation_config` names another fol
 SERVER_HEAD = """
 ## Server options
 
-Flags of `octavo serve` (`--port 9000`), beside those of the engine.
+Flags of `octavo serve` (`--port 9000`), beside those of the engine; also variables (`OCTAVO_PORT=9000`) and keys of the
+YAML file (`port: 9000`), as engine options are. The other commands leave them in a shared file unread.
 
 | option | value | default | what it does |
 | --- | --- | --- | --- |

@@ -30,10 +30,10 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         "--config",
         type=Path,
         metavar="FILE",
-        help="YAML file of engine options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
+        help="YAML file of options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
-    add_option_flags(parser, PREFIX, fields, renamed=renamed, reader=_reader)
+    add_option_flags(parser, PREFIX, fields, renamed=renamed)
     for name, foreign in FOREIGN_OPTIONS.items():
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
@@ -48,7 +48,6 @@ def add_option_flags(
     fields: Mapping[str, FieldInfo],
     *,
     renamed: Mapping[str, str] | None = None,
-    reader: Callable[[str], Callable[[str], Any]] | None = None,
 ) -> None:
     """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
 
@@ -57,14 +56,13 @@ def add_option_flags(
         prefix: of the names in the arguments, and the title of the group.
         fields: fields of the model, by name.
         renamed: as in ``add_engine_flags``.
-        reader: option -> function that reads its text; None: texts are kept.
     """
     group = parser.add_argument_group(f"{prefix} options")
     for name, field in fields.items():
         flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
-            options = {"type": reader(name) if reader else str, "metavar": value_kind(field)}
+            options = {"type": _reader(name), "metavar": value_kind(field)}
         if list[str] in typing.get_args(field.annotation):
             options = {"action": "append", "metavar": "FILE"}
         text = help_text(field.description or "", field.default)

@@ -33,7 +33,8 @@ HELP = {
     "bad_words": "word that is never generated; may be given several times",
     "include_stop_str_in_output": "keep the stop text in the answer",
     "ignore_eos": "go on after the end-of-sequence token",
-    "max_tokens": "most tokens to generate; none: as many as the context length allows",
+    "max_tokens": "most tokens to generate, refused if the context has no room for them (the default is cut there); "
+    "none: as many as it allows",
     "min_tokens": "no end token, not even an ignored one, and no stop token before this many tokens",
     "logprobs": "logprobs of this many most likely tokens at each position, and of the chosen one (shown by --json)",
     "prompt_logprobs": "the same for each token of the prompt",

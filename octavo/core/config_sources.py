@@ -1,4 +1,4 @@
-"""Sources of engine options: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
+"""Sources of options of engine and server: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
 
 Commands and the Python interface resolve their options only here, so an option means the same everywhere.
 """
@@ -11,29 +11,35 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from octavo.core.config import EngineConfig, unknown_option
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import FOREIGN_OPTIONS, own_options, own_value
+from octavo.core.server_options import ServerOptions
 
 PREFIX = "OCTAVO_"
 
-#: Variables of Octavo that are no engine options, and what they do.
+#: Variables of Octavo that are no options of the engine, and what they do.
 RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
     "OCTAVO_CACHE": "Folder that holds downloaded and converted models.",
     "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
-    "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",
+    "OCTAVO_LOG_LEVEL": "Level of the messages that commands write, and log_level of a server.",
     "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
     "OCTAVO_TORCH": "Read by scripts/install_torch.py: cuda or cpu.",
 }
 
 MAX_FILE_BYTES = 1 << 20
+
+#: Options of both: one file and one environment serve all commands, and each takes what is its own.
+OPTIONS = {**ServerOptions.model_fields, **EngineConfig.model_fields}
+
+T = TypeVar("T", bound=BaseModel)
 
 
 def resolve_config(
@@ -54,6 +60,30 @@ def resolve_config(
     >>> resolve_config({"model": "smollm2-135m"}, environ={"OCTAVO_MAX_NUM_SEQS": "16"}).max_num_seqs
     16
     """
+    values, sources = _gather(EngineConfig, overrides, config_file, environ)
+    if values.get("model") is None:
+        raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
+    return _validate(EngineConfig, values, sources)
+
+
+def resolve_server_options(
+    overrides: Mapping[str, Any], *, config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> ServerOptions:
+    """The server's options from the same sources as the engine's, in the same order.
+
+    Raises:
+        ConfigError: as ``resolve_config``.
+
+    >>> resolve_server_options({}, environ={"OCTAVO_PORT": "9000"}).port
+    9000
+    """
+    return _validate(ServerOptions, *_gather(ServerOptions, overrides, config_file, environ))
+
+
+def _gather(
+    kind: type[BaseModel], overrides: Mapping[str, Any], config_file: Path | None, environ: Mapping[str, str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options of this kind that the sources give, and for each the source that won."""
     environ = os.environ if environ is None else environ
     config_file = _chosen_file(config_file, environ)
     values: dict[str, Any] = {}
@@ -62,23 +92,26 @@ def resolve_config(
         from_file = _read_file(config_file)
         values.update(from_file)
         sources.update(dict.fromkeys(from_file, str(config_file)))
-    from_environment = _read_environment(environ)
+    from_environment = _read_environment(environ, kind)
     values.update(from_environment)
     sources.update({name: PREFIX + name.upper() for name in from_environment})
     for name, value in overrides.items():
-        if not _is_option(name):
-            raise ConfigError(unknown_option(name, list(EngineConfig.model_fields)))
+        if not _is_option(name, kind):
+            raise ConfigError(unknown_option(name, list(kind.model_fields)))
         sources[name] = "argument"
         if value is None and not _may_be_none(name):
             values.pop(name, None)
         else:
             values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-    values = own_options(values, sources)
-    if values.get("model") is None:
-        raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
+    if kind is EngineConfig:
+        values = own_options(values, sources)
+    return {name: value for name, value in values.items() if name in kind.model_fields}, sources
+
+
+def _validate(kind: type[T], values: Mapping[str, Any], sources: Mapping[str, str]) -> T:
     try:
         # Strict: a YAML "yes" is no number. Texts of variables were parsed when they were read.
-        return EngineConfig.model_validate(values, strict=True)
+        return kind.model_validate(values, strict=True)
     except ValidationError as e:
         raise ConfigError("; ".join(_describe(dict(error), sources) for error in e.errors())) from None
 
@@ -91,7 +124,7 @@ def configured_model(config_file: Path | None = None, environ: Mapping[str, str]
     """
     environ = os.environ if environ is None else environ
     file = _chosen_file(config_file, environ)
-    model = (({} if file is None else _read_file(file)) | _read_environment(environ)).get("model")
+    model = (({} if file is None else _read_file(file)) | _read_environment(environ, EngineConfig)).get("model")
     return None if model is None else str(model)
 
 
@@ -125,8 +158,10 @@ def _parse_foreign(text: str) -> Any:
         return text
 
 
-def _is_option(name: str) -> bool:
-    return name in EngineConfig.model_fields or name in FOREIGN_OPTIONS
+def _is_option(name: str, kind: type[BaseModel] | None = None) -> bool:
+    """Whether it is an option of this kind, by default of any."""
+    fields = OPTIONS if kind is None else kind.model_fields
+    return name in fields or (kind is not ServerOptions and name in FOREIGN_OPTIONS)
 
 
 def _may_be_none(name: str) -> bool:
@@ -141,7 +176,7 @@ def _may_be_none(name: str) -> bool:
 
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    field = EngineConfig.model_fields[name]
+    field = OPTIONS[name]
     annotated: Any = field.annotation
     for constraint in field.metadata:
         annotated = Annotated[annotated, constraint]
@@ -166,26 +201,26 @@ def _read_file(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if not _is_option(name):
-            raise ConfigError(f"{path}: {unknown_option(name, list(EngineConfig.model_fields))}")
+            raise ConfigError(f"{path}: {unknown_option(name, list(OPTIONS))}")
         if name in options:
             raise ConfigError(f"{path}: option {name!r} is given twice, once with hyphens and once with underscores")
         options[name] = value
     return options
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    known = [PREFIX + name.upper() for name in EngineConfig.model_fields]
+def _read_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> dict[str, Any]:
+    known = [PREFIX + name.upper() for name in OPTIONS]
     options: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable in RESERVED_VARIABLES:
+        if not variable.startswith(PREFIX):
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if not _is_option(name) or variable != PREFIX + name.upper():
+        if (not _is_option(name) or variable != PREFIX + name.upper()) and variable not in RESERVED_VARIABLES:
             near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
-        if text == "":
-            continue  # how a shell unsets a variable for one command
+        if text == "" or not _is_option(name, kind):
+            continue  # an empty one is how a shell unsets a variable for one command
         try:
             options[name] = parse_option(name, text)
         except ValueError as e:
@@ -199,7 +234,7 @@ def _describe(error: dict[str, Any], sources: Mapping[str, str]) -> str:
         name = str(error["loc"][0])
         return f"{name}: {message}, not {error['input']!r} (from {sources.get(name, 'default')})"
     # A contradiction: say for each option that it names where its value came from.
-    named = [name for name in EngineConfig.model_fields if re.search(rf"\b{name}\b", message)]
+    named = [name for name in OPTIONS if re.search(rf"\b{name}\b", message)]
     origins = ", ".join(f"{name} from {sources.get(name, 'default')}" for name in named)
     return f"{message} ({origins})" if origins else message
 

@@ -81,6 +81,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
     call_id: int
     method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
+    args: list[int] = []
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):

@@ -265,7 +265,7 @@ class AsyncLLM:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()
         if self.is_sleeping:
-            raise EngineStateError("the engine sleeps: wake_up() must come before a request")
+            raise EngineStateError("the engine sleeps: wake_up(), or POST /wake_up, must come before a request")
         request = self.inputs.process(
             request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
         )
@@ -437,8 +437,8 @@ class AsyncLLM:
         """The shared prefixes, in the order in which they were added."""
         return list(self._prefixes) if self._loaded else []
 
-    async def sleep(self) -> None:
-        """Frees the GPU's memory until ``wake_up``; see ``LLM.sleep``.
+    async def sleep(self, level: int = 1) -> None:
+        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels.
 
         Raises:
             EngineStateError: requests are unfinished.
@@ -449,7 +449,7 @@ class AsyncLLM:
             raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
         self.is_sleeping = True  # from now on requests are refused
         try:
-            await self._client.call("sleep", type(None))
+            await self._client.call("sleep", type(None), level)
         except OctavoError:
             self.is_sleeping = False
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ class EngineCore(StepLoop):
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
+        _check_threads(options)
         context_length = _context_length(options, self.model_config)
         _check_max_logprobs(options)
         if options.max_num_seqs == options.max_num_batched_tokens:  # most likely it was lowered to that
@@ -98,7 +100,7 @@ class EngineCore(StepLoop):
         self.scheduler.finish_sequence(group_id, index)
         self.settle()
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
 
         Pinned prefixes are released with it; what gave them has them computed again.
@@ -109,7 +111,7 @@ class EngineCore(StepLoop):
         """
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep(level) / (1 << 30))
         self.blocks.pinned.clear()
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
@@ -122,6 +124,17 @@ class EngineCore(StepLoop):
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
         self._end_workers()
+
+
+def _check_threads(options: EngineConfig) -> None:
+    """Warns of more threads than processors: they wait for one another by spinning, and take turns while they do."""
+    processors = len(os.sched_getaffinity(0))
+    if options.num_threads is not None and options.num_threads > processors:
+        logger.warning(
+            "num_threads is %d, but this process may use %d processors: more threads than these make steps slower",
+            options.num_threads,
+            processors,
+        )
 
 
 def _split(

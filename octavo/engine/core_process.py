@@ -150,10 +150,10 @@ class CoreLoop:
                 self._core.stop(group_id, index)
             case Unpin(name):
                 self._core.blocks.pinned.remove(name)
-            case Call(call_id, method):
-                self._outbox.send(self._reply(call_id, method))
+            case Call(call_id, method, args):
+                self._outbox.send(self._reply(call_id, method, args))
 
-    def _reply(self, call_id: int, method: str) -> Reply:
+    def _reply(self, call_id: int, method: str, args: list[int]) -> Reply:
         value, error = None, None
         try:
             if method == "stats":
@@ -163,7 +163,7 @@ class CoreLoop:
                     "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
                     "sleep": self._core.sleep,
                     "wake_up": self._core.wake_up,
-                }[method]()
+                }[method](*args)
         except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
         return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat, render_continued
+from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.models.config import check_architecture
 
@@ -185,11 +185,12 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
-        continue_final_message: bool = False,
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
@@ -198,9 +199,9 @@ class Tokenizer:
         Args:
             messages: the conversation.
             add_generation_prompt: ends with what opens the assistant's answer.
+            continue_final_message: ends within the last message, so that it is continued.
             tools: JSON schemas of callable tools.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
-            continue_final_message: ends with the last message's content, for the model to continue it.
             tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
             kwargs: further names that the template may use.
 
@@ -211,8 +212,14 @@ class Tokenizer:
             raise InvalidRequestError("tokenize must be False: apply_chat_template gives text, encode_chat token ids")
         template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
         variables = self.named_tokens | kwargs
-        render = render_continued if continue_final_message else render_chat
-        return render(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return render_chat(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **variables,
+        )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""

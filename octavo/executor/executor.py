@@ -88,13 +88,13 @@ class Executor(ABC):
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
         return max(self.collective_rpc("measure_swap"))
 
-    def sleep(self) -> int:
+    def sleep(self, level: int = 1) -> int:
         """Frees the devices' memory until ``wake_up``: bytes, of all workers together.
 
         Raises:
             ConfigError: the weights cannot move.
         """
-        return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
+        return sum(state.bytes_freed for state in self.collective_rpc("sleep", level))
 
 
 class UniprocExecutor(Executor):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
@@ -180,7 +181,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sleep(self) -> SleepState:
+    def sleep(self, level: int = 1) -> SleepState:
         """Frees the device's memory until ``wake_up``; the content of the KV cache is lost.
 
         There may be no sequence, and no step may run meanwhile.
@@ -188,6 +189,8 @@ class ModelRunner:
         Raises:
             ConfigError: the weights cannot move; nothing has changed.
         """
+        if level != 1:
+            raise ConfigError(f"sleep: only level 1 is supported, not {level}")
         if self._in_flight:
             raise RuntimeError("a step is in flight: wait for it before sleep")
         if self._sleep_state is None:

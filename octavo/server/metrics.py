@@ -13,7 +13,7 @@ from octavo import __version__
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
-    from octavo.core.stats import StepStats
+    from octavo.core.stats import SchedulerState, StepStats
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -61,6 +61,10 @@ class Metrics:
             self._kernel_seconds().inc(stats.kernel_seconds)
         self._prefill_tokens.inc(stats.prefill_tokens)
         self._decode_tokens.inc(stats.decode_tokens)
+        self.on_state(stats)
+
+    def on_state(self, stats: SchedulerState) -> None:
+        """Shows queues, blocks and totals; also called before the first step, so that the capacity is never 0."""
         for gauge, value in (
             (self._running, stats.num_running),
             (self._waiting, stats.num_waiting),

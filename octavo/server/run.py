@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import ipaddress
 import logging
 import os
 import resource
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_keys
+from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.server.api_keys import read_api_keys
 
 if TYPE_CHECKING:
     import uvicorn
@@ -58,6 +60,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
+    open_to_all = not keys and not is_loopback(options.host)
     with listening_socket(options) as sock:
         # Both processes import their libraries at the same time.
         process = CoreProcess()
@@ -68,12 +71,27 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         except BaseException:
             process.kill()
             raise
+        if open_to_all:
+            logger.warning(
+                "listening on %s without API keys: whoever reaches this address may use the server; "
+                "set api_key_file or %s, or listen on 127.0.0.1",
+                options.host,
+                API_KEYS_VARIABLE,
+            )
         try:
             return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
         except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _allow_many_connections() -> None:
@@ -155,6 +173,7 @@ async def _serve_engine(
     metrics = Metrics(names[0], lambda: writer.dropped)
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
+    metrics.on_state(await llm.stats())
     llm.stat_loggers.append(metrics)
     if llm.config.log_stats_interval is None:
         llm.stat_loggers.append(StatusLine(options.status_interval))

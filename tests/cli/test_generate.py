@@ -357,3 +357,14 @@ def test_the_text_of_one_prompt_grows_on_a_terminal(
     assert not any(shown), "several are shown one after the other, each when it has ended"
     assert octavo("generate", tiny_model, "x" * 1000, *GREEDY) == 1
     assert "octavo: error: prompt 1: the prompt has" in capsys.readouterr().err
+
+
+def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refused(
+    octavo: Run, capsys: Capture, tiny_model: Path
+) -> None:
+    prompt = "x" * 200  # of 256, and the default is 128
+    assert octavo("generate", tiny_model, prompt, "--ignore-eos", "--json", "-") == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert len(line["outputs"][0]["token_ids"]) == 56
+    assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
+    assert "max_tokens (57) does not fit" in capsys.readouterr().err

@@ -46,7 +46,7 @@ class Worker:
     def measure_swap(self) -> float:
         return self.seconds
 
-    def sleep(self) -> Any:
+    def sleep(self, level: int) -> Any:
         return SimpleNamespace(bytes_freed=self.freed)
 
     def execute(self, plan: StepPlan) -> StepResult:

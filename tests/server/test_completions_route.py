@@ -34,7 +34,7 @@ SHARED: list[dict[str, Any]] = [
     {"extra_body": {"priority": 0.0, "cache_salt": "mine"}},
     {"extra_body": {"stop_token_ids": [70, 71], "include_stop_str_in_output": True}},
     {"extra_body": {"bad_words": ["no"], "allowed_token_ids": [70, 71, 72]}},
-    {"extra_body": {"response_format": {"type": "text"}, "something_new": {"of": "a later API"}}},
+    {"extra_body": {"response_format": {"type": "text"}, "safety_identifier": {"of": "a later API"}}},
     {"extra_body": {"temperature": None, "n": None, "stop": None, "logit_bias": None, "user": None}},
 ]
 COMPLETIONS: list[dict[str, Any]] = [
