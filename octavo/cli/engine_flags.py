@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from octavo.cli.parsing import Arguments, Parser
@@ -87,7 +88,7 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES"}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from octavo import __version__
 from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Arguments, Parser
-from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError
+from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError, as_memory_error
 
 #: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
 EXIT_BROKEN_PIPE = 141
@@ -81,9 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as e:
         if os.environ.get("OCTAVO_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(e, (ConfigError, ModelNotFoundError)) else EXIT_FAILED
+        return _report(e)
+    except Exception as e:
+        known = as_memory_error(e)  # such as a library that cannot be loaded within ulimit -v
+        if known is None:
+            raise
+        return _report(known)
     return code
+
+
+def _report(error: OctavoError) -> int:
+    """One line on standard error; the exit code."""
+    print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, (ConfigError, ModelNotFoundError)) else EXIT_FAILED
 
 
 def _run(argv: list[str]) -> int:

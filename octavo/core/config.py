@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
 
@@ -60,6 +60,12 @@ class CacheOptions(_Options):
         "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
         "for the KV cache alone (default 0.5).",
     )
+    kv_cache_memory_bytes: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="Memory for the KV cache of each worker, in bytes or with a unit (4GiB, 900MB), instead of a share "
+        "of the free memory (gpu_memory_utilization).",
+    )
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
     )
@@ -85,6 +91,15 @@ class CacheOptions(_Options):
     host_prefix_cache: bool = Field(
         False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
     )
+
+    @model_validator(mode="after")
+    def _one_size_of_the_cache(self) -> Self:
+        if self.kv_cache_memory_bytes is None:
+            return self
+        for name in ("gpu_memory_utilization", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"kv_cache_memory_bytes and {name} both size the KV cache: give one of them")
+        return self
 
 
 class SchedulerOptions(_Options):

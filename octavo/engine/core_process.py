@@ -28,7 +28,7 @@ import msgspec
 import zmq
 
 from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.errors import OctavoError
+from octavo.core.errors import OctavoError, memory_errors
 from octavo.core.messages import (
     MAX_BYTES_TO_CORE,
     MAX_EXIT_REPORT,
@@ -228,7 +228,8 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.handlers, logger.propagate = [LogSender(outbox)], False
     logger.setLevel(start.log_level)
     try:
-        core = EngineCore(make_config(**start.options), Path(start.folder))
+        with memory_errors():
+            core = EngineCore(make_config(**start.options), Path(start.folder))
         outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise

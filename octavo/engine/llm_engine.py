@@ -6,7 +6,7 @@ import copy
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, InvalidRequestError
+from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
@@ -52,8 +52,9 @@ class LLMEngine:
             revision=options.revision,
             weights=options.load_format != "dummy",
         )
-        tokenizer = find_tokenizer(options, folder)
-        return cls(EngineCore(options, folder), tokenizer)
+        with memory_errors():
+            tokenizer = find_tokenizer(options, folder)
+            return cls(EngineCore(options, folder), tokenizer)
 
     def add_request(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineDeadError
+from octavo.core.errors import EngineDeadError, memory_errors
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 
@@ -45,6 +45,7 @@ class Executor(ABC):
 
         Raises:
             EngineDeadError: a worker is lost, or ``shutdown`` was called.
+            InsufficientMemoryError: memory ran out on a worker.
             Exception: the method failed on a worker.
         """
 
@@ -108,7 +109,8 @@ class UniprocExecutor(Executor):
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on the worker."""
-        return [getattr(self._alive(), method)(*args)]
+        with memory_errors():
+            return [getattr(self._alive(), method)(*args)]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""

@@ -51,6 +51,16 @@ def weight_bytes(network: Network) -> int:
     return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
 
 
+def loading_bytes(network: Network, *, copies: bool) -> int:
+    """Bytes in use while the weights are loaded: ``weight_bytes`` and, if packing ``copies``, what is copied.
+
+    That is a tied head beside its table, and the largest matrix before it is packed (a lower bound, as scales and
+    padding are left out).
+    """
+    weights = [*network.weights()] if copies else [weight for weight in network.weights() if not weight.is_tied]
+    return size_bytes(*weights) + (max(map(size_bytes, matrices(network)), default=0) if copies else 0)
+
+
 def weight_bytes_read(network: Network) -> int:
     """Least bytes of weights that a step reads: each matrix once."""
     return size_bytes(*matrices(network))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv_spec import KVSpec, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
@@ -79,7 +79,12 @@ class ModelRunner:
             device=self.device,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
+            # More are made with the KV cache, as many as it can use; the largest step has these.
+            positions=options.max_num_batched_tokens,
         )
+        # What the kernels do not have is refused before anything is read.
+        kernels.check_dtype(context.dtype)
+        kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
         if options.load_format == "dummy":
             self.model = make_dummy_model(config, context, options.seed)
@@ -94,7 +99,10 @@ class ModelRunner:
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
         return self._device.num_blocks(
-            self._block_bytes(), max_model_len, lambda: self._run_largest_step(max_model_len)
+            self._block_bytes(),
+            self.model.position_bytes(),
+            max_model_len,
+            lambda: self._run_largest_step(max_model_len),
         )
 
     def num_host_blocks(self) -> int:
@@ -128,7 +136,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
         """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
-        batch = largest_step(self._largest(max_model_len), self.device)
+        # No context is longer than what all of the memory could hold, whatever the model says.
+        room = self._device.free_memory() // self._block_bytes() * self.options.block_size
+        batch = largest_step(self._largest(min(max_model_len, max(1, room))), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         rows = np.arange(len(batch.seq_lens))
         sampler = self._make_sampler(TokenTable(len(rows), 1))
@@ -164,6 +174,7 @@ class ModelRunner:
             num_host_blocks,
         )
         self._max_model_len = max_model_len
+        self.model.extend_positions(max_model_len)
         self._capture()
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
         self._sampler = self._make_sampler(self._batch.tokens)
