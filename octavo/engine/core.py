@@ -94,16 +94,22 @@ class EngineCore(StepLoop):
         self.scheduler.finish_sequence(group_id, index)
         self.settle()
 
-    def sleep(self) -> None:
-        """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.
+
+        While it sleeps at level 1, level 2 may follow; other calls change nothing then.
 
         Raises:
+            ConfigError: there is no such level.
             EngineStateError: requests are unfinished.
-            ConfigError: the weights cannot move.
         """
+        if level not in (1, 2):
+            raise ConfigError(
+                f"the level of sleep must be 1 (the KV cache is freed) or 2 (the weights too), not {level!r}"
+            )
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        logger.info("sleeping at level %d: %.2f GiB of memory freed", level, self.executor.sleep(level) / (1 << 30))
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
 

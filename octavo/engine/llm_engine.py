@@ -109,9 +109,14 @@ class LLMEngine:
         """Forgets the contents of all blocks that requests to come could share."""
         self.core.blocks.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Frees the device's memory until ``wake_up``; errors are those of ``EngineCore.sleep``."""
-        self.core.sleep()
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels, and ``EngineCore.sleep`` for errors."""
+        self.core.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until ``wake_up``."""
+        return self.core.is_sleeping
 
     def wake_up(self) -> None:
         """Restores weights and KV cache; nothing happens if it is not sleeping."""

@@ -89,13 +89,9 @@ class Executor(ABC):
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
         return max(self.collective_rpc("measure_swap"))
 
-    def sleep(self) -> int:
-        """Frees the devices' memory until ``wake_up``: bytes, of all workers together.
-
-        Raises:
-            ConfigError: the weights cannot move.
-        """
-        return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
+    def sleep(self, level: int) -> int:
+        """Frees memory until ``wake_up``, see ``ModelRunner.sleep``: bytes, of all workers together."""
+        return sum(self.collective_rpc("sleep", level))
 
 
 class UniprocExecutor(Executor):

@@ -1,12 +1,12 @@
 """Tables of rotary position embeddings (Su et al. 2021) for the scalings that Hugging Face checkpoints name.
 
-A table does not depend on the batch, and a row of it not on the number of rows: a worker computes those that its KV
-cache can use. Two scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and ``longrope`` changes
-its factors at the length of pretraining. Following them would change the rotation of keys that are already cached,
-and make a request's answer depend on the lengths of others. Here both depend on ``max_position``: within the model's
-original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the one for a text of
-``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a more accurate and
-smaller table.
+A table does not depend on the batch, nor a row of it on the number of rows: a worker computes those that its KV cache
+can use. Two scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and
+``longrope`` changes its factors at the length of pretraining. Following them would change the rotation of keys that are
+already cached, and make a request's answer depend on the lengths of others. Here both depend on ``max_position``:
+within the model's original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the
+one for a text of ``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a
+more accurate and smaller table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
-
 
 #: Rows that are computed at once: what is set aside for their angles stays small beside the table.
 _PIECE = 1 << 16

@@ -50,7 +50,7 @@ class Network(Layer, ABC):
         """Bytes that each position of the context takes in tables of positions, such as that of rotary embeddings."""
         return 0
 
-    def extend_positions(self, positions: int) -> None:  # noqa: B027
+    def extend_positions(self, positions: int) -> None:
         """Makes the tables of positions long enough for sequences of ``positions`` tokens, in the same tensors."""
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:

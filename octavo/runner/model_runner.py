@@ -26,13 +26,15 @@ from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source
+from octavo.models.network import Network
+from octavo.models.sizes import weight_bytes
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
-from octavo.runner.sleep import SleepState, put_to_sleep, wake_up
+from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -86,15 +88,20 @@ class ModelRunner:
         kernels.check_dtype(context.dtype)
         kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
-        if options.load_format == "dummy":
-            self.model = make_dummy_model(config, context, options.seed)
-        else:
-            gguf = gguf_source(options.model) if options.quantization == "gguf" else None
-            self.model = load_model(folder, config, context, gguf)
+        self._folder, self._context = folder, context
+        #: Absent while a sleep of level 2 lasts.
+        self.model = self._load_model()
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             group_layers(self.model.kv_specs), key=lambda group: -(group.spec.window or config.max_position)
         )
+
+    def _load_model(self) -> Network:
+        options = self.options
+        if options.load_format == "dummy":
+            return make_dummy_model(self.config, self._context, options.seed)
+        gguf = gguf_source(options.model) if options.quantization == "gguf" else None
+        return load_model(self._folder, self.config, self._context, gguf)
 
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
@@ -173,6 +180,9 @@ class ModelRunner:
             num_blocks,
             num_host_blocks,
         )
+        counts = zip(num_blocks, num_host_blocks, self.kv_groups(), strict=True)
+        #: Bytes of the KV cache, on the device and on the host.
+        self._cache_bytes = sum((count + on_host) * size for count, on_host, (size, _) in counts)
         self._max_model_len = max_model_len
         self.model.extend_positions(max_model_len)
         self._capture()
@@ -181,7 +191,8 @@ class ModelRunner:
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._in_flight: deque[QueuedStep] = deque()
-        self._sleep_state: SleepState | None = None
+        #: Weights of a GPU that are in host memory.
+        self._weights_asleep: SleepState | None = None
 
     def _capture(self) -> None:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
@@ -191,35 +202,59 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sleep(self) -> SleepState:
-        """Frees the device's memory until ``wake_up``; the content of the KV cache is lost.
+    def sleep(self, level: int) -> int:
+        """Frees memory until ``wake_up``: bytes. The content of the KV cache is lost.
 
-        There may be no sequence, and no step may run meanwhile.
+        Level 1 frees the KV cache and moves the weights of a GPU to host memory; on a CPU they are there already, and
+        stay as they are packed. Level 2 drops the weights too: ``wake_up`` reads them again.
 
-        Raises:
-            ConfigError: the weights cannot move; nothing has changed.
+        There may be no sequence, and no step may run meanwhile. While it sleeps at level 1, level 2 may follow.
         """
         if self._in_flight:
             raise RuntimeError("a step is in flight: wait for it before sleep")
-        if self._sleep_state is None:
-            self._cache.finish_swaps()
-            self._forward = (
-                _refuse_while_sleeping  # drops the graphs: their memory is freed, and their addresses become invalid
-            )
-            try:
-                self._sleep_state = put_to_sleep(self.model, self._cache.device)
-            finally:
-                if self._sleep_state is None:
-                    self._capture()
-        return self._sleep_state
+        freed = 0
+        if self._forward is not _refuse_while_sleeping:
+            # Drops the graphs: their memory is freed, and their addresses become invalid.
+            self._forward = _refuse_while_sleeping
+            self._cache.release()
+            freed += self._cache_bytes
+        try:
+            if level == 2:
+                freed += self._drop_weights()
+            elif self._weights_asleep is None and self.device.type != "cpu":
+                self._weights_asleep = put_to_sleep(self.model)
+                freed += self._weights_asleep.bytes_freed
+        except BaseException:  # such as no host memory
+            self.wake_up()
+            raise
+        release_device_memory(self.device)
+        return freed
+
+    def _drop_weights(self) -> int:
+        if not hasattr(self, "model"):
+            return 0
+        freed = 0 if self._weights_asleep else weight_bytes(self.model)
+        self._weights_asleep = None
+        del self.model
+        return freed
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
-        if self._sleep_state is not None:
-            wake_up(self._sleep_state)
-            self._sleep_state = None
-            self._capture()
+        """Restores weights and KV cache; nothing happens if it is not sleeping. If it fails it can be repeated.
+
+        Raises:
+            WeightError: after level 2, the checkpoint cannot be read any more.
+        """
+        if self._forward is not _refuse_while_sleeping:
+            return
+        if not hasattr(self, "model"):
+            self.model = self._load_model()
+            self.model.extend_positions(self._max_model_len)
+        if self._weights_asleep is not None:
+            wake_up(self._weights_asleep)
+            self._weights_asleep = None
+        self._cache.allocate()
+        self._capture()
 
     @torch.inference_mode()
     def measure_swap(self) -> float:

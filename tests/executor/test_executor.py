@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +45,8 @@ class Worker:
     def measure_swap(self) -> float:
         return self.seconds
 
-    def sleep(self) -> Any:
-        return SimpleNamespace(bytes_freed=self.freed)
+    def sleep(self, level: int) -> int:
+        return self.freed * level
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.fails or self.is_lost:
@@ -113,7 +112,9 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
     assert engine.scheduler.move_cost.seconds_per_block == 0.5, "a block has moved when the slower worker has moved it"
     with caplog.at_level(logging.INFO, logger="octavo"):
         engine.sleep()
-    assert "7.00 GiB of memory freed" in caplog.text
+        engine.sleep(level=2)
+    assert "level 1: 7.00 GiB of memory freed" in caplog.text
+    assert "level 2: 14.00 GiB of memory freed" in caplog.text
 
 
 def test_a_step_that_fails_on_one_worker_ends_its_requests_and_the_engine_goes_on(
