@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, refuse_words, take_model
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.errors import ConfigError, InvalidRequestError
@@ -51,6 +51,7 @@ def make_parser() -> Parser:
         description="A conversation in the terminal; where standard input is piped, each line is a question.",
         epilog=EXAMPLE,
     )
+    add_verbose_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should answer")
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
@@ -59,6 +60,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
+    apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments))
     refuse_words(arguments)
     try:

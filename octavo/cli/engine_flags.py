@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +36,17 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
     add_option_flags(parser, PREFIX, fields, renamed=renamed, reader=_reader)
+
+
+def add_verbose_flag(parser: Parser) -> None:
+    """Adds ``--verbose``, for commands whose output is an answer; see ``apply_verbosity``."""
+    parser.add_argument("--verbose", action="store_true", help="say what model, kernels and memory there are")
+
+
+def apply_verbosity(arguments: Arguments) -> None:
+    """Leaves out what the engine says at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is given."""
+    if not arguments.verbose and not os.environ.get("OCTAVO_LOG_LEVEL"):
+        logging.getLogger("octavo.startup").setLevel(logging.WARNING)
 
 
 def add_option_flags(

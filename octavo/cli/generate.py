@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
@@ -48,6 +48,7 @@ def make_parser() -> Parser:
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
     add_json_flag(parser)
+    add_verbose_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS)
     return parser
@@ -55,6 +56,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
+    apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}

@@ -132,6 +132,7 @@ def _set_up_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("octavo: %(levelname)s: %(message)s"))
     logger.handlers = [handler]
+    logging.getLogger("octavo.startup").setLevel(logging.NOTSET)
 
 
 def _never_fail_to_print() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,20 @@ from pathlib import Path
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
+from octavo.core.startup import StartupFacts
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import make_executor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.kv_groups import GroupBlocks, split_memory
+from octavo.memory.kv_groups import GroupBlocks, split_memory, window_blocks
 from octavo.models.config import read_model_config
+from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
+#: Of its own, so that a command can leave these lines out.
+startup_logger = logging.getLogger("octavo.startup")
 
 
 class EngineCore(StepLoop):
@@ -31,6 +36,7 @@ class EngineCore(StepLoop):
         Raises:
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
+        start = time.perf_counter()
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         self.options = options
         self.model_config = read_model_config(folder)
@@ -81,6 +87,24 @@ class EngineCore(StepLoop):
             if seconds:
                 scheduler.move_cost.observe_move(1, seconds)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
+        #: What the engine got, also logged.
+        self.startup = StartupFacts(
+            model=options.model,
+            architecture=self.model_config.architecture,
+            parameters=num_parameters(outline(self.model_config, self.dtype)),
+            dtype=self.dtype,
+            quantization=options.quantization,
+            kv_cache_dtype=self.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+            num_blocks=self.blocks.num_blocks,
+            num_host_blocks=sum(size.num_host_blocks for size in sizes),
+            block_size=options.block_size,
+            max_model_len=self.max_model_len,
+            full_length_requests=_full_length_requests(sizes, options, self.max_model_len),
+            seconds=time.perf_counter() - start,
+            workers=executor.startup_facts(),
+        )
+        for line in self.startup.lines():
+            startup_logger.info("%s", line)
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
@@ -139,6 +163,16 @@ def _split(
         max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
         max_model_len=max_model_len,
     )
+
+
+def _full_length_requests(sizes: list[GroupBlocks], options: EngineConfig, max_model_len: int) -> int:
+    """Most sequences of ``max_model_len`` tokens that the blocks hold at once."""
+    whole = -(-max_model_len // options.block_size)
+
+    def held_by_one(size: GroupBlocks) -> int:
+        return whole if size.window is None else min(whole, window_blocks(size.window, options.block_size))
+
+    return min([options.max_num_seqs, *(size.num_blocks // held_by_one(size) for size in sizes)])
 
 
 def _steps_in_flight(options: EngineConfig) -> int:

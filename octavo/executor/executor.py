@@ -10,6 +10,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, memory_errors
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.startup import WorkerFacts
 
 if TYPE_CHECKING:
     from octavo.runner.model_runner import ModelRunner
@@ -84,6 +85,10 @@ class Executor(ABC):
         """The groups of KV layers, alike on every worker: bytes of a block in all layers of each, and its window."""
         groups: list[tuple[int, int | None]] = self.collective_rpc("kv_groups")[0]
         return groups
+
+    def startup_facts(self) -> list[WorkerFacts]:
+        """What each worker got at its start, by rank; to be asked once there is a KV cache."""
+        return self.collective_rpc("startup_facts")
 
     def measure_swap(self) -> float:
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""

@@ -41,6 +41,11 @@ def matrices(network: Network) -> list[Weight]:
     return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
 
 
+def num_parameters(network: Network) -> int:
+    """Numbers in the weights of this rank, tied ones once."""
+    return sum(math.prod(weight.shape) for weight in network.weights() if not weight.is_tied)
+
+
 def size_bytes(*weights: Weight) -> int:
     """Bytes of these weights without scales of quantised ones."""
     return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.startup import WorkerFacts
 from octavo.kernels import load_kernels
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
@@ -89,8 +90,11 @@ class ModelRunner:
         kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
         self._folder, self._context = folder, context
-        #: Absent while a sleep of level 2 lasts.
-        self.model = self._load_model()
+        #: Seconds of each part of the start.
+        self._startup_seconds: dict[str, float] = {}
+        with self._timed("reading and packing weights"):
+            #: Absent while a sleep of level 2 lasts.
+            self.model = self._load_model()
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             group_layers(self.model.kv_specs), key=lambda group: -(group.spec.window or config.max_position)
@@ -103,14 +107,29 @@ class ModelRunner:
         gguf = gguf_source(options.model) if options.quantization == "gguf" else None
         return load_model(self._folder, self.config, self._context, gguf)
 
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Counts the seconds of a part of the start."""
+        start = time.perf_counter()
+        yield
+        self._startup_seconds[part] = time.perf_counter() - start
+
+    def startup_facts(self) -> WorkerFacts:
+        """What this worker got; to be asked after ``make_cache``."""
+        on_device, on_host = self._cache_bytes
+        return WorkerFacts(
+            self._kernels.describe(), weight_bytes(self.model), on_device, on_host, dict(self._startup_seconds)
+        )
+
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
-        return self._device.num_blocks(
-            self._block_bytes(),
-            self.model.position_bytes(),
-            max_model_len,
-            lambda: self._run_largest_step(max_model_len),
-        )
+        with self._timed("memory profile"):
+            return self._device.num_blocks(
+                self._block_bytes(),
+                self.model.position_bytes(),
+                max_model_len,
+                lambda: self._run_largest_step(max_model_len),
+            )
 
     def num_host_blocks(self) -> int:
         """Blocks for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
@@ -172,20 +191,23 @@ class ModelRunner:
         The numbers of blocks are those of each group, in the order of ``kv_groups``.
         """
         options = self.options
-        self._cache = self._device.cache_engine(
-            self._kernels,
-            self._make_layers,
-            self._make_host_layers,
-            self._block_bytes(),
-            num_blocks,
-            num_host_blocks,
-        )
-        counts = zip(num_blocks, num_host_blocks, self.kv_groups(), strict=True)
-        #: Bytes of the KV cache, on the device and on the host.
-        self._cache_bytes = sum((count + on_host) * size for count, on_host, (size, _) in counts)
+        with self._timed("KV cache"):
+            self._cache = self._device.cache_engine(
+                self._kernels,
+                self._make_layers,
+                self._make_host_layers,
+                self._block_bytes(),
+                num_blocks,
+                num_host_blocks,
+            )
+        sizes = [size for size, _ in self.kv_groups()]
+        #: Bytes of the KV cache on the device, and on the host.
+        self._cache_bytes = tuple(int(np.dot(counts, sizes)) for counts in (num_blocks, num_host_blocks))
         self._max_model_len = max_model_len
-        self.model.extend_positions(max_model_len)
-        self._capture()
+        with self._timed("tables of positions"):
+            self.model.extend_positions(max_model_len)
+        with self._timed("recording the step"):
+            self._capture()
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
@@ -217,7 +239,7 @@ class ModelRunner:
             # Drops the graphs: their memory is freed, and their addresses become invalid.
             self._forward = _refuse_while_sleeping
             self._cache.release()
-            freed += self._cache_bytes
+            freed += sum(self._cache_bytes)
         try:
             if level == 2:
                 freed += self._drop_weights()

@@ -238,3 +238,18 @@ def test_a_text_file_keeps_lines_that_only_look_like_json(tmp_path: Path) -> Non
     file = tmp_path / "prompts.txt"
     file.write_text('{"a": 1}\n{"prompt": "x"}\n')
     assert [job.prompt for job in read_jobs([], str(file), {}, as_chat=False)] == ['{"a": 1}', '{"prompt": "x"}']
+
+
+def test_what_the_engine_got_is_said_if_asked_for(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", tiny_model, "x", "--max-tokens", 1, "--num-gpu-blocks-override", 40)
+    assert octavo(*words) == 0
+    assert "KV cache" not in capsys.readouterr().err
+    assert octavo(*words, "--verbose") == 0
+    said = capsys.readouterr()
+    assert "octavo: INFO: KV cache: 40 blocks of 16 tokens" in said.err
+    assert "KV cache" not in said.out
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "info")
+    assert octavo(*words) == 0
+    assert "KV cache: 40" in capsys.readouterr().err
