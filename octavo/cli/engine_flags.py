@@ -14,7 +14,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from octavo.cli.parsing import Arguments, Parser
-from octavo.core.config import EngineConfig
+from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import parse_option, resolve_config
 
 PREFIX = "engine"
@@ -101,7 +101,7 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

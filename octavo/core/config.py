@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers of a text such as "1,2,4"; anything else as it is."""
+    return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+
+
+#: A list of positive integers; in flags and variables with commas between.
+Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
 
 class _Options(BaseModel):
@@ -193,6 +202,11 @@ class DeviceOptions(_Options):
         "lazy",
         description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
     )
+    cudagraph_capture_sizes: Sizes | None = Field(
+        None,
+        description="On a GPU: decode batch sizes that have a CUDA graph (1,2,4,8), each for the batches up to it; "
+        "larger batches run without. Default: 1, 2, 4, then every 8th and further apart up to max_num_seqs.",
+    )
     time_kernels: bool = Field(
         False, description="Time every kernel call, so that a step's share of time outside kernels is known."
     )
@@ -223,6 +237,20 @@ class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
     It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made
     without the others. Fields are listed from the last base to the first.
     """
+
+    @model_validator(mode="after")
+    def _graphs_can_be_used(self) -> Self:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return self
+        if self.enforce_eager:
+            raise ValueError("enforce_eager turns CUDA graphs off: give no cudagraph_capture_sizes with it")
+        if max(sizes) > self.max_num_seqs:
+            raise ValueError(
+                f"cudagraph_capture_sizes has {max(sizes)}, but no batch has more than max_num_seqs "
+                f"({self.max_num_seqs}) sequences"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_prompts_fit_a_step(self) -> Self:

@@ -70,6 +70,7 @@ class ModelRunner:
             deterministic=options.deterministic,
             enforce_eager=options.enforce_eager,
             graph_capture=options.graph_capture,
+            cudagraph_capture_sizes=options.cudagraph_capture_sizes,
         )
         kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode

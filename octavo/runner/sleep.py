@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.interface import Kernels
+from octavo.kernels.pinned import host_empty
 from octavo.kernels.timing import KernelClock
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
@@ -108,13 +109,7 @@ def _empty(tensors: list[Tensor]) -> _EmptiedStorage:
 
 
 def _host_memory(size: int, pinned: bool) -> Tensor:
-    """Pinned memory is copied to and from several times as fast, but there may be a limit to it."""
-    if pinned:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            pass
-    return torch.empty(size, dtype=torch.uint8)
+    return host_empty(size, torch.uint8) if pinned else torch.empty(size, dtype=torch.uint8)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
