@@ -57,7 +57,8 @@ class LlamaForCausalLM(Network):
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary table anew if it is shorter."""
         if positions > len(self._cos_sin):
-            self._cos_sin.set_(rotary_table(self.config, self._cos_sin.device, positions))
+            table = rotary_table(self.config, self._cos_sin.device, positions)
+            self._cos_sin.set_(table.untyped_storage(), 0, table.shape, table.stride())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""

@@ -91,8 +91,8 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> 
     needed = loading_bytes(outline_network(config, context), copies=context.kernels.copies_weights)
     if needed > free:
         raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB while they are loaded, in "
-            f"{context.quantization or context.dtype_name}, but only {free / GIB:.2f} GiB of memory are free"
+            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name} while they are "
+            f"loaded, but only {free / GIB:.2f} GiB of memory are free"
         )
 
 
