@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.engine_flags import (
+    add_engine_flags,
+    add_verbose_flag,
+    apply_verbosity,
+    read_engine_config,
+    take_model,
+)
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.errors import ConfigError, InvalidRequestError
@@ -61,6 +67,7 @@ def make_parser() -> Parser:
         "Where the context is full, the oldest turns are dropped, which is said.",
         epilog=EXAMPLE,
     )
+    add_verbose_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should answer")
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
@@ -69,6 +76,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
+    apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments))
     try:
         read_sampling_params(arguments, DEFAULTS)  # refuses wrong ones before a model is loaded

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from octavo.cli.parsing import Arguments, Parser, refuse_words
-from octavo.core.config import EngineConfig
+from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import configured_model, parse_option, resolve_config
 from octavo.core.foreign_options import FOREIGN_OPTIONS
 
@@ -40,6 +43,17 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         )
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+
+
+def add_verbose_flag(parser: Parser) -> None:
+    """Adds ``--verbose``, for commands whose output is an answer; see ``apply_verbosity``."""
+    parser.add_argument("--verbose", action="store_true", help="say what model, kernels and memory there are")
+
+
+def apply_verbosity(arguments: Arguments) -> None:
+    """Leaves out what the engine says at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is given."""
+    if not arguments.verbose and not os.environ.get("OCTAVO_LOG_LEVEL"):
+        logging.getLogger("octavo.startup").setLevel(logging.WARNING)
 
 
 def add_option_flags(
@@ -116,7 +130,7 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

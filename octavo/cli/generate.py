@@ -10,7 +10,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.engine_flags import (
+    add_engine_flags,
+    add_verbose_flag,
+    apply_verbosity,
+    read_engine_config,
+    take_model,
+)
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
@@ -58,6 +64,7 @@ def make_parser() -> Parser:
         help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
     )
     add_json_flag(parser)
+    add_verbose_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS)
     add_beam_flags(parser)
@@ -66,6 +73,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
+    apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}

@@ -64,14 +64,14 @@ def run(arguments: Arguments) -> int:
 
 
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
-    """Versions, processor, memory (bytes), devices, and the kernels that the engine would use."""
+    """Versions, processor, memory and its limits (bytes), devices, and the kernels that the engine would use."""
     import psutil
     import torch
 
     from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.cache import cache_dir
+    from octavo.runner.memory import available_memory, memory_limits
 
-    memory = psutil.virtual_memory()
     kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
     kernels.set_threads(options.num_threads, options.pin_threads)
     return {
@@ -87,7 +87,10 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
             "logical": psutil.cpu_count(),
             "usable": usable_cores(),
         },
-        "memory_bytes": {"total": memory.total, "available": memory.available},
+        "memory_bytes": {"total": psutil.virtual_memory().total, "available": available_memory()},
+        "memory_limits": [
+            {"from": limit.source, "limit": limit.limit, "used": limit.used} for limit in memory_limits()
+        ],
         "devices": ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))],
         "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())],
         **gpu_software(),
@@ -199,6 +202,11 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
         if name == "gpus":
             for i, gpu in enumerate(value):
                 lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
+            continue
+        if name == "memory_limits":
+            for limit in value:
+                text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
+                lines.append(f"{indent}{'memory limit:':<22} {text}")
             continue
         if name == "memory_bytes":
             value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())

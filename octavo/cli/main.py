@@ -20,6 +20,7 @@ from octavo.core.errors import (
     TokenizerError,
     UnsupportedModelError,
     WeightError,
+    as_memory_error,
 )
 
 #: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
@@ -95,9 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as e:
         if os.environ.get("OCTAVO_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(e, WRONG_INPUT) else EXIT_FAILED
+        return _report(e)
+    except Exception as e:
+        known = as_memory_error(e)  # such as a library that cannot be loaded within ulimit -v
+        if known is None:
+            raise
+        return _report(known)
     return code
+
+
+def _report(error: OctavoError) -> int:
+    """One line on standard error; the exit code."""
+    print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, WRONG_INPUT) else EXIT_FAILED
 
 
 def _run(argv: list[str]) -> int:
@@ -136,6 +147,7 @@ def _set_up_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("octavo: %(levelname)s: %(message)s"))
     logger.handlers = [handler]
+    logging.getLogger("octavo.startup").setLevel(logging.NOTSET)
 
 
 def _never_fail_to_print() -> None:

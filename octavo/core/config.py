@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     ValidationError,
@@ -23,6 +24,15 @@ TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
 
 #: Default of ``max_logprobs``, and the most that kernels on a GPU name.
 MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers of a text such as "1,2,4"; anything else as it is."""
+    return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+
+
+#: A list of positive integers; in flags and variables with commas between.
+Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
 
 class _Options(BaseModel):
@@ -107,6 +117,12 @@ class CacheOptions(_Options):
         "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
         "for the KV cache alone (default 0.5).",
     )
+    kv_cache_memory_bytes: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="Memory for the KV cache of each worker, in bytes or with a unit (4GiB, 900MB), instead of a share "
+        "of the free memory (gpu_memory_utilization).",
+    )
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
     )
@@ -160,6 +176,15 @@ class CacheOptions(_Options):
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:
             raise ValueError("host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _one_size_of_the_cache(self) -> Self:
+        if self.kv_cache_memory_bytes is None:
+            return self
+        for name in ("gpu_memory_utilization", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"kv_cache_memory_bytes and {name} both size the KV cache: give one of them")
         return self
 
 
@@ -286,6 +311,11 @@ class DeviceOptions(_Options):
         "lazy",
         description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
     )
+    cudagraph_capture_sizes: Sizes | None = Field(
+        None,
+        description="On a GPU: decode batch sizes that have a CUDA graph (1,2,4,8), each for the batches up to it; "
+        "larger batches run without. Default: 1, 2, 4, then every 8th and further apart up to max_num_seqs.",
+    )
     time_kernels: bool = Field(
         False, description="Time every kernel call, so that a step's share of time outside kernels is known."
     )
@@ -323,6 +353,20 @@ class EngineConfig(DeviceOptions, SchedulerOptions, CacheOptions, ModelOptions):
     It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made
     without the others. Fields are listed from the last base to the first.
     """
+
+    @model_validator(mode="after")
+    def _graphs_can_be_used(self) -> Self:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return self
+        if self.enforce_eager:
+            raise ValueError("enforce_eager turns CUDA graphs off: give no cudagraph_capture_sizes with it")
+        if max(sizes) > self.max_num_seqs:
+            raise ValueError(
+                f"cudagraph_capture_sizes has {max(sizes)}, but no batch has more than max_num_seqs "
+                f"({self.max_num_seqs}) sequences"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_prompts_fit_a_step(self) -> Self:

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.messages import (
     BYTES_OF_LOGPROB,
     MAX_BYTES_FROM_CORE,
@@ -207,7 +207,8 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.handlers, logger.propagate = [LogSender(outbox)], False
     logger.setLevel(start.log_level)
     try:
-        core = EngineCore(make_config(**start.options), Path(start.folder))
+        with memory_errors():
+            core = EngineCore(make_config(**start.options), Path(start.folder))
         _check_messages(core)
         outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:

@@ -251,17 +251,22 @@ class LLM:
         """Queues and blocks now (``Gauge``), and totals since the start (``Counter``), each with name and value."""
         return metrics_of(self.llm_engine.stats())
 
-    def sleep(self) -> None:
-        """Frees the GPU's memory until ``wake_up``, for other programs.
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``, for other programs. Meanwhile requests raise ``EngineStateError``.
 
-        The weights move to host memory; the KV cache and its prefixes are dropped. Meanwhile
-        requests are refused with ``EngineStateError``.
+        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay,
+        packed as they are. Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
 
         Raises:
+            ConfigError: there is no such level.
             EngineStateError: requests are unfinished.
-            ConfigError: the weights are packed for the CPU's kernels and cannot move.
         """
-        self.llm_engine.sleep()
+        self.llm_engine.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until ``wake_up``."""
+        return self.llm_engine.is_sleeping
 
     def wake_up(self) -> None:
         """Restores weights and KV cache; nothing happens if it is not sleeping."""

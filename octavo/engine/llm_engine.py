@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, InvalidRequestError
+from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
@@ -70,9 +70,10 @@ class LLMEngine:
             revision=options.revision,
             weights=options.load_format != "dummy",
         )
-        tokenizer = find_tokenizer(options, folder)
-        defaults = default_sampling(options.generation_config, folder)
-        engine = cls(EngineCore(options, folder), tokenizer, stat_loggers, defaults)
+        with memory_errors():
+            tokenizer = find_tokenizer(options, folder)
+            defaults = default_sampling(options.generation_config, folder)
+            engine = cls(EngineCore(options, folder), tokenizer, stat_loggers, defaults)
         for text, name in prefixes:
             engine.add_shared_prefix(text, name)
         return engine
@@ -187,9 +188,14 @@ class LLMEngine:
         """The shared prefixes, in the order in which they were added."""
         return list(self._prefixes)
 
-    def sleep(self) -> None:
-        """Frees the device's memory until ``wake_up``; errors are those of ``EngineCore.sleep``."""
-        self.core.sleep()
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels, and ``EngineCore.sleep`` for errors."""
+        self.core.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until ``wake_up``."""
+        return self.core.is_sleeping
 
     def wake_up(self) -> None:
         """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""

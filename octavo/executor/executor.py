@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineDeadError
+from octavo.core.errors import EngineDeadError, memory_errors
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.startup import WorkerFacts
 
 if TYPE_CHECKING:
     from octavo.runner.model_runner import ModelRunner
@@ -45,6 +46,7 @@ class Executor(ABC):
 
         Raises:
             EngineDeadError: a worker is lost, or ``shutdown`` was called.
+            InsufficientMemoryError: memory ran out on a worker.
             Exception: the method failed on a worker.
         """
 
@@ -84,17 +86,17 @@ class Executor(ABC):
         groups: list[tuple[int, int | None]] = self.collective_rpc("kv_groups")[0]
         return groups
 
+    def startup_facts(self) -> list[WorkerFacts]:
+        """What each worker got at its start, by rank; to be asked once there is a KV cache."""
+        return self.collective_rpc("startup_facts")
+
     def measure_swap(self) -> float:
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
         return max(self.collective_rpc("measure_swap"))
 
-    def sleep(self, level: int = 1) -> int:
-        """Frees the devices' memory until ``wake_up``: bytes, of all workers together.
-
-        Raises:
-            ConfigError: the weights cannot move.
-        """
-        return sum(state.bytes_freed for state in self.collective_rpc("sleep", level))
+    def sleep(self, level: int) -> int:
+        """Frees memory until ``wake_up``, see ``ModelRunner.sleep``: bytes, of all workers together."""
+        return sum(self.collective_rpc("sleep", level))
 
 
 class UniprocExecutor(Executor):
@@ -108,7 +110,8 @@ class UniprocExecutor(Executor):
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on the worker."""
-        return [getattr(self._alive(), method)(*args)]
+        with memory_errors():
+            return [getattr(self._alive(), method)(*args)]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""

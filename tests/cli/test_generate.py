@@ -368,3 +368,18 @@ def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refuse
     assert len(line["outputs"][0]["token_ids"]) == 56
     assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
     assert "max_tokens (57) does not fit" in capsys.readouterr().err
+
+
+def test_what_the_engine_got_is_said_if_asked_for(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", tiny_model, "x", "--max-tokens", 1, "--num-gpu-blocks-override", 40)
+    assert octavo(*words) == 0
+    assert "KV cache" not in capsys.readouterr().err
+    assert octavo(*words, "--verbose") == 0
+    said = capsys.readouterr()
+    assert "octavo: INFO: KV cache: 40 blocks of 16 tokens" in said.err
+    assert "KV cache" not in said.out
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "info")
+    assert octavo(*words) == 0
+    assert "KV cache: 40" in capsys.readouterr().err

@@ -14,6 +14,8 @@ import pytest
 
 import octavo as package
 from octavo.cli.main import COMMANDS
+from octavo.runner import memory
+from octavo.runner.cgroups import MemoryLimit
 from tests.busy_machine import PATIENCE, held_up, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -272,6 +274,18 @@ def test_info_reports_the_machine(octavo: Run, capsys: pytest.CaptureFixture[str
     assert facts["cpu"]
     assert facts["kernels"]
     assert "model" not in facts
+
+
+def test_info_shows_the_limits_of_the_process(
+    octavo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "group_limits", lambda root: [MemoryLimit("/sys/fs/cgroup/a", 900 << 20, 400 << 20)])
+    assert octavo("info", "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {"from": "/sys/fs/cgroup/a", "limit": 900 << 20, "used": 400 << 20} in facts["memory_limits"]
+    assert facts["memory_bytes"]["available"] <= 500 << 20
+    assert octavo("info") == 0
+    assert "memory limit:          900 MiB, 400 MiB used, by /sys/fs/cgroup/a\n" in capsys.readouterr().out
 
 
 def test_info_writes_lines_for_people_and_json_to_a_file(

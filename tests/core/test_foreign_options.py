@@ -14,7 +14,7 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.config_sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import ALIASES, FOREIGN_OPTIONS, own_options
-from octavo.server.options import ServerOptions
+from octavo.core.server_options import ServerOptions
 
 PLAIN = EngineConfig(model="m")
 

@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine import chat_template
-from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat, render_continued
+from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 
 CHATML = """{% for message in messages %}
     {%- if loop.first and message['role'] != 'system' -%}
@@ -140,7 +140,10 @@ def test_a_message_is_continued_as_in_transformers(template: str, content: Any) 
     texts = render_jinja_template(
         [messages_as_text(messages)], chat_template=template, continue_final_message=True, **TOKENS
     )
-    assert render_continued(template, messages, **TOKENS) == texts[0][0]
+    assert (
+        render_chat(template, messages, **TOKENS, add_generation_prompt=False, continue_final_message=True)
+        == texts[0][0]
+    )
 
 
 def messages_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,11 +156,13 @@ def messages_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_message_that_the_template_drops_or_changes_cannot_be_continued() -> None:
     with pytest.raises(InvalidRequestError, match="does not write the last message"):
-        render_continued("{{ messages[0].content }}", [USER, ASSISTANT])
+        render_chat(
+            "{{ messages[0].content }}", [USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True
+        )
     with pytest.raises(InvalidRequestError, match="add_generation_prompt=False"):
-        render_continued(CHATML, [USER, ASSISTANT], add_generation_prompt=True)
+        render_chat(CHATML, [USER, ASSISTANT], add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(InvalidRequestError, match="must not be empty"):
-        render_continued(CHATML, [])
+        render_chat(CHATML, [], add_generation_prompt=False, continue_final_message=True)
 
 
 def test_tool_calls_and_results_render_as_in_transformers() -> None:
