@@ -123,7 +123,7 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
         "KV cache: 30 blocks of 4 tokens (120 tokens, 0.07 GiB in float32), at most 1 requests of 120 tokens at once; "
         "9 host blocks (0.02 GiB)"
     )
-    assert lines[4].endswith(": weights 0.50 s"), "the slowest worker's"
+    assert lines[5].endswith(": weights 0.50 s"), "the slowest worker's"
     with caplog.at_level(logging.INFO, logger="octavo"):
         engine.sleep()
         engine.sleep(level=2)
