@@ -30,11 +30,15 @@ if TYPE_CHECKING:
         WeightError,
         WorkerError,
     )
-    from octavo.core.outputs import CompletionOutput, RequestOutput
-    from octavo.core.sampling_params import SamplingParams
+    from octavo.core.metrics import Counter, Gauge, Metric
+    from octavo.core.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.core.prompts import TextPrompt, TokensPrompt
+    from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.core.stats import StepStats
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.stat_loggers import StatLogger
 
 __version__ = "0.1.0"
 
@@ -44,18 +48,27 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
+    "Counter",
     "DownloadError",
     "EngineConfig",
     "EngineDeadError",
     "EngineStateError",
+    "Gauge",
     "InsufficientMemoryError",
     "InvalidRequestError",
     "LLMEngine",
+    "Logprob",
+    "Metric",
     "ModelNotFoundError",
     "OctavoError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StatLogger",
+    "StepStats",
+    "TextPrompt",
     "TokenizerError",
+    "TokensPrompt",
     "UnrecordableError",
     "UnsupportedModelError",
     "WeightError",
@@ -70,8 +83,17 @@ _ELSEWHERE = {
     "EngineConfig": "octavo.core.config",
     "BeamSearchParams": "octavo.core.beam_search_params",
     "SamplingParams": "octavo.core.sampling_params",
+    "StatLogger": "octavo.engine.stat_loggers",
+    "StepStats": "octavo.core.stats",
+    "RequestOutputKind": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",
+    "Logprob": "octavo.core.outputs",
+    "TextPrompt": "octavo.core.prompts",
+    "TokensPrompt": "octavo.core.prompts",
+    "Metric": "octavo.core.metrics",
+    "Counter": "octavo.core.metrics",
+    "Gauge": "octavo.core.metrics",
 }
 
 

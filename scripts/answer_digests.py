@@ -108,7 +108,7 @@ def run(kind: str, way: str) -> list[str]:
     }
     llm = LLM("smollm2-135m", kernels="cpu", max_model_len=256, **{**defaults, **KINDS[kind], **SCHEDULES[way]})
     prompts: list[Any] = [{"prompt_token_ids": p} for p in PROMPTS]
-    outputs = llm.generate(prompts, PARAMS, use_tqdm=False, priority=[i * 5 % 8 for i in range(len(prompts))])
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
     preempted = sum(o.metrics.num_preemptions for o in outputs)
     if SCHEDULES[way].get("num_gpu_blocks_override") and not preempted:
         raise AssertionError(f"{kind}, {way}: nothing was preempted, so the run tests nothing")

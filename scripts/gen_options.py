@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
+from octavo.cli import chat, generate
 from octavo.cli.engine_flags import value_kind
 from octavo.cli.sampling_flags import HELP
 from octavo.core.config import PARTS
 from octavo.core.config_sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
-from octavo.server.options import ServerOptions
+from octavo.core.server_options import ServerOptions
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -42,17 +44,25 @@ PART_HEAD = """
 SAMPLING_HEAD = """
 ## Sampling parameters
 
-Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top-p 0.9`); keys of a line of JSON input.
+Fields of `SamplingParams`; flags of `octavo generate` and `octavo chat` (`--top-p 0.9`), with defaults of their own;
+keys of a line of JSON input; fields of a request over HTTP, with the defaults of `SamplingParams` (of a chat,
+`max_tokens` has none).
 `logits_processors` (a list of callables) exists in Python only.
 
-| parameter | default | what it does |
-| --- | --- | --- |
+A model's `generation_config.json` may set `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and
+`max_new_tokens` (here `max_tokens`). Its values come before all defaults of this table: for a call of `LLM.generate` or
+`LLM.chat` without `SamplingParams`, for flags and for fields of a request that are left out. `SamplingParams` that are
+given are never changed. The engine option `generation_config` names another folder, or `none`.
+
+| parameter | default | `generate` | `chat` | what it does |
+| --- | --- | --- | --- | --- |
 """
 
 SERVER_HEAD = """
 ## Server options
 
-Flags of `octavo serve` (`--port 9000`), beside those of the engine.
+Flags of `octavo serve` (`--port 9000`), beside those of the engine; also variables (`OCTAVO_PORT=9000`) and keys of the
+YAML file (`port: 9000`), as engine options are. The other commands leave them in a shared file unread.
 
 | option | value | default | what it does |
 | --- | --- | --- | --- |
@@ -77,10 +87,18 @@ def render() -> str:
     lines.append(SAMPLING_HEAD)
     for parameter in msgspec.structs.fields(SamplingParams):
         if parameter.name in HELP:
-            lines.append(_row(f"`{parameter.name}`", _code(parameter.default), HELP[parameter.name]))
+            defaults = [parameter.default, *(_default(command, parameter) for command in (generate, chat))]
+            lines.append(_row(f"`{parameter.name}`", *map(_code, defaults), HELP[parameter.name]))
     lines.append(VARIABLES_HEAD)
     lines += [_row(f"`{name}`", text) for name, text in RESERVED_VARIABLES.items()]
     return "".join(lines)
+
+
+def _default(command: Any, parameter: msgspec.structs.FieldInfo) -> Any:
+    """The default of a command's flag; a dash where it has none."""
+    if parameter.name in getattr(command, "LEAVE_OUT", ()):
+        return "-"
+    return command.DEFAULTS.get(parameter.name, parameter.default)
 
 
 def _option_rows(options: type[BaseModel]) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import octavo
 import octavo.cli.sampling_flags
 from octavo.core import errors
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import FOREIGN_FIELDS, SamplingParams
 from tests.busy_machine import PATIENCE, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +98,8 @@ def test_the_options_page_is_up_to_date() -> None:
 
 
 def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
-    assert set(octavo.cli.sampling_flags.HELP) == set(SamplingParams.__struct_fields__) - {"logits_processors"}
+    in_python_only = {"logits_processors", "output_kind", *FOREIGN_FIELDS}
+    assert set(octavo.cli.sampling_flags.HELP) == set(SamplingParams.__struct_fields__) - in_python_only
 
 
 def test_the_torch_range_is_read_from_the_project_file(tmp_path: Path) -> None:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
 
-from octavo.core.config import SchedulerOptions
+from octavo.core.config import EngineConfig, SchedulerOptions, make_config
+from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
-_BLOCK_SIZE = 16
+#: The engine's options that count here: the blocks' and the scheduler's, but for those that the measurement sets.
+OPTIONS = frozenset(SchedulerOptions.model_fields) - {"max_num_seqs", "async_scheduling"} | {
+    "block_size",
+    "watermark",
+    "enable_prefix_caching",
+    "host_prefix_cache",
+    "num_gpu_blocks_override",
+    "num_host_blocks_override",
+}
 #: Token id of every sampled token; not a stop token.
 _TOKEN = 7
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class SchedulerFigures:
     """Processor time of a step in which every running sequence decodes one token."""
 
+    policy: str
     running: int
     waiting: int
     context: int
@@ -33,23 +45,38 @@ class SchedulerFigures:
     us_per_sequence: float
 
 
-def measure(running: int, waiting: int, context: int, steps: int = 200, policy: str = "fcfs") -> SchedulerFigures:
-    """Times steps of a scheduler with ``running`` decoding sequences of ``context`` tokens and ``waiting`` requests."""
-    per_sequence = -(-(context + steps + 2) // _BLOCK_SIZE) + 1
-    blocks = BlockManager(running * per_sequence, _BLOCK_SIZE, prefix_caching=True)
-    options = SchedulerOptions(
-        max_num_seqs=running,
-        max_num_batched_tokens=running * context,
-        scheduling_policy=policy,
-    )
-    scheduler = Scheduler(blocks, options, max_model_len=per_sequence * _BLOCK_SIZE)
+def measure(
+    running: int, waiting: int, context: int, options: EngineConfig | None = None, steps: int = 200
+) -> SchedulerFigures:
+    """Times steps of a scheduler with ``running`` decoding sequences of ``context`` tokens and ``waiting`` requests.
+
+    Of ``options``, those named in ``OPTIONS`` count. By default the token budget takes all prompts in one step, and
+    the blocks are as many as the sequences need.
+
+    Raises:
+        ConfigError: under these options so many sequences do not run at once.
+    """
+    options = options or make_config(model="none")
+    budget = options.max_num_batched_tokens or running * context
+    if budget < running:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) must be at least the number of running sequences ({running}): each "
+            "decodes one token a step"
+        )
+    options = options.model_copy(update={"max_num_seqs": running, "max_num_batched_tokens": budget})
+    scheduler = _make_scheduler(options, running, context + _steps_of_prompts(options, context) + steps + 2)
+    now = time.monotonic()
     for i in range(running + waiting):
         # Lengths differ, so that not all sequences need a block in the same step; prompts share no prefix.
-        prompt = [i] + [_TOKEN] * (context - 1 - i % _BLOCK_SIZE)
-        scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Generate(_params(steps), seed=i)))
-    while scheduler.stats().num_running < running or scheduler.queues.prefilling:
+        prompt = [i] + [_TOKEN] * (context - 1 - i % options.block_size % context)
+        task = Generate(_PARAMS, seed=i)
+        scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=task, arrival_time=now))
+    while scheduler.counts().num_running < running or scheduler.queues.prefilling:
         plan = scheduler.schedule()
-        scheduler.update(plan, sampled(plan, scheduler))
+        outputs = scheduler.update(plan, sampled(plan, scheduler))
+        if outputs.groups or any(update.finish_reason for update in outputs.sequences):
+            reason = outputs.groups[0].error if outputs.groups else "some end before the last prompt is computed"
+            raise ConfigError(f"under these options {running} sequences of {context} tokens do not run: {reason}")
     times = []
     for _ in range(steps):
         start = time.thread_time()
@@ -62,6 +89,7 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     assert len(plan.seq_ids) == running, "every running sequence decodes in every step"
     schedule_us, update_us = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
     return SchedulerFigures(
+        policy=options.scheduling_policy,
         running=running,
         waiting=waiting,
         context=context,
@@ -72,8 +100,35 @@ def measure(running: int, waiting: int, context: int, steps: int = 200, policy: 
     )
 
 
-def _params(steps: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=4 * steps + 1000, ignore_eos=True)
+def _steps_of_prompts(options: EngineConfig, context: int) -> int:
+    """Most steps until all prompts are computed, in which the first of them decode already."""
+    running, budget = options.max_num_seqs, options.token_budget
+    limits = options.max_num_partial_prefills, options.long_prefill_token_threshold, options.scheduler_delay_factor
+    if budget >= running * context and not any(limits):
+        return 1
+    chunk = min(budget - running + 1, options.long_prefill_token_threshold or context)
+    return running * -(-context // chunk)
+
+
+def _make_scheduler(options: EngineConfig, running: int, length: int) -> Scheduler:
+    """A scheduler with blocks for ``running`` sequences that grow to ``length`` tokens, or as many as are given."""
+    per_sequence = -(-length // options.block_size) + 1
+    needed = math.ceil(running * per_sequence / (1 - options.watermark))
+    num_blocks = options.num_gpu_blocks_override or needed
+    if num_blocks < needed:
+        raise ConfigError(
+            f"num_gpu_blocks_override ({num_blocks}) must be at least {needed}: the {running} sequences grow to "
+            f"{length} tokens"
+        )
+    blocks = BlockManager(
+        num_blocks,
+        options.block_size,
+        num_host_blocks=options.num_host_blocks_override or 0,
+        watermark=options.watermark,
+        prefix_caching=options.enable_prefix_caching,
+        host_cache=options.host_prefix_cache,
+    )
+    return Scheduler(blocks, options, max_model_len=per_sequence * options.block_size)
 
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:

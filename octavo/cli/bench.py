@@ -10,8 +10,8 @@ from typing import IO, Any
 import msgspec
 
 from octavo.cli import bench_serve
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
 KINDS = ("offline", "kernels", "memory", "scheduler", "serve")
@@ -24,13 +24,14 @@ examples:
   octavo bench kernels smollm2-135m --rows 1,8,64
   octavo bench kernels llama-3.1-8b-shape --device cuda --rows 1,64,8192
   octavo bench memory smollm2-135m
-  octavo bench scheduler --running 64,256,1024 --waiting 10000
+  octavo bench scheduler --running 64,256,1024 --waiting 10000 --scheduling-policy sjf
   octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths, and savings by sharing
-scheduler  processor time of schedule and update in a step, in microseconds, without a model
+scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
+           and those of the blocks count, others are refused
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
@@ -79,8 +80,11 @@ def run(arguments: Arguments) -> int:
         if not hasattr(arguments, "base_url"):
             raise ConfigError("'serve' must come right after 'octavo bench', before its options")
         return bench_serve.run(arguments)
-    model = None if kind == "scheduler" else take_model(arguments)
-    refuse_words(arguments)
+    model = None
+    if kind == "scheduler":
+        refuse_words(arguments)
+    else:
+        model = take_model(arguments)
     for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
@@ -146,7 +150,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
     from octavo.bench.kernels import Types, cpu_shapes, gpu_shapes, measure
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
@@ -157,9 +161,12 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads, options.pin_threads)
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    if options.quantization == "gguf":
-        raise ConfigError("quantization=gguf depends on a file; octavo bench kernels measures int8, int4 and fp8")
-    types = Types(dtype, options.quantization, options.kv_cache_dtype)
+    quantization = weight_quantization(options, kernels.name)
+    if quantization == "gguf":
+        raise ConfigError(
+            "the matrices of a GGUF file differ in bits (quantization=gguf): name int8, int4, fp8 or none"
+        )
+    types = Types(dtype, quantization, options.kv_cache_dtype)
     with torch.inference_mode():
         _show(
             measure(
@@ -172,7 +179,7 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
                 device=device,
             ),
             stream,
-            f"{kernels.describe()}, {options.quantization or dtype}: "
+            f"{kernels.describe()}, {quantization or dtype}: "
             f"reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
             f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
             lambda f: (
@@ -219,14 +226,24 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
 
 
 def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
-    from octavo.bench.scheduler import measure
+    from octavo.bench.scheduler import OPTIONS, measure
 
+    given = ["model"] if arguments.model is not None else []
+    for name in given + list(arguments.group(PREFIX)):
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not count in octavo bench scheduler, which has no model and sets the "
+                f"sequences by --running; the engine's options that do: {', '.join(sorted(OPTIONS))}"
+            )
+    options = read_engine_config(arguments, "none")
+    if options.host_prefix_cache and not options.num_host_blocks_override:
+        raise ConfigError("host_prefix_cache needs num_host_blocks_override here: without a model there is no memory")
     _show(
-        (measure(running, arguments.waiting, arguments.context) for running in arguments.running),
+        (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
         stream,
-        "running  waiting  context  schedule us  update us  slowest step us  us a sequence",
+        "policy  running  waiting  context  schedule us  update us  slowest step us  us a sequence",
         lambda f: (
-            f"{f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
+            f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
             f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
         ),
     )

@@ -40,9 +40,16 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     target = parser.add_argument_group("server")
-    target.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(http://127.0.0.1:8000)")
+    target.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="address of the server (http://127.0.0.1:8000)",
+    )
     target.add_argument("--model", metavar="NAME", help="the model's name in requests")
-    target.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="(completions)")
+    target.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions", help="route (completions)"
+    )
     target.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     target.add_argument("--extra-body", metavar="JSON", help="fields added to each request; null leaves a field out")
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (600)")

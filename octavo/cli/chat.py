@@ -5,13 +5,21 @@ from __future__ import annotations
 import difflib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, refuse_words, take_model
+import msgspec
+
+from octavo.cli.engine_flags import (
+    add_engine_flags,
+    add_verbose_flag,
+    apply_verbosity,
+    read_engine_config,
+    take_model,
+)
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
@@ -22,6 +30,12 @@ if TYPE_CHECKING:
 #: No limit but the context length; less random than the full distribution of a small model.
 DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
 
+#: Begins and ends a message of several lines.
+BLOCK = '"""'
+
+#: Tokens of the context kept free for an answer where ``max_tokens`` names no length; a quarter of it if that is less.
+ANSWER_ROOM = 256
+
 #: Parameters that have no meaning for one answer shown as text.
 LEAVE_OUT = ("n", "best_of", "logprobs", "prompt_logprobs", "detokenize")
 
@@ -31,6 +45,7 @@ HELP = """\
 /system TEXT   set the system message (empty: remove it) and forget the conversation
 /exit          leave (Ctrl-D too)
 Ctrl-C stops an answer.
+A line that ends with a backslash goes on in the next one; what stands between \"\"\" and \"\"\" is one message.
 """
 
 EXAMPLE = """\
@@ -47,10 +62,12 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo chat",
-        usage="octavo chat [options] MODEL",
-        description="A conversation in the terminal; where standard input is piped, each line is a question.",
+        usage="octavo chat [options] [MODEL]",
+        description="A conversation in the terminal; where standard input is piped, each line is a question.\n"
+        "Where the context is full, the oldest turns are dropped, which is said.",
         epilog=EXAMPLE,
     )
+    add_verbose_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should answer")
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
@@ -59,23 +76,25 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
+    apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments))
-    refuse_words(arguments)
     try:
-        params = read_sampling_params(arguments, DEFAULTS)
+        read_sampling_params(arguments, DEFAULTS)  # refuses wrong ones before a model is loaded
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     from octavo.engine.llm_engine import LLMEngine
 
-    conversation = Conversation(LLMEngine.from_config(config), params, arguments.system)
+    engine = LLMEngine.from_config(config)
+    params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
+    conversation = Conversation(engine, params, arguments.system)
     if sys.stdin.isatty():
         print(f"{config.model}: type a question; /help shows commands", file=sys.stderr)
-    for line in _lines():
-        if line.startswith("/"):
-            if not _run_command(conversation, line):
+    for message in _messages():
+        if message.startswith("/") and "\n" not in message:
+            if not _run_command(conversation, message):
                 break
-        elif line:
-            conversation.ask(line)
+        else:
+            conversation.ask(message)
     return EXIT_FAILED if conversation.failures else 0
 
 
@@ -95,25 +114,55 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, question: str) -> None:
-        """Streams the answer to the terminal. A question that fails is reported and not kept."""
-        messages = [*self.messages, {"role": "user", "content": question}]
+        """Streams the answer to the terminal. A question that fails is reported and not kept.
+
+        Where the context has no room for question and answer, the oldest turns are dropped.
+        """
         self._turn += 1
         request_id = f"turn-{self._turn}"
+        context = self.engine.inputs.max_model_len
         try:
-            self.engine.add_request(request_id, self.engine.tokenizer.encode_chat(messages), self.params)
+            messages, prompt, dropped = self._fitted(question, context)
+            room, wanted = context - len(prompt), self.params.max_tokens
+            params = self.params
+            if wanted is not None and wanted > room > 0:
+                params = msgspec.structs.replace(params, max_tokens=room)
+            self.engine.add_request(request_id, prompt, params)
         except InvalidRequestError as e:
             self._report(f"{e} (/reset forgets the conversation)")
             return
-        answer, error = self._stream(request_id)
+        if dropped:
+            turns = "1 turn at the beginning of the conversation was dropped"
+            if dropped > 1:
+                turns = f"{dropped} turns at the beginning of the conversation were dropped"
+            print(f"octavo: the context of {context} tokens is full: {turns}", file=sys.stderr)
+        answer, reason, error = self._stream(request_id)
         if error is not None:
             self._report(error)
-        else:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            return
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        if reason == "length" and (wanted is None or wanted > room):
+            print(f"octavo: the answer is cut: the context of {context} tokens is full", file=sys.stderr)
 
-    def _stream(self, request_id: str) -> tuple[str, str | None]:
-        """Prints until the request ends or Ctrl-C is pressed; returns (answer so far, error)."""
+    def _fitted(self, question: str, context: int) -> tuple[list[dict[str, Any]], list[int], int]:
+        """(messages with the question, their token ids, turns that had to be dropped so that an answer fits)."""
+        wanted = self.params.max_tokens
+        room = min(ANSWER_ROOM, context // 4) if wanted is None else min(wanted, context // 2)
+        first = 1 if self.system else 0
+        kept = [*self.messages, {"role": "user", "content": question}]
+        prompt = self.engine.tokenizer.encode_chat(kept)
+        dropped = 0
+        while len(prompt) + room > context and len(kept) > first + 1:
+            del kept[first : first + 2]  # a question and its answer
+            dropped += 1
+            prompt = self.engine.tokenizer.encode_chat(kept)
+        return kept, prompt, dropped
+
+    def _stream(self, request_id: str) -> tuple[str, str | None, str | None]:
+        """Prints until the request ends or Ctrl-C is pressed; returns (answer so far, finish reason, error)."""
         shown = ""
-        error = None
+        reason: str | None = None
+        error: str | None = None
         try:
             with _interrupts() as interrupts:
                 while self.engine.has_unfinished_requests():
@@ -122,13 +171,14 @@ class Conversation:
                         last = self.engine.abort_request(request_id)
                         outputs += [] if last is None else [last]
                     for output in outputs:
-                        added, error = output.outputs[0].text, output.outputs[0].error
-                        print(added, end="", flush=True)
-                        shown += added
+                        added = output.outputs[0]
+                        reason, error = added.finish_reason, added.error
+                        print(added.text, end="", flush=True)
+                        shown += added.text
         finally:
             self.engine.abort_request(request_id)
         print(flush=True)
-        return shown, error
+        return shown, reason, error
 
     def _report(self, message: str) -> None:
         self.failures += 1
@@ -153,11 +203,10 @@ def _run_command(conversation: Conversation, line: str) -> bool:
     return True
 
 
-def _lines() -> Iterator[str]:
-    """The input lines, stripped. Ctrl-C at the prompt drops the line."""
+def _messages() -> Iterator[str]:
+    """What is typed or piped, a message at a time. Ctrl-C at the prompt drops the message."""
     if not sys.stdin.isatty():
-        for raw in sys.stdin.buffer:
-            yield raw.decode("utf-8", errors="replace").strip()
+        yield from read_messages(_piped_line)
         return
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() line editing and history, where Python has it
@@ -165,12 +214,56 @@ def _lines() -> Iterator[str]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
-            yield input("> ").strip()
+            yield from read_messages(input)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-        except EOFError:
+        else:
             print(file=sys.stderr)
             return
+
+
+def _piped_line(prompt: str) -> str:
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    return raw.decode("utf-8", errors="replace")
+
+
+def read_messages(read_line: Callable[[str], str]) -> Iterator[str]:
+    """The messages, stripped, without empty ones; of one line, or several as ``HELP`` says.
+
+    ``read_line(prompt)`` gives a line or raises EOFError, which ends a message that was begun.
+    """
+    while True:
+        try:
+            line = read_line("> ").strip()
+        except EOFError:
+            return
+        message = _read_block(line[3:], read_line) if line.startswith(BLOCK) else _read_lines(line, read_line)
+        if message:
+            yield message
+
+
+def _read_lines(line: str, read_line: Callable[[str], str]) -> str:
+    """A line and those that follow it as long as each ends with a backslash."""
+    lines = []
+    with suppress(EOFError):
+        while line.endswith("\\"):
+            lines.append(line[:-1])
+            line = ""
+            line = read_line("... ").rstrip()
+    return "\n".join([*lines, line]).strip()
+
+
+def _read_block(line: str, read_line: Callable[[str], str]) -> str:
+    """Lines up to the closing quotes, with their indentation."""
+    lines = []
+    with suppress(EOFError):
+        while not line.endswith(BLOCK):
+            lines.append(line)
+            line = BLOCK
+            line = read_line("... ").rstrip()
+    return "\n".join([*lines, line.removesuffix(BLOCK)]).strip("\n")
 
 
 @contextmanager

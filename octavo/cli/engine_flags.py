@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from octavo.cli.parsing import Arguments, Parser
-from octavo.core.config import EngineConfig
-from octavo.core.config_sources import parse_option, resolve_config
+from octavo.cli.parsing import Arguments, Parser, refuse_words
+from octavo.core.config import EngineConfig, Sizes
+from octavo.core.config_sources import configured_model, parse_option, resolve_config
+from octavo.core.foreign_options import FOREIGN_OPTIONS
 
 PREFIX = "engine"
 
 
 def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
-    """Adds ``--model``, ``--config`` and a flag for every engine option.
+    """Adds ``--model``, ``--config`` and a flag for every engine option; those of ``FOREIGN_OPTIONS`` are not in help.
 
     Args:
         parser: the flags are added to it; an option that is not given is absent from the arguments.
@@ -29,10 +33,27 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         "--config",
         type=Path,
         metavar="FILE",
-        help="YAML file of engine options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
+        help="YAML file of options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
-    add_option_flags(parser, PREFIX, fields, renamed=renamed, reader=_reader)
+    add_option_flags(parser, PREFIX, fields, renamed=renamed)
+    for name, foreign in FOREIGN_OPTIONS.items():
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
+        )
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+
+
+def add_verbose_flag(parser: Parser) -> None:
+    """Adds ``--verbose``, for commands whose output is an answer; see ``apply_verbosity``."""
+    parser.add_argument("--verbose", action="store_true", help="say what model, kernels and memory there are")
+
+
+def apply_verbosity(arguments: Arguments) -> None:
+    """Leaves out what the engine says at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is given."""
+    if not arguments.verbose and not os.environ.get("OCTAVO_LOG_LEVEL"):
+        logging.getLogger("octavo.startup").setLevel(logging.WARNING)
 
 
 def add_option_flags(
@@ -41,7 +62,6 @@ def add_option_flags(
     fields: Mapping[str, FieldInfo],
     *,
     renamed: Mapping[str, str] | None = None,
-    reader: Callable[[str], Callable[[str], Any]] | None = None,
 ) -> None:
     """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
 
@@ -50,16 +70,39 @@ def add_option_flags(
         prefix: of the names in the arguments, and the title of the group.
         fields: fields of the model, by name.
         renamed: as in ``add_engine_flags``.
-        reader: option -> function that reads its text; None: texts are kept.
     """
     group = parser.add_argument_group(f"{prefix} options")
     for name, field in fields.items():
         flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
-            options = {"type": reader(name) if reader else str, "metavar": value_kind(field)}
+            options = {"type": _reader(name), "metavar": value_kind(field)}
+        if list[str] in typing.get_args(field.annotation):
+            options = {"action": "append", "metavar": "FILE"}
         text = help_text(field.description or "", field.default)
         group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
+
+
+def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
+    """The model that the command line names: ``--model``, or else the first word, which is removed.
+
+    None if it names none. If the configuration names one, no word does: then all words are the command's, if it takes
+    ``more_words``.
+
+    Raises:
+        ConfigError: a word is left that the command does not take; or as for ``configured_model``.
+    """
+    model: str | None = arguments.model
+    why = ""
+    if model is None:
+        configured = configured_model(arguments.config)
+        if configured is not None:
+            why = f": the model, {configured!r}, is configured in a file or variable; name another as --model"
+        elif arguments.words:
+            model = arguments.words.pop(0)
+    if not more_words:
+        refuse_words(arguments, why)
+    return model
 
 
 def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
@@ -87,7 +130,7 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

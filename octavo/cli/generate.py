@@ -10,29 +10,38 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, take_model
+from octavo.cli.engine_flags import (
+    add_engine_flags,
+    add_verbose_flag,
+    apply_verbosity,
+    read_engine_config,
+    take_model,
+)
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
-from octavo.cli.sampling_flags import PREFIX, add_sampling_flags
+from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
 #: The default of SamplingParams, 16 tokens, cuts most sentences short.
-DEFAULTS = {"max_tokens": 128}
+DEFAULTS = {"max_tokens": DefaultMaxTokens(128)}
 
 EXAMPLE = """\
 examples:
   octavo generate smollm2-135m "The capital of France is" "Two and two make" --temperature 0
   octavo generate smollm2-135m --chat "Name three rivers." --max-tokens 64
   octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
+  octavo generate smollm2-135m "The capital of France is" --beam-width 4 --max-tokens 16
   echo "Once upon a time" | octavo generate smollm2-135m
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
-sampling parameters of its own. With --json, one line a request is written, in the order of the prompts, and a last
-line {"summary": ...}. A prompt that cannot be served fails alone: the others are answered and the exit code is 1.
+"priority", sampling and beam search parameters of its own. With --json, one line a request is written, in the order of
+the prompts, and a last line {"summary": ...}. A prompt that cannot be served fails alone: the others are
+answered and the exit code is 1.
 """
 
 
@@ -40,25 +49,37 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo generate",
-        usage="octavo generate [options] MODEL [PROMPT ...]",
-        description="Completes prompts, all of them as one batch. MODEL may also be given as --model, in OCTAVO_MODEL\n"
-        "or in a configuration file; a first word is always MODEL, unless --model is there.",
+        usage="octavo generate [options] [MODEL] [PROMPT ...]",
+        description="Completes prompts, all of them as one batch; on a terminal the text of a single one appears as\n"
+        "it grows. Where --model, OCTAVO_MODEL or a configuration file names the model, every word is a prompt.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
+    parser.add_argument(
+        "--priority",
+        type=number,
+        default=0,
+        metavar="X",
+        help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
+    )
     add_json_flag(parser)
+    add_verbose_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS)
+    add_beam_flags(parser)
     return parser
 
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
-    config = read_engine_config(arguments, take_model(arguments))
+    apply_verbosity(arguments)
+    config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat)
+        jobs = read_jobs(
+            arguments.words, arguments.input, sampling, as_chat=arguments.chat, priority=arguments.priority
+        )
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
@@ -67,11 +88,17 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.llm_engine import LLMEngine
 
         engine = LLMEngine.from_config(config)
+        defaults = engine.inputs.default_sampling
+        for job in jobs:
+            job.take_defaults({name: defaults[name] for name in defaults.keys() - arguments.group(PREFIX).keys()})
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
-        for job, output in complete(engine, jobs):
+        growing = json_out is None and _can_grow(jobs)
+        for job, output in show_growing(engine, jobs[0]) if growing else complete(engine, jobs):
             figures.count(job, output)
-            if json_out is not None:
+            if growing:
+                _print_error(job)
+            elif json_out is not None:
                 _write_line(json_out, _as_json(job, output))
             else:
                 _print_text(job, output, alone=len(jobs) == 1)
@@ -88,12 +115,7 @@ def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestO
     A refused job has ``error`` set and no output.
     """
     for job in jobs:
-        if job.error is None:
-            try:
-                prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
-                engine.add_request(str(job.index), prompt, job.params, streaming=False)
-            except (InvalidRequestError, TokenizerError) as e:
-                job.error = str(e)
+        _add(engine, job, streaming=False)
     ended: dict[str, RequestOutput] = {}
     for job in jobs:
         if job.error is not None:
@@ -105,8 +127,45 @@ def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestO
                 raise WorkerError(f"the engine has no more work, but request {request_id} has not ended")
             ended.update((output.request_id, output) for output in engine.step())
         result = ended.pop(request_id)
-        job.error = next((o.error for o in result.outputs if o.finish_reason == "error"), None)
+        job.error = _error_of(result)
         yield job, result
+
+
+def show_growing(engine: LLMEngine, job: Job) -> Iterator[tuple[Job, RequestOutput | None]]:
+    """Runs one job and prints its text as it grows; yields it as ``complete`` does, when it has ended."""
+    _add(engine, job, streaming=True)
+    whole: RequestOutput | None = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.outputs[0].text, end="", flush=True)
+            whole = output if whole is None else whole + output
+    if whole is not None:
+        print(flush=True)
+        job.error = _error_of(whole)
+    yield job, whole
+
+
+def _can_grow(jobs: list[Job]) -> bool:
+    """Whether the text can be printed as it grows: there is one, and it is read on a terminal."""
+    if len(jobs) != 1 or not sys.stdout.isatty():
+        return False
+    params = jobs[0].params
+    return isinstance(params, SamplingParams) and params.num_sequences == 1
+
+
+def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
+    """Queues a job; one that is refused has its ``error`` set."""
+    if job.error is not None:
+        return
+    try:
+        prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
+        engine.add_request(str(job.index), prompt, job.params, priority=job.priority or 0, streaming=streaming)
+    except (InvalidRequestError, TokenizerError) as e:
+        job.error = str(e)
+
+
+def _error_of(output: RequestOutput) -> str | None:
+    return next((o.error for o in output.outputs if o.finish_reason == "error"), None)
 
 
 class Figures:
@@ -156,9 +215,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
+def _print_error(job: Job) -> None:
     if job.error is not None:
         print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
+
+
+def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
+    _print_error(job)
     if output is None:
         return
     for completion in output.outputs:
@@ -198,6 +261,7 @@ def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
     return {
         "queue_seconds": metrics.time_in_queue,
         "first_token_seconds": since_arrival(metrics.first_token_time),
+        "last_token_seconds": since_arrival(metrics.last_token_time),
         "total_seconds": since_arrival(metrics.finished_time),
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,

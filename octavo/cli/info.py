@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.machine import cpu_name, gpu_driver, instruction_sets, usable_cores
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.config import EngineConfig
+from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
 
 EXAMPLE = """\
@@ -46,13 +47,13 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Prints the facts, as lines or as one JSON object."""
     model = take_model(arguments)
-    refuse_words(arguments)
+    has_model = model is not None or configured_model(arguments.config) is not None
     # The model is optional; the other options are checked in any case.
-    options = read_engine_config(arguments, model if model is not None else "none")
+    options = read_engine_config(arguments, model if has_model else "none")
     facts = machine_facts(options)
     if arguments.limits:
         facts["limits"] = limit_facts()
-    if model is not None:
+    if has_model:
         facts["model"] = model_facts(options)
     if arguments.json is None:
         print("\n".join(_as_lines(facts)))
@@ -63,14 +64,14 @@ def run(arguments: Arguments) -> int:
 
 
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
-    """Versions, processor, memory (bytes), devices, and the kernels that the engine would use."""
+    """Versions, processor, memory and its limits (bytes), devices, and the kernels that the engine would use."""
     import psutil
     import torch
 
     from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.cache import cache_dir
+    from octavo.runner.memory import available_memory, memory_limits
 
-    memory = psutil.virtual_memory()
     kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
     kernels.set_threads(options.num_threads, options.pin_threads)
     return {
@@ -86,7 +87,10 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
             "logical": psutil.cpu_count(),
             "usable": usable_cores(),
         },
-        "memory_bytes": {"total": memory.total, "available": memory.available},
+        "memory_bytes": {"total": psutil.virtual_memory().total, "available": available_memory()},
+        "memory_limits": [
+            {"from": limit.source, "limit": limit.limit, "used": limit.used} for limit in memory_limits()
+        ],
         "devices": ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))],
         "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())],
         **gpu_software(),
@@ -199,12 +203,17 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
             for i, gpu in enumerate(value):
                 lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
             continue
+        if name == "memory_limits":
+            for limit in value:
+                text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
+                lines.append(f"{indent}{'memory limit:':<22} {text}")
+            continue
         if name == "memory_bytes":
-            value = ", ".join(f"{_size(number)} {kind}" for kind, number in value.items())
+            value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
         elif name == "cores":
             value = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
         elif name.endswith("_bytes"):
-            value = _size(value)
+            value = readable_size(value)
         elif isinstance(value, list):
             value = " ".join(value) or "-"
         elif value is None:
@@ -216,7 +225,8 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def _size(number: float) -> str:
+def readable_size(number: float) -> str:
+    """A number of bytes in the unit that suits it."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"

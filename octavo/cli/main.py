@@ -13,11 +13,22 @@ from typing import Protocol
 
 from octavo import __version__
 from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Arguments, Parser
-from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError
+from octavo.core.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    OctavoError,
+    TokenizerError,
+    UnsupportedModelError,
+    WeightError,
+    as_memory_error,
+)
 
 #: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
 EXIT_BROKEN_PIPE = 141
 EXIT_INTERRUPTED = 130
+
+#: Errors of the call, the configuration or the checkpoint, which the same call will meet again: ``EXIT_USAGE``.
+WRONG_INPUT = (ConfigError, ModelNotFoundError, UnsupportedModelError, WeightError, TokenizerError)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -26,9 +37,11 @@ COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, under the routes of the OpenAI API",
-    "pull": "fetch a model and print where it lies",
-    "bench": "measure throughput",
-    "info": "show what this machine and this installation offer",
+    "pull": "download a model, unless it is cached, and print its folder",
+    "list": "show the models in the cache",
+    "rm": "remove models from the cache",
+    "bench": "measure throughput, latency, kernels, memory use, the scheduler",
+    "info": "show facts about this machine, this installation and a model",
 }
 
 EXAMPLE = """\
@@ -38,6 +51,8 @@ examples:
   octavo serve smollm2-135m
 
 'octavo COMMAND --help' shows the options of a command.
+Exit codes: 0 all went well; 1 a request failed, or a download or the machine (too little memory, say); 2 the call, the
+configuration or the checkpoint is wrong.
 """
 
 
@@ -65,7 +80,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0 for success, 1 for a failure, 2 for wrong arguments."""
+    """Runs the program; returns 0 for success, 1 for a failure, 2 for a wrong call, configuration or checkpoint."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _never_fail_to_print()
     try:
@@ -81,9 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as e:
         if os.environ.get("OCTAVO_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(e, (ConfigError, ModelNotFoundError)) else EXIT_FAILED
+        return _report(e)
+    except Exception as e:
+        known = as_memory_error(e)  # such as a library that cannot be loaded within ulimit -v
+        if known is None:
+            raise
+        return _report(known)
     return code
+
+
+def _report(error: OctavoError) -> int:
+    """One line on standard error; the exit code."""
+    print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, WRONG_INPUT) else EXIT_FAILED
 
 
 def _run(argv: list[str]) -> int:
@@ -122,6 +147,7 @@ def _set_up_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("octavo: %(levelname)s: %(message)s"))
     logger.handlers = [handler]
+    logging.getLogger("octavo.startup").setLevel(logging.NOTSET)
 
 
 def _never_fail_to_print() -> None:

@@ -65,22 +65,14 @@ def _is_flag(word: str) -> bool:
     return re.fullmatch(r"-[^\s=]+(=.*)?", word, re.DOTALL) is not None and not re.fullmatch(r"-\d*\.?\d+", word)
 
 
-def take_model(arguments: Arguments) -> str | None:
-    """The model: ``--model`` if given, else the first word, which is removed, else None."""
-    given: str | None = arguments.model
-    if given is None and arguments.words:
-        given = arguments.words.pop(0)
-    return given
-
-
-def refuse_words(arguments: Arguments) -> None:
-    """Refuses remaining words.
+def refuse_words(arguments: Arguments, why: str = "") -> None:
+    """Refuses remaining words; ``why`` follows the word in the message.
 
     Raises:
         ConfigError: a word is left.
     """
     if arguments.words:
-        raise ConfigError(f"unexpected argument {arguments.words[0]!r}")
+        raise ConfigError(f"unexpected argument {arguments.words[0]!r}{why}")
 
 
 def add_json_flag(parser: Parser) -> None:

@@ -6,17 +6,20 @@ import difflib
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-_LINE_KEYS = (*_PROMPT_KEYS, *(n for n in SamplingParams.__struct_fields__ if n != "logits_processors"))
+_BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
+_SAMPLING_KEYS = tuple(name for name in SamplingParams.__struct_fields__ if name != "logits_processors")
+_LINE_KEYS = (*_PROMPT_KEYS, "priority", *_SAMPLING_KEYS, *_BEAM_KEYS)
 
 
 @dataclass(slots=True)
@@ -26,26 +29,42 @@ class Job:
     index: int
     #: Text or token ids; the line as given if it is invalid.
     prompt: str | list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
+    #: None: that of the command line.
+    priority: float | None = None
+    #: Parameters of its own, from a JSON line.
+    own: frozenset[str] = frozenset()
+
+    def take_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Takes the model's defaults for the parameters that it has not of its own."""
+        found = {name: value for name, value in defaults.items() if name not in self.own}
+        if found and self.error is None and isinstance(self.params, SamplingParams):
+            try:
+                self.params = msgspec.structs.replace(self.params, **found)
+            except InvalidRequestError as e:
+                self.error = str(e)
 
 
-def read_jobs(words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool) -> list[Job]:
+def read_jobs(
+    words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool, priority: float = 0
+) -> list[Job]:
     """All prompts in order; an invalid one carries its error and does not affect the others.
 
     Args:
         words: prompts from the command line.
         file: path of more prompts, ``-`` for standard input; without words and file, standard input if it is piped.
-        sampling: parameters for all; a JSON line may give its own.
+        sampling: parameters for all, with a ``beam_width`` those of a beam search; a JSON line may give its own.
         as_chat: texts are questions of a conversation.
+        priority: of all; a JSON line may give its own.
 
     Raises:
         ConfigError: there is no prompt, or the file cannot be read.
         InvalidRequestError: ``sampling`` itself is out of range.
     """
-    params = SamplingParams(**sampling)
+    params = _make_params(sampling)
     if file is None and not words and not sys.stdin.isatty():
         file = "-"
     jobs = [_from_text(index, word, params, as_chat) for index, word in enumerate(words)]
@@ -57,6 +76,8 @@ def read_jobs(words: list[str], file: str | None, sampling: Mapping[str, Any], *
                 jobs.append(_from_json(index, line, sampling, params, as_chat))
             else:
                 jobs.append(_from_text(index, line, params, as_chat))
+    for job in jobs:
+        job.priority = priority if job.priority is None else job.priority
     if not jobs:
         raise ConfigError("no prompt given: name some after the model, or use --input FILE or standard input")
     return jobs
@@ -82,17 +103,33 @@ def _looks_like_json_lines(lines: Iterable[str]) -> bool:
     return isinstance(first, dict) and any(key in first for key in _PROMPT_KEYS)
 
 
-def _from_text(index: int, text: str, params: SamplingParams, as_chat: bool) -> Job:
+def _make_params(values: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
+    """Parameters of a beam search if there is a ``beam_width``, else of sampling."""
+    beam_width, fields = values.get("beam_width"), BeamSearchParams.__struct_fields__
+    for name in values:
+        if beam_width is not None and name not in fields:
+            raise InvalidRequestError(f"{name} is not of beam search (beam_width {beam_width}): {', '.join(fields)}")
+        if beam_width is None and name in _BEAM_KEYS[1:]:
+            raise InvalidRequestError(f"{name} is of beam search only: give beam_width with it")
+    if beam_width is not None:
+        return BeamSearchParams(**values)
+    return SamplingParams(**{name: value for name, value in values.items() if name != "beam_width"})
+
+
+def _from_text(index: int, text: str, params: SamplingParams | BeamSearchParams, as_chat: bool) -> Job:
     return Job(index, text, params, [{"role": "user", "content": text}] if as_chat else None)
 
 
-def _from_json(index: int, line: str, sampling: Mapping[str, Any], params: SamplingParams, as_chat: bool) -> Job:
+def _from_json(
+    index: int, line: str, sampling: Mapping[str, Any], params: SamplingParams | BeamSearchParams, as_chat: bool
+) -> Job:
     try:
         key, value, own = _parse_line(line)
+        priority = own.pop("priority", None)
         if own:
-            params = SamplingParams(**{**sampling, **own})
+            params = _make_params({**sampling, **own})
         if key == "prompt" and isinstance(value, str):
-            return _from_text(index, value, params, as_chat)
+            return replace(_from_text(index, value, params, as_chat), priority=priority, own=frozenset(own))
         if key == "prompt_token_ids" and as_chat:
             raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
         if key == "prompt" or not isinstance(value, list):
@@ -100,12 +137,12 @@ def _from_json(index: int, line: str, sampling: Mapping[str, Any], params: Sampl
     except InvalidRequestError as e:
         return Job(index, line, params, error=str(e))
     if key == "messages":
-        return Job(index, "", params, value)
-    return Job(index, value, params)
+        return Job(index, "", params, value, priority=priority, own=frozenset(own))
+    return Job(index, value, params, priority=priority, own=frozenset(own))
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
-    """Key and value of the prompt, and the sampling parameters, of a JSON line."""
+    """Key and value of the prompt, and the sampling parameters and priority, of a JSON line."""
     try:
         content = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as e:

@@ -19,27 +19,29 @@ PREFIX = "sampling"
 #: One line of help for each field that can be given as text.
 HELP = {
     "n": "completions of each prompt",
-    "best_of": "sample this many completions and give the n likeliest of them",
+    "best_of": "sample this many completions and return the n with the highest cumulative logprob; default: n",
     "presence_penalty": "subtracted from the logit of every token already generated, once each",
     "frequency_penalty": "subtracted once for each time that a token was generated",
     "repetition_penalty": "divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off",
-    "temperature": "0 always takes the most likely token",
+    "temperature": "divides the logits: less is more predictable; 0 always takes the most likely token",
     "top_p": "keep the smallest set of most likely tokens whose probability reaches this; 1 is off",
-    "top_k": "keep this many of the most likely tokens; 0 is off",
+    "top_k": "keep this many of the most likely tokens; 0 or -1 is off",
     "min_p": "drop tokens less likely than this share of the most likely one's probability; 0 is off",
-    "seed": "fixes the random numbers",
+    "seed": "fixes the request's random numbers; default: drawn from the seed of the engine",
     "stop": "text that ends the answer; may be given several times",
     "stop_token_ids": "token ids that end the answer, as in 13,198",
     "bad_words": "word that is never generated; may be given several times",
     "include_stop_str_in_output": "keep the stop text in the answer",
     "ignore_eos": "go on after the end-of-sequence token",
-    "max_tokens": "most tokens to generate; none: as many as the context length allows",
-    "min_tokens": "no end and no stop token before this many tokens",
-    "logprobs": "logprobs of this many most likely tokens at each position (see --json)",
+    "max_tokens": "most tokens to generate, refused if the context has no room for them (the default is cut there); "
+    "none: as many as it allows",
+    "min_tokens": "no end token, not even an ignored one, and no stop token before this many tokens",
+    "logprobs": "logprobs of this many most likely tokens at each position, and of the chosen one (shown by --json)",
     "prompt_logprobs": "the same for each token of the prompt",
     "detokenize": "turn token ids into text",
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
+    "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
     "allowed_token_ids": "only these token ids may be generated, as in 13,198",
 }
 
@@ -54,11 +56,16 @@ def add_sampling_flags(
         defaults: the command's defaults in place of the fields' own.
         leave_out: parameters that have no meaning for the command.
     """
-    group = parser.add_argument_group("sampling options")
+    group = parser.add_argument_group(
+        "sampling options",
+        "A default of the model's own (see --generation-config) comes before the one shown here.",
+    )
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in HELP or field.name in leave_out:
             continue
         default = {**dict(defaults or {})}.get(field.name, field.default)
+        if default is None and field.default is not None:
+            default = "none"  # a value that the command chooses, not the absence of one
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=f"{PREFIX}:{field.name}",
@@ -66,6 +73,27 @@ def add_sampling_flags(
             help=help_text(HELP[field.name], default),
             **_argument_options(field.type),
         )
+
+
+def add_beam_flags(parser: Parser) -> None:
+    """Adds the parameters of ``BeamSearchParams`` that are not of ``SamplingParams`` too."""
+    group = parser.add_argument_group(
+        "beam search options",
+        "With --beam-width, of the sampling options only those that beam search has may be given.",
+    )
+    flags: dict[str, dict[str, Any]] = {
+        "beam_width": {"type": int, "metavar": "N", "help": "beams, and answers, best first"},
+        "length_penalty": {"type": float, "metavar": "X", "help": "above 0 favours long answers (default: 1.0)"},
+        "early_stopping": {
+            "type": _early_stopping,
+            "metavar": "true|false|never",
+            "help": "when to end: at N complete answers, when no beam scores better now, or when none can (default: "
+            "false)",
+        },
+    }
+    for name, options in flags.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, **options)
 
 
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -96,6 +124,19 @@ def _argument_options(kind: Any) -> dict[str, Any]:
 
 def _optional_integer(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
+
+
+def number(text: str) -> float:
+    """An integer or a float."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False}
+    return values.get(text.lower(), text.lower())  # BeamSearchParams checks the rest
 
 
 def _integers(text: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config
-from octavo.cli.parsing import Arguments, Parser, refuse_words, take_model
-from octavo.server.options import ServerOptions, make_options
+from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser
+from octavo.core.config_sources import resolve_server_options
+from octavo.core.server_options import ServerOptions
 
 PREFIX = "server"
 
@@ -12,6 +13,7 @@ EXAMPLE = """\
 examples:
   octavo serve smollm2-135m
   octavo serve smollm2-135m --port 9000 --max-num-seqs 64 --api-key-file keys.txt
+  OCTAVO_PORT=9000 octavo serve --config octavo.yaml
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
@@ -39,9 +41,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Serves until a signal or the death of the engine; returns the exit code."""
-    options = make_options(**arguments.group(PREFIX))
+    options = resolve_server_options(arguments.group(PREFIX), config_file=arguments.config)
     config = read_engine_config(arguments, take_model(arguments))
-    refuse_words(arguments)
     from octavo.server.run import serve
 
     return serve(config, options)

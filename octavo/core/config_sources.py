@@ -1,4 +1,4 @@
-"""Sources of engine options: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
+"""Sources of options of engine and server: defaults < configuration file < ``OCTAVO_*`` variables < explicit arguments.
 
 Commands and the Python interface resolve their options only here, so an option means the same everywhere.
 """
@@ -11,28 +11,35 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from octavo.core.config import EngineConfig, unknown_option
 from octavo.core.errors import ConfigError
+from octavo.core.foreign_options import FOREIGN_OPTIONS, own_options, own_value
+from octavo.core.server_options import ServerOptions
 
 PREFIX = "OCTAVO_"
 
-#: Variables of Octavo that are no engine options, and what they do.
+#: Variables of Octavo that are no options of the engine, and what they do.
 RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Path of a configuration file, where no other is given.",
-    "OCTAVO_CACHE": "Folder that holds fetched models.",
+    "OCTAVO_CACHE": "Folder that holds downloaded and converted models.",
     "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
-    "OCTAVO_LOG_LEVEL": "Level of the messages that commands write: debug, info, warning, error.",
+    "OCTAVO_LOG_LEVEL": "Level of the messages that commands write, and log_level of a server.",
     "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
     "OCTAVO_TORCH": "Read by scripts/install_torch.py: cuda or cpu.",
 }
 
 MAX_FILE_BYTES = 1 << 20
+
+#: Options of both: one file and one environment serve all commands, and each takes what is its own.
+OPTIONS = {**ServerOptions.model_fields, **EngineConfig.model_fields}
+
+T = TypeVar("T", bound=BaseModel)
 
 
 def resolve_config(
@@ -42,6 +49,7 @@ def resolve_config(
 
     Args:
         overrides: explicit arguments (keywords, flags) by option name. ``None`` counts: it resets an option.
+            Options of ``FOREIGN_OPTIONS`` may be among them, as in each source.
         config_file: YAML file of options; without it, the file that ``OCTAVO_CONFIG`` names, if any.
         environ: environment variables; by default the process's own.
 
@@ -52,30 +60,78 @@ def resolve_config(
     >>> resolve_config({"model": "smollm2-135m"}, environ={"OCTAVO_MAX_NUM_SEQS": "16"}).max_num_seqs
     16
     """
+    values, sources = _gather(EngineConfig, overrides, config_file, environ)
+    if values.get("model") is None:
+        raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
+    return _validate(EngineConfig, values, sources)
+
+
+def resolve_server_options(
+    overrides: Mapping[str, Any], *, config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> ServerOptions:
+    """The server's options from the same sources as the engine's, in the same order.
+
+    Raises:
+        ConfigError: as ``resolve_config``.
+
+    >>> resolve_server_options({}, environ={"OCTAVO_PORT": "9000"}).port
+    9000
+    """
+    return _validate(ServerOptions, *_gather(ServerOptions, overrides, config_file, environ))
+
+
+def _gather(
+    kind: type[BaseModel], overrides: Mapping[str, Any], config_file: Path | None, environ: Mapping[str, str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options of this kind that the sources give, and for each the source that won."""
     environ = os.environ if environ is None else environ
-    if config_file is None and environ.get("OCTAVO_CONFIG"):
-        config_file = Path(environ["OCTAVO_CONFIG"])
+    config_file = _chosen_file(config_file, environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if config_file is not None:
         from_file = _read_file(config_file)
         values.update(from_file)
         sources.update(dict.fromkeys(from_file, str(config_file)))
-    from_environment = _read_environment(environ)
+    from_environment = _read_environment(environ, kind)
     values.update(from_environment)
     sources.update({name: PREFIX + name.upper() for name in from_environment})
     for name, value in overrides.items():
-        if name not in EngineConfig.model_fields:
-            raise ConfigError(unknown_option(name, list(EngineConfig.model_fields)))
-        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not _is_option(name, kind):
+            raise ConfigError(unknown_option(name, list(kind.model_fields)))
         sources[name] = "argument"
-    if values.get("model") is None:
-        raise ConfigError("no model given: name one as argument, in OCTAVO_MODEL, or as model: in a configuration file")
+        if value is None and not _may_be_none(name):
+            values.pop(name, None)
+        else:
+            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if kind is EngineConfig:
+        values = own_options(values, sources)
+    return {name: value for name, value in values.items() if name in kind.model_fields}, sources
+
+
+def _validate(kind: type[T], values: Mapping[str, Any], sources: Mapping[str, str]) -> T:
     try:
         # Strict: a YAML "yes" is no number. Texts of variables were parsed when they were read.
-        return EngineConfig.model_validate(values, strict=True)
+        return kind.model_validate(values, strict=True)
     except ValidationError as e:
         raise ConfigError("; ".join(_describe(dict(error), sources) for error in e.errors())) from None
+
+
+def configured_model(config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> str | None:
+    """The model that ``resolve_config`` finds in a configuration file or ``OCTAVO_MODEL``; None: neither names one.
+
+    Raises:
+        ConfigError: as for ``resolve_config``.
+    """
+    environ = os.environ if environ is None else environ
+    file = _chosen_file(config_file, environ)
+    model = (({} if file is None else _read_file(file)) | _read_environment(environ, EngineConfig)).get("model")
+    return None if model is None else str(model)
+
+
+def _chosen_file(config_file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The configuration file that was named, else the one that ``OCTAVO_CONFIG`` names."""
+    named = environ.get("OCTAVO_CONFIG")
+    return Path(named) if config_file is None and named else config_file
 
 
 def parse_option(name: str, text: str) -> Any:
@@ -84,22 +140,43 @@ def parse_option(name: str, text: str) -> Any:
     Raises:
         ValueError: the text is no such value, with what would be right.
     """
-    adapter = _adapter(name)
-    if text.strip().lower() == "none":
-        try:
-            return adapter.validate_python(None, strict=True)
-        except ValidationError:
-            pass  # not optional: "none" is then an ordinary text
+    if text.strip().lower() == "none" and _may_be_none(name):  # else "none" is an ordinary text
+        return None
+    if name in FOREIGN_OPTIONS:
+        return _parse_foreign(text)
     try:
-        return adapter.validate_python(text)
+        return _adapter(name).validate_python(own_value(name, text))
     except ValidationError as e:
         error = e.errors()[0]
         raise ValueError(f"{error['msg']}, not {text!r}") from None
 
 
+def _parse_foreign(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _is_option(name: str, kind: type[BaseModel] | None = None) -> bool:
+    """Whether it is an option of this kind, by default of any."""
+    fields = OPTIONS if kind is None else kind.model_fields
+    return name in fields or (kind is not ServerOptions and name in FOREIGN_OPTIONS)
+
+
+def _may_be_none(name: str) -> bool:
+    if name in FOREIGN_OPTIONS:
+        return True
+    try:
+        _adapter(name).validate_python(None, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    field = EngineConfig.model_fields[name]
+    field = OPTIONS[name]
     annotated: Any = field.annotation
     for constraint in field.metadata:
         annotated = Annotated[annotated, constraint]
@@ -123,28 +200,29 @@ def _read_file(path: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in EngineConfig.model_fields:
-            raise ConfigError(f"{path}: {unknown_option(name, list(EngineConfig.model_fields))}")
+        if not _is_option(name):
+            raise ConfigError(f"{path}: {unknown_option(name, list(OPTIONS))}")
         if name in options:
             raise ConfigError(f"{path}: option {name!r} is given twice, once with hyphens and once with underscores")
         options[name] = value
     return options
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    known = {PREFIX + name.upper(): name for name in EngineConfig.model_fields}
+def _read_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> dict[str, Any]:
+    known = [PREFIX + name.upper() for name in OPTIONS]
     options: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable in RESERVED_VARIABLES:
+        if not variable.startswith(PREFIX):
             continue
-        if variable not in known:
+        name = variable.removeprefix(PREFIX).lower()
+        if (not _is_option(name) or variable != PREFIX + name.upper()) and variable not in RESERVED_VARIABLES:
             near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
-        if text == "":
-            continue  # how a shell unsets a variable for one command
+        if text == "" or not _is_option(name, kind):
+            continue  # an empty one is how a shell unsets a variable for one command
         try:
-            options[known[variable]] = parse_option(known[variable], text)
+            options[name] = parse_option(name, text)
         except ValueError as e:
             raise ConfigError(f"environment variable {variable}: {e}") from None
     return options
@@ -156,7 +234,7 @@ def _describe(error: dict[str, Any], sources: Mapping[str, str]) -> str:
         name = str(error["loc"][0])
         return f"{name}: {message}, not {error['input']!r} (from {sources.get(name, 'default')})"
     # A contradiction: say for each option that it names where its value came from.
-    named = [name for name in EngineConfig.model_fields if re.search(rf"\b{name}\b", message)]
+    named = [name for name in OPTIONS if re.search(rf"\b{name}\b", message)]
     origins = ", ".join(f"{name} from {sources.get(name, 'default')}" for name in named)
     return f"{message} ({origins})" if origins else message
 

@@ -5,6 +5,12 @@ value and ``except OctavoError`` catches all of them. A message says what was wr
 what would be right.
 """
 
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
 
 class OctavoError(Exception):
     """Base of all errors raised on purpose by Octavo."""
@@ -70,3 +76,39 @@ def reported_error(kind: str, message: str) -> OctavoError:
     if isinstance(found, type) and issubclass(found, OctavoError):
         return found(message)
     return WorkerError(f"{kind}: {message}")
+
+
+#: How libraries say that memory, addresses or threads ran out, where the type of the error does not.
+_MEMORY_TEXTS = (
+    "allocate memory",
+    "out of memory",
+    "failed to map segment",
+    "can't start new thread",
+    "resource temporarily unavailable",
+)
+
+
+def as_memory_error(error: Exception) -> InsufficientMemoryError | None:
+    """The error of a library as one of our own, if it says that memory, addresses or threads ran out; else None."""
+    if isinstance(error, OctavoError) or not isinstance(error, (MemoryError, OSError, RuntimeError, ImportError)):
+        return None
+    text = str(error)
+    ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not ran_out and not any(known in text.lower() for known in _MEMORY_TEXTS):
+        return None
+    line = next((line for line in text.splitlines() if any(known in line.lower() for known in _MEMORY_TEXTS)), text)
+    return InsufficientMemoryError(
+        f"memory ran out ({type(error).__name__}: {line.strip()}); 'octavo info' shows what there is and what limits it"
+    )
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raises ``InsufficientMemoryError`` for the errors of libraries that say so, see ``as_memory_error``."""
+    try:
+        yield
+    except Exception as e:
+        known = as_memory_error(e)
+        if known is None:
+            raise
+        raise known from e

@@ -19,8 +19,9 @@ from octavo.core.stats import StepStats
 
 #: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
 MAX_BYTES_TO_CORE = 64 << 20
-#: The longest from the core are the logprobs of a prompt: some 1.4 KB a token at most.
+#: The longest from the core are the logprobs of prompts: ``max_logprobs`` ids and numbers for each token of a step.
 MAX_BYTES_FROM_CORE = 1 << 30
+BYTES_OF_LOGPROB = 14
 #: Characters of the message in ``ExitReport``.
 MAX_EXIT_REPORT = 8000
 
@@ -72,18 +73,25 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
+class Unpin(msgspec.Struct, tag=True, array_like=True):
+    """Releases a shared prefix; ignored if there is none of this name."""
+
+    name: str
+
+
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
     call_id: int
     method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
+    args: list[int] = []
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Ends the core's process, in any state."""
 
 
-ToCore = Start | Add | Abort | Stop | Call | Shutdown
+ToCore = Start | Add | Abort | Stop | Unpin | Call | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):

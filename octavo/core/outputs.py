@@ -26,6 +26,8 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    #: Known when the request has ended; None for beam search, like the first token's.
+    last_token_time: float | None = None
     finished_time: float | None = None
     #: Prompt tokens whose KV entries were found instead of computed.
     num_cached_tokens: int = 0
@@ -81,6 +83,20 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """A hypothesis of a beam search with its prompt."""
+
+    #: Token ids of prompt and continuation.
+    tokens: list[int]
+    #: Texts of both; of the continuation alone where the prompt was token ids, except from ``LLM.beam_search``.
+    text: str
+    #: Sum of the logprobs of the continuation's tokens.
+    cum_logprob: float | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The output of a request, or an increment: what is new since the output before.
 
@@ -96,6 +112,25 @@ class RequestOutput:
     metrics: RequestMetrics
     #: One entry a prompt token; the first is None, as nothing comes before it. Of increments, the first one has them.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV entries were found instead of computed."""
+        return self.metrics.num_cached_tokens
+
+    @property
+    def sequences(self) -> list[BeamSearchSequence]:
+        """The hypotheses of a beam search, best first, each with its prompt."""
+        return [
+            BeamSearchSequence(
+                tokens=self.prompt_token_ids + output.token_ids,
+                text=(self.prompt or "") + output.text,
+                cum_logprob=output.cumulative_logprob,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+            )
+            for output in self.outputs
+        ]
 
     def __add__(self, later: RequestOutput) -> RequestOutput:
         """This output with the next increment ``later`` appended. A new object; copies all tokens so far."""

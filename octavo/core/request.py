@@ -8,9 +8,11 @@ from typing import ClassVar
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.core.sampling_params import SamplingParams
 
 _MASK64 = (1 << 64) - 1
+#: Most tokens that a step of a beam search looks at, of each beam.
+_MAX_CANDIDATES = 100
 
 
 class SequenceStatus(enum.Enum):
@@ -74,6 +76,8 @@ class Generate(Task):
     stop_token_ids: list[int] = []
     #: ``bad_words`` as token id sequences.
     bad_words_ids: list[list[int]] = []
+    #: End-of-sequence tokens that do not end it (``ignore_eos``); forbidden before ``min_tokens`` like the others.
+    ignored_eos_ids: list[int] = []
 
     @property
     def num_sequences(self) -> int:
@@ -130,7 +134,7 @@ class Beam(Task):
         which looks at the best W * max(2, 1 + number of stop tokens) of all beams. The most that a worker computes
         is enough for up to 68 stop tokens.
         """
-        return min(self.params.beam_width + len(self.stop_token_ids), MAX_LOGPROBS)
+        return min(self.params.beam_width + len(self.stop_token_ids), _MAX_CANDIDATES)
 
 
 class Pool(Task):
@@ -160,13 +164,16 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     group_id: int
     prompt_token_ids: list[int]
     task: AnyTask
+    #: Seconds of ``time.monotonic()``.
     arrival_time: float = 0.0
     #: Lower goes first, under the policies that look at it.
-    priority: int = 0
+    priority: int | float = 0
     #: Requests with different salts share no cached prefix.
     cache_salt: str = ""
     #: Name of the adapter that the network runs with.
     adapter: str | None = None
+    #: Of a shared prefix, which samples nothing: the name under which its whole blocks are pinned once computed.
+    pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +17,33 @@ from octavo.core.errors import InvalidRequestError
 #: arguments is called with two.
 LogitsProcessor = Callable[..., Any]
 
-MAX_LOGPROBS = 100
+#: Fields of other engines that have one value here, and why no other.
+FOREIGN_FIELDS = {
+    "structured_outputs": "output cannot be constrained to a grammar or schema",
+    "guided_decoding": "output cannot be constrained to a grammar or schema",
+    "extra_args": "there are no parameters beside the fields",
+    "spaces_between_special_tokens": "texts are those of the tokenizer's decoder",
+    "flat_logprobs": "logprobs are one dictionary a position",
+}
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a request that is read while it grows holds."""
+
+    #: All of the output so far; of ``AsyncLLM.generate``, where it is the default.
+    CUMULATIVE = 0
+    #: What is new since the output before; the default of ``AsyncLLM.submit`` and ``LLMEngine.step``.
+    DELTA = 1
+    #: All of it, once it has ended; as ``LLM`` gives it.
+    FINAL_ONLY = 2
+
+
+class DefaultMaxTokens(int):
+    """A ``max_tokens`` that no caller has named: cut to what the context leaves, where a named one is refused."""
+
+
+DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
+
 MAX_STOPS = 64
 MAX_CANDIDATES = 256
 #: A lower temperature is greedy.
@@ -66,11 +94,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     include_stop_str_in_output: bool = False
     #: Continue after the end-of-sequence token.
     ignore_eos: bool = False
-    #: Most tokens to generate. None: as many as the context length allows. 0: the prompt is computed, for its logprobs.
-    max_tokens: int | None = 16
-    #: No end-of-sequence and no stop token before this many generated tokens.
+    #: Most tokens to generate; refused if prompt and ``max_tokens`` are longer than the context. The default, if it was
+    #: not given, is cut there instead. None: as many as the context length allows. 0: the prompt is computed, for its
+    #: logprobs.
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    #: No end-of-sequence (also with ``ignore_eos``) and no stop token before this many generated tokens.
     min_tokens: int = 0
-    #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's.
+    #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's; at most the
+    #: engine's ``max_logprobs``.
     logprobs: int | None = None
     #: The same for each prompt token.
     prompt_logprobs: int | None = None
@@ -83,6 +114,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     allowed_token_ids: list[int] | None = None
     #: Called on this request's logits before all else; runs in the engine's process only.
     logits_processors: list[LogitsProcessor] | None = None
+    #: Keep only this many last tokens of the prompt. -1: as many as leave room for ``max_tokens`` in the context.
+    truncate_prompt_tokens: int | None = None
+    #: None: the default of the method that gives the outputs.
+    output_kind: RequestOutputKind | None = None
+    # Fields of other engines that have this one value here, see ``FOREIGN_FIELDS``:
+    structured_outputs: None = None
+    guided_decoding: None = None
+    extra_args: None = None
+    spaces_between_special_tokens: bool = True
+    flat_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -97,6 +138,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
             self.stop = [self.stop]
         self._check_numbers()
         self._check_lists()
+        if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+        for name, reason in FOREIGN_FIELDS.items():
+            default, value = _FOREIGN_DEFAULTS[name], getattr(self, name)
+            if value is not default:
+                raise InvalidRequestError(f"{name} must be {default}, not {value!r}: {reason}")
+
+    def clone(self) -> SamplingParams:
+        """A copy whose lists and dictionaries are its own; logits processors are shared."""
+        return copy.deepcopy(self, {id(f): f for f in self.logits_processors or ()})
 
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_CANDIDATES)
@@ -118,10 +169,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
             )
+        if self.truncate_prompt_tokens is not None:
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1, not 0")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                check_integer(name, value, 0, MAX_LOGPROBS)
+                check_integer(name, value, 0, None)  # at most max_logprobs, an option of the engine
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -163,6 +218,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < MIN_TEMPERATURE
+
+
+_FOREIGN_DEFAULTS = {
+    field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name in FOREIGN_FIELDS
+}
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:

@@ -18,6 +18,8 @@ class SchedulerState(msgspec.Struct, gc=False):
     #: In use by no sequence, kept for prompts that begin alike.
     blocks_cached: int = 0
     blocks_free: int = 0
+    #: Of shared prefixes, in use or not; not counted among those in use.
+    blocks_pinned: int = 0
     host_blocks_used: int = 0
     # Totals:
     preemptions_by_recompute: int = 0
@@ -30,6 +32,11 @@ class SchedulerState(msgspec.Struct, gc=False):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
 
+    @property
+    def num_blocks(self) -> int:
+        """KV cache blocks in all."""
+        return self.blocks_used + self.blocks_cached + self.blocks_free + self.blocks_pinned
+
 
 class SchedulerStats(SchedulerState, gc=False):
     """A state of the queues and blocks, and totals up to it."""
@@ -41,8 +48,8 @@ class SchedulerStats(SchedulerState, gc=False):
     empty_slots: int = 0
 
 
-class StepStats(SchedulerState, array_like=True, gc=False):
-    """One step, and the state after it.
+class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type: ignore[misc]  # msgspec allows it
+    """One step, and the state after it: what a ``StatLogger`` gets.
 
     Also sent without a step (``steps`` is as before, times and tokens are 0) when an abort has emptied the engine.
     """

@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
+from octavo.core.config_sources import resolve_config
 from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
-from octavo.core.messages import Abort, Add, Ready, Start, StepDone, Stop, check_sendable
+from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
+from octavo.core.foreign_options import check_keywords
+from octavo.core.messages import Abort, Add, Start, StepDone, Stop, Unpin, check_sendable
+from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.stats import SchedulerStats, StepStats
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.stats import SchedulerStats
 from octavo.engine.core_client import CoreClient, CoreProcess
-from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.output_processor import OutputProcessor, RequestState
-from octavo.engine.request_stream import RequestStream
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
+from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
+from octavo.engine.request_stream import QueuedTokens, RequestStream
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files, request_id_of
+from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
@@ -36,89 +43,107 @@ FIRST_STEP_TIMEOUT = 900.0
 logger = logging.getLogger("octavo")
 
 
-@dataclass(slots=True)
-class _QueuedTokens:
-    """Prompt tokens of the requests of which nothing has been computed yet, by group."""
-
-    lengths: dict[int, int] = field(default_factory=dict)
-    tokens: int = 0
-
-    def add(self, group_id: int, length: int) -> None:
-        self.lengths[group_id] = length
-        self.tokens += length
-
-    def remove(self, group_id: int) -> None:
-        self.tokens -= self.lengths.pop(group_id, 0)
-
-
 class AsyncLLM:
     """A model that serves many requests at once; its engine core is another process, so nothing here slows a step.
 
-    >>> llm = await AsyncLLM.start(make_config(model="smollm2-135m"))
+    >>> llm = AsyncLLM("smollm2-135m", max_num_seqs=64)
     >>> async for output in llm.generate("a", "The capital of France is", SamplingParams(max_tokens=8)):
     ...     print(output.outputs[0].text)
     >>> await llm.shutdown()
 
-    All methods are for the event loop that it was started on.
+    Made like an ``LLM``. The model is loaded by what is awaited first, a request or ``ready()``; ``async with`` does
+    that and shuts it down. ``tokenizer``, ``inputs``, ``model_config`` and ``max_model_len`` exist from then on. A bad
+    request raises ``InvalidRequestError``; the others go on. All methods are for one event loop.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, client: CoreClient, ready: Ready) -> None:
-        """Use ``start``."""
-        self.config = config
-        self.tokenizer = tokenizer
-        self.model_config = ready.model_config
-        #: Longest sequence in tokens, prompt and output together.
-        self.max_model_len = ready.max_model_len
-        #: Called after each step with its statistics; its exceptions are logged.
-        self.on_step: Callable[[StepStats], None] | None = None
+    tokenizer: Tokenizer
+    inputs: InputProcessor
+    model_config: ModelConfig
+    #: Longest sequence in tokens, prompt and output together.
+    max_model_len: int
+    _outputs: OutputProcessor
+    _client: CoreClient
+    _prefixes: SharedPrefixes
+
+    def __init__(
+        self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
+    ) -> None:
+        """Checks the options, those of ``LLM``; nothing is loaded yet. An ``EngineConfig`` has them all.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        if not isinstance(model, EngineConfig):
+            self.config = resolve_config({"model": os.fspath(model), **options})
+        elif options:
+            raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
+        else:
+            self.config = model
+        #: They get the statistics of each step, in the event loop.
+        self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
         #: Set when the core has died, not when it was shut down.
         self.died = asyncio.Event()
         #: While the engine sleeps, requests are refused.
         self.is_sleeping = False
-        self.inputs = InputProcessor(
-            tokenizer,
-            vocab_size=ready.model_config.vocab_size,
-            eos_token_ids=ready.model_config.eos_token_ids,
-            max_model_len=ready.max_model_len,
-            seed=config.seed,
-        )
-        self._outputs = OutputProcessor(tokenizer)
+        self._loading = asyncio.Lock()
+        self._loaded = False
         self._streams: dict[str, RequestStream] = {}
-        self._queued = _QueuedTokens()
+        self._queued = QueuedTokens()
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
         #: Steps reported by the core.
         self._num_steps = 0
         self._watchdog: asyncio.Task[None] | None = None
-        self._client = client
-        client.on_step, client.on_death = self._receive, self._die
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, process: CoreProcess | None = None, *, step_timeout: float = STEP_TIMEOUT
+        cls,
+        config: EngineConfig,
+        process: CoreProcess | None = None,
+        *,
+        step_timeout: float = STEP_TIMEOUT,
+        stat_loggers: Sequence[StatLogger] = (),
     ) -> AsyncLLM:
+        """An engine that is ready; see ``ready``."""
+        llm = cls(config, stat_loggers=stat_loggers)
+        await llm.ready(process, step_timeout=step_timeout)
+        return llm
+
+    async def ready(self, process: CoreProcess | None = None, *, step_timeout: float = STEP_TIMEOUT) -> None:
         """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
 
-        A program whose own imports take time starts the ``CoreProcess`` before them. A core that does no step for
-        ``step_timeout`` seconds while requests are open is ended, as if it had died (see ``FIRST_STEP_TIMEOUT``).
+        Requests call it where nothing else has. A program whose own imports take time starts the ``CoreProcess`` before
+        them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died
+        (see ``FIRST_STEP_TIMEOUT``).
 
         Raises:
             OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
-            EngineDeadError: the process ended while it loaded.
+            EngineDeadError: the process ended while it loaded, or the engine was shut down.
         """
-        process = process or CoreProcess()
-        try:
-            llm = await cls._start(config, process)
-        except BaseException:
-            process.kill()
-            raise
-        llm._watchdog = asyncio.create_task(llm._watch(step_timeout))
-        return llm
+        async with self._loading:
+            self.check_alive()
+            if self._loaded:
+                return
+            process = process or CoreProcess()
+            try:
+                prefixes = read_files(self.config)  # a wrong name is refused before the model is loaded
+                await self._load(process)
+            except BaseException:
+                process.kill()
+                raise
+            self._watchdog = asyncio.create_task(self._watch(step_timeout))
+            try:
+                for text, name in prefixes:
+                    await self._compute_prefix(self._prefixes.add(text, name))
+            except BaseException as e:
+                self._error = EngineDeadError(f"the engine could not be made ready: {e}")
+                await self._close()
+                raise
+            self._loaded = True
 
-    @classmethod
-    async def _start(cls, config: EngineConfig, process: CoreProcess) -> AsyncLLM:
-        client = CoreClient(process)
+    async def _load(self, process: CoreProcess) -> None:
+        config, client = self.config, CoreClient(process)
         try:
             folder = await asyncio.to_thread(
                 resolve_model,
@@ -127,6 +152,7 @@ class AsyncLLM:
                 revision=config.revision,
                 weights=config.load_format != "dummy",
             )
+            defaults = default_sampling(config.generation_config, folder)
             client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             ready = await client.ready
@@ -135,7 +161,31 @@ class AsyncLLM:
         except BaseException:
             client.kill()
             raise
-        return cls(config, tokenizer, client, ready)
+        self.tokenizer, self._outputs = tokenizer, OutputProcessor(tokenizer)
+        self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
+        self.inputs = InputProcessor(
+            tokenizer,
+            config,
+            vocab_size=ready.model_config.vocab_size,
+            eos_token_ids=ready.model_config.eos_token_ids,
+            max_model_len=ready.max_model_len,
+            default_sampling=defaults,
+        )
+        self._prefixes = SharedPrefixes(config, self.inputs)
+        self._client = client
+        client.on_step, client.on_death = self._receive, self._die
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        await self.ready()
+        return self.tokenizer
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -143,23 +193,30 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
+        **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
 
-        The request is aborted when the iteration is left before its end or its task is cancelled.
+        So does ``output_kind`` DELTA of the parameters; FINAL_ONLY gives one output, as ``streaming=False`` does. The
+        request is aborted when the iteration is left before its end or its task is cancelled. ``keywords`` are those of
+        other engines, see ``LLM``.
+
+        Raises:
+            InvalidRequestError, EngineDeadError, EngineStateError: as for ``submit``.
         """
-        stream = await self.submit(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt, streaming=streaming
-        )
+        check_keywords("generate", keywords)
+        stream = await self._submit(request_id, prompt, sampling_params, priority, arrival_time, cache_salt, streaming)
+        delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
         with contextlib.closing(stream):
             async for output in stream:
-                whole = output if whole is None else whole + output
+                whole = output if whole is None or delta else whole + output
                 yield whole
 
     async def submit(
@@ -168,49 +225,75 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
 
-        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+        ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
+        not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
+        ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
 
         Raises:
             InvalidRequestError: the request cannot be served.
             EngineDeadError: the engine has died or is being shut down.
             EngineStateError: the engine is sleeping.
+            OctavoError: as for ``ready``, of the first request.
         """
-        params = params if params is not None else SamplingParams()
-        text, prompt = await self._tokenize(prompt)
+        check_increments(params)
+        return await self._submit(request_id, prompt, params, priority, arrival_time, cache_salt, streaming)
+
+    async def _submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        priority: float,
+        arrival_time: float | None,
+        cache_salt: str,
+        streaming: bool,
+    ) -> RequestStream:
+        if isinstance(prompt, (SamplingParams, BeamSearchParams)):
+            raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
+        if not self._loaded:
+            await self.ready()
+        params = params if params is not None else self.inputs.default_params()
+        prompt = await self._tokenize(prompt)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()
         if self.is_sleeping:
-            raise EngineStateError("the engine sleeps: wake_up() must come before a request")
-        request = self.inputs.process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+            raise EngineStateError("the engine sleeps: wake_up(), or POST /wake_up, must come before a request")
+        request = self.inputs.process(
+            request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
+        )
         check_sendable(request.group)
-        request.prompt = text if text is not None else request.prompt
+        return self._send(request, streaming)
+
+    def _send(self, request: ProcessedRequest, streaming: bool) -> RequestStream:
         message = self._client.encode(Add(request.group))
         stream = RequestStream(self._outputs.open(request, streaming=streaming), self._abandon)
-        self._streams[request_id] = stream
+        self._streams[request.request_id] = stream
         self._queued.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
         self._client.send(message)
         return stream
 
-    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, Prompt]:
-        """(text, token ids) of a long text, tokenized in a thread; (None, prompt) for any other prompt."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
-        if not isinstance(text, str) or len(text) < LONG_TEXT:
-            return None, prompt
+    async def _tokenize(self, prompt: Prompt) -> Prompt:
+        """The prompt, to which token ids are added if it is a long text; that is done in a thread."""
+        given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text = given.get("prompt")
+        if not isinstance(text, str) or len(text) < LONG_TEXT or given.get("prompt_token_ids") is not None:
+            return prompt
         # Unlike ``encode``, this lets other threads run.
-        ids = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
-        return text, ids[0]
+        [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
+        return {**given, "prompt_token_ids": ids}
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
-        request = self._outputs.abort(request_id)
+        request = self._outputs.abort(request_id) if self._loaded else None
         if request is not None:
             self._client.send(Abort(request.group_id))
             self._notify(request)
@@ -244,11 +327,7 @@ class AsyncLLM:
             for request in ready:
                 self._notify(request)
             await asyncio.sleep(0)
-        if self.on_step is not None:
-            try:
-                self.on_step(step.stats)
-            except Exception:
-                logger.exception("on_step failed")
+        log_stats(self.stat_loggers, step.stats)
 
     def _notify(self, request: RequestState) -> None:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
@@ -308,33 +387,81 @@ class AsyncLLM:
 
     async def stats(self) -> SchedulerStats:
         """The state of queues and blocks between two steps, and totals."""
+        await self.ready()
         return await self._client.call("stats", SchedulerStats)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
+        await self.ready()
         await self._client.call("reset_prefix_cache", type(None))
 
-    async def sleep(self) -> None:
-        """Frees the GPU's memory until ``wake_up``; see ``LLM.sleep``.
+    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """As ``LLM.add_shared_prefix``, beside the requests that run.
+
+        Raises:
+            ConfigError, InvalidRequestError, EngineStateError: see there.
+            WorkerError: it could not be computed.
+            EngineDeadError: the engine has died or is being shut down.
+        """
+        await self.ready()
+        prompt = await self._tokenize(prompt)
+        self.check_alive()
+        if self.is_sleeping:
+            raise EngineStateError("the engine sleeps: wake_up() must come before a shared prefix")
+        prefix = self._prefixes.add(prompt, name)
+        await self._compute_prefix(prefix)
+        return prefix.name
+
+    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        try:
+            with contextlib.closing(self._send(self._prefixes.request(prefix), streaming=False)) as stream:
+                output = await anext(stream)
+        except BaseException:  # such as a cancellation
+            self._prefixes.discard(prefix)
+            self._client.send(Unpin(prefix.name))
+            raise
+        self._prefixes.check(prefix, output)
+
+    async def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix, also one that is being computed; see ``LLM.remove_shared_prefix``.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        await self.ready()
+        self._prefixes.remove(name)
+        await self.abort(request_id_of(name))
+        self._client.send(Unpin(name))
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, in the order in which they were added."""
+        return list(self._prefixes) if self._loaded else []
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels.
 
         Raises:
             EngineStateError: requests are unfinished.
             OctavoError: the weights cannot move.
         """
-        self.check_alive()
+        await self.ready()
         if self._streams:
             raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
         self.is_sleeping = True  # from now on requests are refused
         try:
-            await self._client.call("sleep", type(None))
+            await self._client.call("sleep", type(None), level)
         except OctavoError:
             self.is_sleeping = False
             raise
 
     async def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if the engine is not sleeping."""
+        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
+        await self.ready()
         await self._client.call("wake_up", type(None))
-        self.is_sleeping = False
+        was_sleeping, self.is_sleeping = self.is_sleeping, False
+        if was_sleeping:
+            for prefix in self._prefixes:
+                await self._compute_prefix(prefix)
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""
@@ -344,6 +471,11 @@ class AsyncLLM:
                 await self._nothing_open.wait()
         for request_id in list(self._streams):
             await self.abort(request_id)
+        async with self._loading:  # a core that is loading is not left behind
+            if self._loaded:
+                await self._close()
+
+    async def _close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
         await self._client.close()

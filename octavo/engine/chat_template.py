@@ -22,6 +22,8 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 
 #: Longest text that a template may write, in characters.
 MAX_RENDERED = 16 << 20
+#: Written after a message that is to be continued, to find its end in what the template writes.
+_END = "END_OF_CONTINUED_MESSAGE "
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -77,8 +79,10 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_too
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
@@ -89,16 +93,25 @@ def render_chat(
         messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
             which are joined with line breaks.
         add_generation_prompt: ends with what opens the assistant's answer.
+        continue_final_message: ends with the last message's text instead of what closes it, so that it is continued.
         tools: JSON schemas of callable tools.
         variables: further names that the template may use.
 
     Raises:
-        InvalidRequestError: a message is malformed, or the template refuses the conversation; with its own words.
+        InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
+            conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
     checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
     if not checked:
         raise InvalidRequestError("messages must not be empty")
+    if continue_final_message:
+        if add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
+                "add_generation_prompt=False with it"
+            )
+        checked[-1]["content"] = checked[-1].get("content", "") + _END
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
     plain_variables = {name: _plain(value, name) for name, value in variables.items()}
     values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
@@ -118,7 +131,14 @@ def render_chat(
         raise TokenizerError(f"the chat template was stopped: {e}") from e
     except Exception as e:  # an expression of the template may raise anything
         raise InvalidRequestError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
-    return "".join(pieces)
+    text = "".join(pieces)
+    if not continue_final_message:
+        return text
+    end = text.rfind(_END.strip())
+    if end < 0:
+        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
+    # If the template trims messages, the space after the mark is gone, and those before it are to go.
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
 def _listed(name: str, value: object) -> Sequence[Any]:
@@ -138,6 +158,9 @@ def _message(index: int, message: object) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
     if "content" in plain:
         plain["content"] = _content(where, plain["content"])
+    elif role == "assistant":
+        if "tool_calls" not in plain:  # legal in the OpenAI API: an answer without words
+            plain["content"] = ""
     elif "tool_calls" not in plain:
         raise InvalidRequestError(f"{where} ({role}) has no content")
     for call in plain.get("tool_calls") or []:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.core.config import EngineConfig
+from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
+from octavo.core.startup import StartupFacts
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import make_executor
 from octavo.executor.external import without_clock
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.kv_groups import GroupBlocks, split_memory
+from octavo.memory.kv_groups import GroupBlocks, split_memory, window_blocks
 from octavo.models.config import read_model_config
+from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("octavo")
+#: Of its own, so that a command can leave these lines out.
+startup_logger = logging.getLogger("octavo.startup")
 
 
 class EngineCore(StepLoop):
@@ -32,13 +38,17 @@ class EngineCore(StepLoop):
         Raises:
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
+        start = time.perf_counter()
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options)
-        self.options = options
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
+        _check_threads(options)
         context_length = _context_length(options, self.model_config)
+        _check_max_logprobs(options)
+        #: With ``max_num_batched_tokens`` resolved.
+        self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -67,7 +77,7 @@ class EngineCore(StepLoop):
         self.blocks = BlockManager(
             sizes,
             options.block_size,
-            max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
+            max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
             watermark=options.watermark,
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
@@ -80,6 +90,25 @@ class EngineCore(StepLoop):
             if seconds:
                 scheduler.move_cost.observe_move(1, seconds)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
+        #: What the engine got, also logged.
+        self.startup = StartupFacts(
+            model=options.model,
+            architecture=self.model_config.architecture,
+            parameters=num_parameters(outline(self.model_config, self.dtype)),
+            dtype=self.dtype,
+            kv_cache_dtype=self.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+            num_blocks=self.blocks.num_blocks,
+            num_host_blocks=sum(size.num_host_blocks for size in sizes),
+            block_size=options.block_size,
+            max_model_len=self.max_model_len,
+            full_length_requests=_full_length_requests(sizes, options, self.max_model_len),
+            max_num_seqs=options.max_num_seqs,
+            token_budget=options.token_budget,
+            seconds=time.perf_counter() - start,
+            workers=executor.startup_facts(),
+        )
+        for line in self.startup.lines():
+            startup_logger.info("%s", line)
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
@@ -93,16 +122,25 @@ class EngineCore(StepLoop):
         self.scheduler.finish_sequence(group_id, index)
         self.settle()
 
-    def sleep(self) -> None:
-        """Frees the device's memory until ``wake_up``: weights move to host memory, the prefix cache is reset.
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.
+
+        While it sleeps at level 1, level 2 may follow; other calls change nothing then.
+
+        Pinned prefixes are released with it; what gave them has them computed again.
 
         Raises:
+            ConfigError: there is no such level.
             EngineStateError: requests are unfinished.
-            ConfigError: the weights cannot move.
         """
+        if level not in (1, 2):
+            raise ConfigError(
+                f"the level of sleep must be 1 (the KV cache is freed) or 2 (the weights too), not {level!r}"
+            )
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        logger.info("sleeping: %.2f GiB of memory freed", self.executor.sleep() / (1 << 30))
+        logger.info("sleeping at level %d: %.2f GiB of memory freed", level, self.executor.sleep(level) / (1 << 30))
+        self.blocks.pinned.clear()
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
 
@@ -114,6 +152,17 @@ class EngineCore(StepLoop):
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
         self._end_workers()
+
+
+def _check_threads(options: EngineConfig) -> None:
+    """Warns of more threads than processors: they wait for one another by spinning, and take turns while they do."""
+    processors = len(os.sched_getaffinity(0))
+    if options.num_threads is not None and options.num_threads > processors:
+        logger.warning(
+            "num_threads is %d, but this process may use %d processors: more threads than these make steps slower",
+            options.num_threads,
+            processors,
+        )
 
 
 def _split(
@@ -129,9 +178,19 @@ def _split(
         windows,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens * _steps_in_flight(options),
+        max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
         max_model_len=max_model_len,
     )
+
+
+def _full_length_requests(sizes: list[GroupBlocks], options: EngineConfig, max_model_len: int) -> int:
+    """Most sequences of ``max_model_len`` tokens that the blocks hold at once."""
+    whole = -(-max_model_len // options.block_size)
+
+    def held_by_one(size: GroupBlocks) -> int:
+        return whole if size.window is None else min(whole, window_blocks(size.window, options.block_size))
+
+    return min([options.max_num_seqs, *(size.num_blocks // held_by_one(size) for size in sizes)])
 
 
 def _steps_in_flight(options: EngineConfig) -> int:
@@ -154,6 +213,12 @@ def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
     return stored if stored in ("float32", "float16") else "bfloat16"
 
 
+def _check_max_logprobs(options: EngineConfig) -> None:
+    wanted = options.max_logprobs or 0
+    if (wanted == -1 or wanted > MAX_LOGPROBS_ON_GPU) and resolve_device(options.device) != "cpu":
+        raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {wanted}")
+
+
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:
     """``max_model_len``, checked against the model and the token budget."""
     wanted = options.max_model_len or config.max_position
@@ -161,9 +226,10 @@ def _context_length(options: EngineConfig, config: ModelConfig) -> int:
         raise ConfigError(
             f"max_model_len ({wanted}) is longer than the model's context length ({config.max_position} tokens)"
         )
-    if not options.enable_chunked_prefill and options.max_num_batched_tokens < wanted:
+    budget = options.max_num_batched_tokens
+    if not options.enable_chunked_prefill and budget is not None and budget < wanted:
         raise ConfigError(
-            f"with enable_chunked_prefill off, max_num_batched_tokens ({options.max_num_batched_tokens}) must be at "
-            f"least the context length ({wanted}); lower max_model_len or raise the budget"
+            f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least the context length "
+            f"({wanted}); lower max_model_len or raise the budget"
         )
     return wanted

@@ -170,7 +170,7 @@ class CoreClient:
         if self.error is None and not self._closing:
             self._out.send(message if isinstance(message, bytes) else self._encoder.encode(message))
 
-    async def call(self, method: Any, kind: type[T]) -> T:
+    async def call(self, method: Any, kind: type[T], *args: int) -> T:
         """The core's answer to a ``Call``.
 
         Raises:
@@ -183,7 +183,7 @@ class CoreClient:
         future: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[call_id] = future
         try:
-            self.send(Call(call_id, method))
+            self.send(Call(call_id, method, list(args)))
             return msgspec.msgpack.decode(await future, type=kind)
         finally:
             del self._calls[call_id]

@@ -13,14 +13,12 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import operator
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +26,10 @@ import msgspec
 import zmq
 
 from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.errors import OctavoError
+from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.messages import (
+    BYTES_OF_LOGPROB,
+    MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
     MAX_EXIT_REPORT,
     Abort,
@@ -45,8 +45,9 @@ from octavo.core.messages import (
     StepDone,
     Stop,
     ToCore,
+    Unpin,
 )
-from octavo.core.stats import SchedulerState, StepStats
+from octavo.engine.step_meter import StepMeter
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -57,8 +58,6 @@ TO_CORE, FROM_CORE = "to_core", "from_core"
 MAX_WAITING_STEPS = 64
 #: Milliseconds that the process waits at its end, at most, for its messages to be received.
 LINGER = 500
-#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
-_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 
 logger = logging.getLogger("octavo")
 
@@ -120,9 +119,7 @@ class CoreLoop:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
-        self._step_ended: float | None = None
-        #: Totals at the last step: tokens of prompts and decodes, seconds in the worker and in kernels.
-        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+        self._meter = StepMeter(core)
 
     def run(self) -> None:
         """Runs until ``Shutdown``."""
@@ -140,8 +137,7 @@ class CoreLoop:
                 return False
             self._handle(message)
         if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
-            self._step_ended = None
-            self._outbox.send(StepDone(EngineCoreOutputs(), self._state()))
+            self._outbox.send(StepDone(EngineCoreOutputs(), self._meter.emptied()))
         return True
 
     def _handle(self, message: ToCore) -> None:
@@ -152,10 +148,12 @@ class CoreLoop:
                 self._core.abort(group_id)
             case Stop(group_id, index):
                 self._core.stop(group_id, index)
-            case Call(call_id, method):
-                self._outbox.send(self._reply(call_id, method))
+            case Unpin(name):
+                self._core.blocks.pinned.remove(name)
+            case Call(call_id, method, args):
+                self._outbox.send(self._reply(call_id, method, args))
 
-    def _reply(self, call_id: int, method: str) -> Reply:
+    def _reply(self, call_id: int, method: str, args: list[int]) -> Reply:
         value, error = None, None
         try:
             if method == "stats":
@@ -165,32 +163,13 @@ class CoreLoop:
                     "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
                     "sleep": self._core.sleep,
                     "wake_up": self._core.wake_up,
-                }[method]()
+                }[method](*args)
         except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
         return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)
 
     def _step(self) -> None:
-        start = time.perf_counter()
-        outputs = self._core.step()
-        end = time.perf_counter()
-        stats = self._state()
-        stats.seconds = end - start
-        if self._step_ended is not None:
-            stats.between_seconds = start - self._step_ended
-        self._step_ended = end if self._core.scheduler.has_work else None
-        self._outbox.send(StepDone(outputs, stats))
-
-    def _state(self) -> StepStats:
-        """Queues, blocks and totals as they are now, and what was computed since the last time."""
-        counts, times = self._core.scheduler.counts(), self._core.times
-        stats = StepStats(*_state_of(counts))
-        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
-        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
-        stats.prefill_tokens, stats.decode_tokens = int(prefill), int(decode)
-        stats.worker_seconds, stats.kernel_seconds = worker, kernels
-        self._computed = computed
-        return stats
+        self._outbox.send(StepDone(*self._meter.step()))
 
 
 def serve(folder: Path) -> None:
@@ -228,7 +207,9 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
     logger.handlers, logger.propagate = [LogSender(outbox)], False
     logger.setLevel(start.log_level)
     try:
-        core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
+        with memory_errors():
+            core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
+        _check_messages(core)
         outbox.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise
@@ -236,6 +217,17 @@ def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
         logger.exception("the model could not be loaded")
         raise
     return core
+
+
+def _check_messages(core: EngineCore) -> None:
+    """Refuses options under which the logprobs of one step's prompts would not fit a message."""
+    limit, vocab_size = core.options.max_logprobs or 0, core.model_config.vocab_size
+    size = core.options.token_budget * (vocab_size if limit == -1 else min(limit, vocab_size)) * BYTES_OF_LOGPROB
+    if size > MAX_BYTES_FROM_CORE:
+        raise ConfigError(
+            f"max_logprobs ({limit}) with max_num_batched_tokens ({core.options.token_budget}) allows steps whose "
+            f"logprobs take {size / (1 << 30):.1f} GiB; at most {MAX_BYTES_FROM_CORE >> 30} can be sent: lower either"
+        )
 
 
 def main(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import MAX_LOGPROBS, EngineConfig
 from octavo.core.errors import InvalidRequestError
+from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS
+from octavo.core.prompts import Prompt as Prompt
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, check_number
 from octavo.engine.tokenizer import Tokenizer
-
-#: One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
-Prompt = str | Sequence[int] | Mapping[str, Any]
+from octavo.scheduler.policies import POLICIES, load_policy
 
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
@@ -39,16 +41,31 @@ class InputProcessor:
     """Checks requests against one model. Owns the numbering of groups."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int, seed: int
+        self,
+        tokenizer: Tokenizer,
+        options: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        default_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """``vocab_size`` is the network's; ``max_model_len`` in tokens, prompt and output together."""
+        """``vocab_size`` is the network's; ``max_model_len`` in tokens, prompt and output together.
+
+        ``default_sampling``: the model's own values for fields of ``SamplingParams`` that a caller leaves out.
+        """
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
+        self.default_sampling = dict(default_sampling or {})
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
-        self._seed = seed
+        self._seed = options.seed
+        limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
+        self._max_logprobs = vocab_size if limit == -1 else limit
+        self._policy = options.scheduling_policy
+        self._uses_priority = load_policy(options.scheduling_policy).uses_priority
         self._next_group_id = 0
         self._unseeded = 0
 
@@ -58,21 +75,25 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
         features: Sequence[Feature] = (),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
+        ``arrival_time``: seconds of ``time.monotonic()``; None: now.
+
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
-        arrival = time.monotonic()
+        arrival = _arrival(arrival_time)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority must be an integer, not {priority!r}")
+        self._check_priority(priority)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            cache_salt = prompt["cache_salt"]
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
         if adapter is not None:
@@ -83,17 +104,25 @@ class InputProcessor:
             )
         text, token_ids = self.read_prompt(prompt)
         params.validate()  # a field may have been assigned after construction
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens) :]
         token_ids = self._check_prompt(token_ids, samples=params.max_tokens != 0)
+        limit = self._max_tokens(params.max_tokens, len(token_ids))
+        fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
             group_id=self._next_group_id,
             prompt_token_ids=token_ids,
-            task=self._beam(params) if isinstance(params, BeamSearchParams) else self._generate(params),
+            task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
             arrival_time=arrival,
             priority=priority,
             cache_salt=cache_salt,
         )
         self._next_group_id += 1
         return ProcessedRequest(request_id, text, token_ids, params, group, arrival)
+
+    def default_params(self) -> SamplingParams:
+        """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
+        return SamplingParams(**self.default_sampling)
 
     def _beam(self, params: BeamSearchParams) -> Beam:
         self.tokenizer.check_can_decode()
@@ -107,26 +136,43 @@ class InputProcessor:
         seed = self._request_seed(params)
         if params.logprobs is None and params.num_sequences > params.n:
             params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
-        return Generate(params, seed, sorted(stops), bad_words)
+        ignored = list(self.eos_token_ids) if params.ignore_eos else []
+        return Generate(params, seed, sorted(stops), bad_words, ignored)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
-        """The text (if it was one) and the token ids of a prompt in any of its forms."""
+        """The text (if there is one) and the token ids of a prompt in any of its forms."""
         if isinstance(prompt, Mapping):
-            keys = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
-            if len(keys) != 1:
-                raise InvalidRequestError(
-                    "a prompt given as a dictionary needs exactly one of 'prompt' (text) and 'prompt_token_ids'; "
-                    f"this one has {sorted(map(str, prompt))}"
-                )
-            value = prompt[keys[0]]
-            if isinstance(value, str) != (keys[0] == "prompt"):
-                raise InvalidRequestError(f"{keys[0]!r} must not be {type(value).__name__}")
-            prompt = value
+            return self._read_dictionary(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
         raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
+
+    def _read_dictionary(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        for key, value in prompt.items():
+            if key in FOREIGN_KEYS and value is not None:
+                raise InvalidRequestError(f"{key!r} of a prompt must be None: {FOREIGN_KEYS[key]}")
+            if key not in FOREIGN_KEYS and key not in PROMPT_KEYS:
+                raise InvalidRequestError(
+                    f"a prompt has the unknown key {key!r}; known: {', '.join(map(repr, PROMPT_KEYS))}"
+                )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if not isinstance(text, str | None):
+            raise InvalidRequestError(f"'prompt' must not be {type(text).__name__}")
+        if not isinstance(ids, list | tuple | None):
+            raise InvalidRequestError(f"'prompt_token_ids' must not be {type(ids).__name__}")
+        if ids is not None:
+            return text, list(ids)
+        if text is not None:
+            return text, self.tokenizer.encode(text)
+        raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
+
+    def _prompt_room(self, params: SamplingParams, wanted: int) -> int:
+        """Most prompt tokens that ``truncate_prompt_tokens`` leaves; at least one."""
+        if wanted != -1:
+            return wanted
+        return max(1, self.max_model_len - (1 if params.max_tokens is None else params.max_tokens))
 
     def _check_prompt(self, token_ids: Sequence[int], *, samples: bool) -> list[int]:
         """The token ids, as plain integers, if they can be served, with a token after them if it ``samples``."""
@@ -146,9 +192,36 @@ class InputProcessor:
             )
         return checked
 
+    def _check_priority(self, priority: float) -> None:
+        check_number("priority", priority, -math.inf, math.inf)
+        if priority and not self._uses_priority:
+            known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
+            raise InvalidRequestError(
+                f"priority must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
+                f"{priority}; policies that do: {known}, or a module:Class"
+            )
+
+    def _max_tokens(self, wanted: int | None, num_prompt_tokens: int) -> int | None:
+        """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
+        room = self.max_model_len - num_prompt_tokens
+        if isinstance(wanted, DefaultMaxTokens):
+            return min(int(wanted), room)
+        if wanted is not None and wanted > room:
+            raise InvalidRequestError(
+                f"max_tokens ({wanted}) does not fit: the prompt has {num_prompt_tokens} tokens, and prompt and output "
+                f"together may have at most {self.max_model_len}; {room} or None would fit"
+            )
+        return wanted
+
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:
-            self.tokenizer.check_can_decode()
+            self.tokenizer.check_can_decode(bool(params.stop))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} must be in [0, {self._max_logprobs}], not {getattr(params, name)}: the engine's option "
+                    "max_logprobs is its limit"
+                )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
@@ -162,3 +235,15 @@ class InputProcessor:
             return params.seed & _MASK64
         self._unseeded += 1
         return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
+
+
+def _arrival(given: float | None) -> float:
+    """The arrival of a request, in seconds of ``time.monotonic()``: as given, or now."""
+    now = time.monotonic()
+    if given is None:
+        return now
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not -math.inf < given <= now:
+        raise InvalidRequestError(
+            f"arrival_time must be a past moment in seconds of time.monotonic(), which is at {now:.3f}, not {given!r}"
+        )
+    return float(given)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
-from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
+from octavo.core.foreign_options import check_keywords
+from octavo.core.metrics import Metric, metrics_of
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.input_processor import Prompt
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.shared_prefixes import SharedPrefix
+from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
 #: One chat message: {"role": ..., "content": ...}.
 Message = dict[str, Any]
+#: Seconds between status lines with ``disable_log_stats=False``.
+STATUS_INTERVAL = 10.0
+#: Its messages, or a text or message alone.
+Conversation = Sequence[Message] | Message | str
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -27,40 +37,80 @@ class LLM:
     >>> llm = LLM(model="smollm2-135m")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
 
-    A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts it fails alone:
-    its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
+    A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts (also of one) it fails
+    alone: its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
+
+    Further keywords that vLLM's methods have (``lora_request=None``, ...) are accepted at the values that mean what is
+    done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
     """
 
-    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: str | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
+        disable_log_stats: bool | None = None,
+        **options: Any,
+    ) -> None:
         """Loads a model by name, folder, .gguf file or hub id; options are the fields of ``EngineConfig``.
+
+        ``None`` as the value of an option means its default. ``stat_loggers`` get the statistics of each step.
+        ``disable_log_stats=False`` writes a status line every ``log_stats_interval`` seconds, 10 if that is not given;
+        True writes none.
 
         Raises:
             OctavoError: an option is wrong, or the model is unknown, unreadable, unsupported or too large.
         """
         if tokenizer is not None:
             options["tokenizer"] = str(tokenizer)
-        self.llm_engine = LLMEngine.from_config(resolve_config({"model": str(model), **options}))
+        if disable_log_stats:
+            if options.get("log_stats_interval") is not None:
+                raise ConfigError("log_stats_interval writes status lines, which disable_log_stats=True turns off")
+            options["log_stats_interval"] = None
+        elif disable_log_stats is not None:
+            options.setdefault("log_stats_interval", STATUS_INTERVAL)
+        self.llm_engine = LLMEngine.from_config(resolve_config({"model": str(model), **options}), stat_loggers)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New parameters with the model's own defaults, which a call without ``sampling_params`` has.
+
+        They are those of the model's generation_config.json (option ``generation_config``), and for fields that it does
+        not set those of ``SamplingParams``.
+        """
+        return self.llm_engine.inputs.default_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: float | Sequence[float] | None = 0,
+        **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
 
-        ``sampling_params`` and ``priority``: one for all prompts, or one for each.
+        A bad prompt alone raises; in a list it is an output whose ``outputs[0].error`` says why, and the others finish.
+
+        Args:
+            prompts: one prompt, or a list of them.
+            sampling_params: one for all prompts, or one for each, taken as they are; by default
+                ``get_default_sampling_params()``.
+            use_tqdm: shows a progress bar, or what makes one in place of ``tqdm.tqdm``.
+            priority: one for all prompts, or one for each: integers or finite floats, of which the lower goes first,
+                for policies that look at them (``scheduling_policy="static"``).
+            keywords: see the class.
 
         Raises:
             InvalidRequestError: a single prompt cannot be served, or there are not as many parameters as prompts.
         """
+        check_keywords("generate", keywords)
         single = _is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, priority, single)
@@ -70,64 +120,153 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: float | Sequence[float] | None = 0,
+        **keywords: Any,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
 
         >>> llm.beam_search("The capital of France is", BeamSearchParams(beam_width=4, max_tokens=8))
 
-        ``generate`` takes ``BeamSearchParams`` too, also mixed with ``SamplingParams``.
+        ``generate`` takes ``BeamSearchParams`` too, also mixed with ``SamplingParams``. ``sequences`` of an output has
+        prompt and continuation together; for that, the text of a prompt given as token ids is filled in here.
 
         Raises:
             InvalidRequestError: as for ``generate``.
         """
-        return self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, **keywords)
+        for output in outputs:
+            if output.prompt is None:
+                output.prompt = self.get_tokenizer().decode(output.prompt_token_ids)
+        return outputs
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: float | Sequence[float] | None = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **keywords: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the model's chat template.
 
+        >>> llm.chat("Name three rivers.")
+        >>> llm.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name three rivers."}])
+
+        A bad conversation alone raises; in a list it is an output whose ``outputs[0].error`` says why.
+
+        Args:
+            messages: a conversation: its messages, or one message, or a text, which is a user's message; or a list of
+                conversations, in which a text is a conversation too.
+            sampling_params: as for ``generate``; ``use_tqdm``, ``priority`` and ``keywords`` too.
+            use_tqdm: see there.
+            priority: see there.
+            add_generation_prompt: ends the prompt with what opens the assistant's answer.
+            continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
+            tools: JSON schemas of callable tools.
+            chat_template: a name among the model's templates, or a template's text.
+            chat_template_kwargs: further names that the template may use.
+            keywords: see the class.
+
         Raises:
-            InvalidRequestError: a single conversation cannot be served.
-            TokenizerError: the model has no chat template and none was given.
+            InvalidRequestError: a single conversation cannot be served, or the model has no chat template and none was
+                given.
+            TokenizerError: the template is not valid.
         """
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if single else list(messages)
+        check_keywords("chat", keywords)
+        single = _is_conversation(messages)
+        conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template": chat_template,
+        }
+        variables = _template_variables(chat_template_kwargs, options)
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                ids = self.get_tokenizer().encode_chat(
-                    list(cast("Sequence[Message]", conversation)),
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    chat_template=chat_template,
-                )
+                ids = self.get_tokenizer().encode_chat(_messages(conversation), **options, **variables)
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
         return self._run(rendered, sampling_params, use_tqdm, priority, single)
 
-    def sleep(self) -> None:
-        """Frees the GPU's memory until ``wake_up``, for other programs.
+    def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
 
-        The weights move to host memory; the KV cache and its prefixes are dropped. Meanwhile
-        requests are refused with ``EngineStateError``.
+        >>> name = llm.add_shared_prefix(system_prompt)
+        >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
+
+        The text is tokenized as a prompt's beginning is. Only whole blocks are shared, by requests without a
+        ``cache_salt``. The answers are the same as without it.
+
+        Returns:
+            Its name: ``name``, or by default ``prefix-1`` and so on.
 
         Raises:
-            EngineStateError: requests are unfinished.
-            ConfigError: the weights are packed for the CPU's kernels and cannot move.
+            ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
+                ``max_model_len`` tokens.
+            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            EngineStateError: the engine sleeps.
         """
-        self.llm_engine.sleep()
+        return self.llm_engine.add_shared_prefix(prompt, name)
+
+    def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix; its blocks stay cached until they are needed.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self.llm_engine.remove_shared_prefix(name)
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, each with ``name``, ``token_ids`` and ``num_blocks``."""
+        return self.llm_engine.shared_prefixes()
+
+    def encode(self, *_: object, **__: object) -> NoReturn:
+        """Refuses, as the methods for vectors and scores of vLLM do here: there are no pooling models.
+
+        Raises:
+            InvalidRequestError: always.
+        """
+        raise InvalidRequestError(
+            "encode, embed, classify, score and reward need a pooling model, but Octavo generates text"
+        )
+
+    embed = classify = score = reward = encode
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds."""
+        self.llm_engine.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Queues and blocks now (``Gauge``), and totals since the start (``Counter``), each with name and value."""
+        return metrics_of(self.llm_engine.stats())
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``, for other programs. Meanwhile requests raise ``EngineStateError``.
+
+        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay,
+        packed as they are. Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
+
+        Raises:
+            ConfigError: there is no such level.
+            EngineStateError: requests are unfinished.
+        """
+        self.llm_engine.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until ``wake_up``."""
+        return self.llm_engine.is_sleeping
 
     def wake_up(self) -> None:
         """Restores weights and KV cache; nothing happens if it is not sleeping."""
@@ -137,14 +276,13 @@ class LLM:
         self,
         prompts: list[tuple[Prompt, OctavoError | None]],
         sampling_params: Params,
-        use_tqdm: bool,
-        priority: int | Sequence[int],
+        use_tqdm: bool | Callable[..., Any],
+        priority: float | Sequence[float] | None,
         single: bool,
     ) -> list[RequestOutput]:
-        params = _one_each(
-            "sampling_params", sampling_params or SamplingParams(), (SamplingParams, BeamSearchParams), len(prompts)
-        )
-        priorities = _one_each("priority", priority, int, len(prompts))
+        given = sampling_params or self.get_default_sampling_params()
+        params = _one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
+        priorities = _one_each("priority", priority or 0, (int, float), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         try:
@@ -165,13 +303,15 @@ class LLM:
                 self.llm_engine.abort_request(request_id)
         return [outputs[request_id] for request_id in order]
 
-    def _finish_all(self, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool) -> None:
+    def _finish_all(self, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         """Steps until every request has ended, showing prompts done and tokens a second."""
         from tqdm import tqdm
 
         start = time.perf_counter()
         tokens_in = tokens_out = 0
-        with tqdm(total=total, initial=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        options = {"total": total, "initial": len(outputs), "desc": "Prompts", "dynamic_ncols": True}
+        make_bar = use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not use_tqdm)
+        with make_bar(**options) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     outputs[output.request_id] = output
@@ -191,6 +331,33 @@ def _is_single(prompts: object) -> bool:
     if isinstance(prompts, (list, tuple)):
         return bool(prompts) and isinstance(prompts[0], int)
     raise InvalidRequestError(f"prompts must be text, token ids, a dictionary or a list of these, not {prompts!r}")
+
+
+def _is_conversation(messages: object) -> bool:
+    """Whether this is one conversation and not a list of them."""
+    if isinstance(messages, (str, dict)):
+        return True
+    if isinstance(messages, (list, tuple)):
+        return bool(messages) and isinstance(messages[0], dict)
+    raise InvalidRequestError(f"messages must be a text, messages or a list of conversations, not {messages!r}")
+
+
+def _messages(conversation: Conversation) -> Sequence[Message]:
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    return [conversation] if isinstance(conversation, dict) else conversation
+
+
+def _template_variables(given: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``chat_template_kwargs``, if no name among them is one of the arguments."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {given!r}")
+    for name in given:
+        if name in options or name in ("messages", "template", "tokenize"):
+            raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
+    return given
 
 
 def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, InvalidRequestError
+from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.output_processor import OutputProcessor, check_increments
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files
+from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
+from octavo.engine.step_meter import StepMeter
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
+from octavo.models.config import default_sampling
 
 
 class LLMEngine:
@@ -27,33 +33,50 @@ class LLMEngine:
     ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        stat_loggers: Sequence[StatLogger] = (),
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``stat_loggers`` get the statistics of each step; ``default_sampling``: see ``InputProcessor``."""
         self.core = core
+        self._stat_loggers = make_stat_loggers(core.options, stat_loggers)
+        self._meter = StepMeter(core) if self._stat_loggers else None
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
             tokenizer,
+            core.options,
             vocab_size=core.model_config.vocab_size,
             eos_token_ids=core.model_config.eos_token_ids,
             max_model_len=core.max_model_len,
-            seed=core.options.seed,
+            default_sampling=default_sampling,
         )
         self._outputs = OutputProcessor(tokenizer)
+        self._prefixes = SharedPrefixes(core.options, self.inputs)
 
     @classmethod
-    def from_config(cls, options: EngineConfig) -> LLMEngine:
-        """Finds (or fetches) the model and makes it ready.
+    def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
+        """Finds (or fetches) the model and makes it ready; ``stat_loggers`` get the statistics of each step.
 
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
+        prefixes = read_files(options)  # a wrong name is refused before the model is loaded
         folder = resolve_model(
             options.model,
             dtype=options.dtype,
             revision=options.revision,
             weights=options.load_format != "dummy",
         )
-        tokenizer = find_tokenizer(options, folder)
-        return cls(EngineCore(options, folder), tokenizer)
+        with memory_errors():
+            tokenizer = find_tokenizer(options, folder)
+            defaults = default_sampling(options.generation_config, folder)
+            engine = cls(EngineCore(options, folder), tokenizer, stat_loggers, defaults)
+        for text, name in prefixes:
+            engine.add_shared_prefix(text, name)
+        return engine
 
     def add_request(
         self,
@@ -61,13 +84,18 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
-        A lower ``priority`` goes first, under the policies that look at it; different salts share no cached prefix.
+        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``).
+        ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
+        not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
+        ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
+        ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -75,13 +103,16 @@ class LLMEngine:
         """
         if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
+        if streaming:
+            check_increments(params)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.inputs.process(
             request_id,
             prompt,
-            params if params is not None else SamplingParams(),
+            params if params is not None else self.inputs.default_params(),
             priority=priority,
+            arrival_time=arrival_time,
             cache_salt=cache_salt,
         )
         self._outputs.open(request, streaming=streaming)
@@ -91,7 +122,12 @@ class LLMEngine:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
         if not self.core.scheduler.has_work:
             return []
-        ready, stopped = self._outputs.process(self.core.step())
+        if self._meter is None:
+            outputs = self.core.step()
+        else:
+            outputs, stats = self._meter.step()
+            log_stats(self._stat_loggers, stats)
+        ready, stopped = self._outputs.process(outputs)
         for group_id, index in stopped:
             self.core.stop(group_id, index)
         return [request.take() for request in ready]
@@ -108,13 +144,66 @@ class LLMEngine:
         """Forgets the contents of all blocks that requests to come could share."""
         self.core.blocks.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Frees the device's memory until ``wake_up``; errors are those of ``EngineCore.sleep``."""
-        self.core.sleep()
+    def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """Computes the beginning of prompts to come, and keeps its blocks until ``remove_shared_prefix``; its name.
+
+        Raises:
+            ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
+                ``max_model_len`` tokens.
+            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            EngineStateError: requests are unfinished, or the engine sleeps.
+            WorkerError: it could not be computed.
+        """
+        if self.core.is_sleeping or self.has_unfinished_requests():
+            state = "the engine sleeps" if self.core.is_sleeping else "requests are unfinished"
+            raise EngineStateError(f"{state}: a shared prefix cannot be computed now")
+        prefix = self._prefixes.add(prompt, name)
+        self._compute_prefix(prefix)
+        return prefix.name
+
+    def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        request = self._prefixes.request(prefix)
+        self._outputs.open(request, streaming=False)
+        self.core.scheduler.add(request.group)
+        outputs: list[RequestOutput] = []
+        try:
+            while not outputs:
+                outputs = self.step()
+        except BaseException:  # an interrupt leaves nothing behind
+            self.abort_request(request.request_id)
+            self.remove_shared_prefix(prefix.name)
+            raise
+        self._prefixes.check(prefix, outputs[0])
+
+    def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix: its blocks stay in the prefix cache until they are needed, as any others.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self._prefixes.remove(name)
+        self.core.blocks.pinned.remove(name)
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, in the order in which they were added."""
+        return list(self._prefixes)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels, and ``EngineCore.sleep`` for errors."""
+        self.core.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until ``wake_up``."""
+        return self.core.is_sleeping
 
     def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
+        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
+        was_sleeping = self.core.is_sleeping
         self.core.wake_up()
+        if was_sleeping:
+            for prefix in self._prefixes:
+                self._compute_prefix(prefix)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""

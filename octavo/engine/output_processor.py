@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
+from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import Generate, SequenceStatus
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class RequestState:
     streaming: bool
     completions: list[_Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    last_token_time: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -119,7 +121,12 @@ class OutputProcessor:
         task, params = source.group.task, source.params
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
-        streaming = streaming and isinstance(task, Generate) and params.num_sequences == params.n
+        streaming = (
+            streaming
+            and isinstance(task, Generate)
+            and params.num_sequences == params.n
+            and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        )
         request = RequestState(source, params, RequestMetrics(source.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -198,7 +205,7 @@ class OutputProcessor:
         del self._groups[request.group_id]
 
     def _close(self, request: RequestState, now: float) -> None:
-        request.metrics = replace(request.metrics, finished_time=now)
+        request.metrics = replace(request.metrics, last_token_time=request.last_token_time, finished_time=now)
         self.discard(request)
 
     def _end_group(self, request: RequestState, update: GroupOutput) -> None:
@@ -225,6 +232,7 @@ class OutputProcessor:
         if token_id is not None:
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
+            request.last_token_time = now
             output.token_ids.append(token_id)
         if reason is not None:
             output.error, output.stop_reason = update.error, update.stop_reason
@@ -268,6 +276,19 @@ class OutputProcessor:
         for rank, (token, logprob) in enumerate(zip(position.top_ids, position.top_logprobs, strict=True), start=1):
             logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
         return logprobs
+
+
+def check_increments(params: SamplingParams | BeamSearchParams | None) -> None:
+    """Refuses an ``output_kind`` that is not what a stream of increments gives.
+
+    Raises:
+        InvalidRequestError: it is CUMULATIVE.
+    """
+    if isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.CUMULATIVE:
+        raise InvalidRequestError(
+            "output_kind must be DELTA or FINAL_ONLY here, not CUMULATIVE: outputs are increments, which + joins; "
+            "AsyncLLM.generate gives all so far"
+        )
 
 
 def _with_admission(metrics: RequestMetrics, admission: AdmissionStats) -> RequestMetrics:

@@ -1,9 +1,10 @@
-"""The output of one request of ``AsyncLLM``, as an async iterator."""
+"""The requests of ``AsyncLLM``: the output of each as an async iterator, and how many wait."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from octavo.core.errors import OctavoError
 from octavo.core.outputs import RequestOutput
@@ -59,3 +60,20 @@ class RequestStream:
         """Iteration raises ``error`` once unread output has been taken."""
         self._error = error
         self._changed.set()
+
+
+@dataclass(slots=True)
+class QueuedTokens:
+    """Prompt tokens of the requests of which nothing has been computed yet, by group."""
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, group_id: int, length: int) -> None:
+        """A request with a prompt of this length waits."""
+        self.lengths[group_id] = length
+        self.tokens += length
+
+    def remove(self, group_id: int) -> None:
+        """It waits no more; nothing happens if it did not."""
+        self.tokens -= self.lengths.pop(group_id, 0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+from octavo.models.config import check_architecture
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -23,10 +24,16 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     """The tokenizer that ``options`` names, else that of the model in ``folder``.
 
     With random weights the model may have none: then there is one that refuses whatever needs text.
+    With ``skip_tokenizer_init`` none is loaded, and output has no text.
 
     Raises:
+        UnsupportedModelError, ConfigError: as for ``check_architecture``, which comes first: what else a model
+            lacks that cannot be served does not matter.
         TokenizerError: as for ``load_tokenizer``.
     """
+    check_architecture(folder)
+    if options.skip_tokenizer_init:
+        return SkippedTokenizer(folder)
     if options.tokenizer is not None:
         return load_tokenizer(Path(options.tokenizer))
     if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file():
@@ -92,12 +99,43 @@ class Tokenizer:
         self._bytes: dict[int, bytes | None] = {}
         self._anchor = self._find_anchor()
 
-    def check_can_decode(self) -> None:
-        """Whether token ids can be made into text.
+    def check_can_decode(self, has_stops: bool = False) -> None:
+        """Whether token ids can be made into text, in which stop strings are looked for if it ``has_stops``.
 
         Raises:
             InvalidRequestError: there is no vocabulary, only a ``NoTokenizer``.
         """
+
+    @property
+    def eos_token(self) -> str | None:
+        """The end-of-sequence token's text, if one is named."""
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        """The beginning-of-sequence token's text, if one is named."""
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Token id of ``eos_token``. A model may have further tokens that end its output."""
+        return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Token id of ``bos_token``."""
+        return None if self.bos_token is None else self.backend.token_to_id(self.bos_token)
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        """The id of a token by its name in the vocabulary, such as ``<|im_end|>``, or of several; None if unknown."""
+        find = self.backend.token_to_id
+        return find(tokens) if isinstance(tokens, str) else [find(token) for token in tokens]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the beginning and end tokens that the model wants around it.
@@ -147,10 +185,13 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt for a conversation; see ``octavo.engine.chat_template.render_chat``.
@@ -158,13 +199,27 @@ class Tokenizer:
         Args:
             messages: the conversation.
             add_generation_prompt: ends with what opens the assistant's answer.
+            continue_final_message: ends within the last message, so that it is continued.
             tools: JSON schemas of callable tools.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
+            tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
             kwargs: further names that the template may use.
+
+        Raises:
+            InvalidRequestError: as for ``render_chat``.
         """
+        if tokenize:
+            raise InvalidRequestError("tokenize must be False: apply_chat_template gives text, encode_chat token ids")
         template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
         variables = self.named_tokens | kwargs
-        return render_chat(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return render_chat(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **variables,
+        )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""
@@ -200,7 +255,7 @@ class NoTokenizer(Tokenizer):
         self._folder = folder
         super().__init__(tokenizers.Tokenizer(tokenizers.models.BPE()), {}, {})
 
-    def check_can_decode(self) -> None:
+    def check_can_decode(self, has_stops: bool = False) -> None:
         """Refuses."""
         raise self._refusal("output cannot be text: set detokenize=False")
 
@@ -212,6 +267,10 @@ class NoTokenizer(Tokenizer):
         """Refuses."""
         return [self.encode(text) for text in texts]
 
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Refuses."""
+        raise self._refusal("a conversation cannot be made into tokens: give the prompt as token ids")
+
     def _refusal(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"the model has no tokenizer ({self._folder} holds no tokenizer.json), so {what}, or name a folder with "
@@ -220,6 +279,22 @@ class NoTokenizer(Tokenizer):
 
     def _find_anchor(self) -> list[int]:
         return []
+
+
+class SkippedTokenizer(NoTokenizer):
+    """Stands in with ``skip_tokenizer_init``: output is token ids with an empty text, and text is refused."""
+
+    def token_text(self, token_id: int) -> str:
+        """``token_id:`` and the id, so that a client of the server can read the ids among the logprobs."""
+        return f"token_id:{token_id}"
+
+    def check_can_decode(self, has_stops: bool = False) -> None:
+        """Refuses stop strings: there is no text to look for them in."""
+        if has_stops:
+            raise self._refusal("stop strings cannot be found: use stop_token_ids")
+
+    def _refusal(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(f"no tokenizer is loaded (skip_tokenizer_init), so {what}, or load it")
 
 
 def _checked(text: object) -> str:

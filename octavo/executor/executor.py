@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.startup import WorkerFacts
 from octavo.kernels import resolve_device
 
 
@@ -78,6 +81,7 @@ class Executor(ABC):
 
         Raises:
             EngineDeadError: a worker is lost, or ``shutdown`` was called.
+            InsufficientMemoryError: memory ran out on a worker.
             TimeoutError: not all have answered in time; the workers are ended.
             Exception: the method failed on a worker.
         """
@@ -123,17 +127,17 @@ class Executor(ABC):
         workers = self.collective_rpc("kv_groups")
         return [(max(size for size, _ in group), group[0][1]) for group in zip(*workers, strict=True)]
 
+    def startup_facts(self) -> list[WorkerFacts]:
+        """What each worker got at its start, by rank; to be asked once there is a KV cache."""
+        return msgspec.convert(self.collective_rpc("startup_facts"), list[WorkerFacts])
+
     def measure_swap(self) -> float:
         """Seconds until every worker has moved one block between device and host; 0.0 without host blocks."""
         return max(self.collective_rpc("measure_swap"))
 
-    def sleep(self) -> int:
-        """Frees the devices' memory until ``wake_up``: bytes, of all workers together.
-
-        Raises:
-            ConfigError: the weights cannot move.
-        """
-        return sum(state.bytes_freed for state in self.collective_rpc("sleep"))
+    def sleep(self, level: int) -> int:
+        """Frees memory until ``wake_up``, see ``ModelRunner.sleep``: bytes, of all workers together."""
+        return sum(self.collective_rpc("sleep", [level]))
 
 
 def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:

@@ -29,7 +29,7 @@ def without_clock(options: EngineConfig) -> EngineConfig:
     if options.scheduler_delay_factor:
         raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
                           "needs it to be 0")  # fmt: skip
-    mode = "recompute" if options.preemption_mode == "auto" else options.preemption_mode
+    mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
     return options.model_copy(update={"aging_limit": None, "preemption_mode": mode})
 
 

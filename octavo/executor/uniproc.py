@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineDeadError
+from octavo.core.errors import EngineDeadError, memory_errors
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan
 from octavo.executor.executor import Executor, PendingStep
@@ -37,9 +37,10 @@ class UniprocExecutor(Executor):
     ) -> list[Any]:
         """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
         worker = self._alive()
-        if callable(method):
-            return [method(worker, *args, **(kwargs or {}))]
-        return [worker.call(method, list(args), dict(kwargs or {}))]
+        with memory_errors():
+            if callable(method):
+                return [method(worker, *args, **(kwargs or {}))]
+            return [worker.call(method, list(args), dict(kwargs or {}))]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""

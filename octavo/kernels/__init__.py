@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
@@ -44,6 +45,7 @@ def load_kernels(
     deterministic: bool = False,
     enforce_eager: bool = False,
     graph_capture: str = "lazy",
+    cudagraph_capture_sizes: Sequence[int] | None = None,
 ) -> Kernels:
     """The backend called ``name`` on ``device``, for a network of this head size.
 
@@ -55,7 +57,7 @@ def load_kernels(
         device: "cpu" or a CUDA device.
         head_dim: head size of the network.
         deterministic: on a GPU, compute in an order that does not depend on the batch; see ``EngineConfig``, also for
-            ``enforce_eager`` and ``graph_capture``.
+            ``enforce_eager``, ``graph_capture`` and ``cudagraph_capture_sizes``.
 
     Raises:
         ConfigError: there is no backend of that name, or it cannot be used.
@@ -80,7 +82,11 @@ def load_kernels(
         from octavo.kernels.triton.backend import TritonKernels
 
         return TritonKernels(
-            device, deterministic=deterministic, enforce_eager=enforce_eager, graph_capture=graph_capture
+            device,
+            deterministic=deterministic,
+            enforce_eager=enforce_eager,
+            graph_capture=graph_capture,
+            cudagraph_capture_sizes=cudagraph_capture_sizes,
         )
     from octavo.kernels.reference import ReferenceKernels
 

@@ -39,7 +39,7 @@ class GGUFRows:
         if start % self.block or stop % self.block:
             raise ConfigError(
                 f"inputs {start} to {stop} of a matrix of GGUF type {self.kind} cannot be taken: its blocks hold "
-                f"{self.block}; use fewer tensor-parallel workers or load without quantization='gguf'"
+                f"{self.block}; use fewer tensor-parallel workers or load with quantization='none'"
             )
         size = self.rows.shape[1] * self.block // self.columns
         taken = self.rows[rows, start // self.block * size : stop // self.block * size]

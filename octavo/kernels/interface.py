@@ -59,6 +59,8 @@ class Kernels(ABC):
     name: str
     #: Whether torch takes no part in a step, so that there is no gradient for it to keep track of.
     computes_outside_torch = False
+    #: Whether ``pack`` copies what it gets, so that a tied head has memory of its own beside the embedding's.
+    copies_weights = False
     #: The tensor-parallel group, if there are several ranks.
     group: Communicator | None = None
 
@@ -104,6 +106,13 @@ class Kernels(ABC):
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
         return x if self.group is None else self.group.all_gather(x)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """Called before a network is made, to refuse a type of weights and activations.
+
+        Raises:
+            ConfigError: the backend does not compute in it; the message says in what it does.
+        """
 
     @abstractmethod
     def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:

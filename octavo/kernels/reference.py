@@ -98,8 +98,11 @@ class ReferenceKernels(Kernels):
             ConfigError: the dtype is not a floating-point type; this backend has no scales.
         """
         dtype = torch_dtype(spec.dtype)
-        if not dtype.is_floating_point:
-            raise ConfigError(f"the reference backend has no KV cache of type {dtype}; use float32 or bfloat16")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ConfigError(
+                f"the reference backend has no KV cache of type {spec.dtype}; kv_cache_dtype may be auto, float32, "
+                "bfloat16 or float16"
+            )
         return 2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:

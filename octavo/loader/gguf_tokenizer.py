@@ -41,7 +41,8 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
     _add_special(tokenizer, data)
     config = _config(data)
     tokenizer.post_processor = _post_processor(data, config)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not ``save``, which raises plain Exception where the disk is full.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 

@@ -24,7 +24,7 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
     Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``; with "gguf" they are
     read from ``gguf``, the file that ``folder`` was converted from. On a GPU, files are read directly to the device.
-    The rotary table has ``config.max_position`` positions.
+    Tables of positions have ``context.positions`` rows, by default ``config.max_position``.
 
     Raises:
         UnsupportedModelError: there is no network for the architecture.

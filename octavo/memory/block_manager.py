@@ -14,6 +14,7 @@ from octavo.memory.block_pool import BlockPool
 from octavo.memory.kv_group import KVGroup, Write
 from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
+from octavo.memory.pinned_prefixes import PinnedPrefixes
 from octavo.memory.prefix_cache import PrefixMatch, check_room, find_match
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 
@@ -101,6 +102,7 @@ class BlockManager:
         self.watermark_blocks = math.ceil(watermark * self.num_blocks)
         self._prefix_caching = prefix_caching
         self._registrations: dict[int, _Registration] = {}
+        self.pinned = PinnedPrefixes(self.groups)
         #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
         self.cached_queries = 0
         self.cached_hits = 0
@@ -133,8 +135,13 @@ class BlockManager:
         return self.device.num_cached
 
     @property
+    def num_pinned(self) -> int:
+        """Device blocks of pinned prefixes."""
+        return self.device.num_pinned
+
+    @property
     def num_used(self) -> int:
-        """Device blocks referenced by tables or by the block moves of this step."""
+        """Device blocks referenced by tables or by the block moves of this step that are not pinned."""
         return self.device.num_used
 
     @property
@@ -180,7 +187,7 @@ class BlockManager:
             reserved_blocks: Blocks that running sequences will still need.
             num_seqs: Sequences that will hold blocks on the device, the admitted ones included.
         """
-        if any(num_blocks > group.device.num_blocks and num_seqs > group.max_window_seqs for group in self.groups):
+        if not all(group.could_hold(num_blocks, num_seqs) for group in self.groups):
             return AllocStatus.NEVER
         fits = self.fits(num_blocks + self.watermark_blocks, reserved_blocks, num_seqs)
         return AllocStatus.OK if fits else AllocStatus.LATER
@@ -378,8 +385,23 @@ class BlockManager:
             group.register(registration.chain, seq_id, registration.count, num_full, token_ids)
         registration.count = num_full
 
+    def pin(self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, max_tokens: int) -> AllocStatus:
+        """Pins the full blocks of a sequence that has computed these tokens, until ``pinned.remove(name)``.
+
+        Returns:
+            LATER if the prefix cache was reset since the sequence began, NEVER if a sequence of ``max_tokens`` tokens
+            would not fit beside the pinned blocks; nothing is pinned then.
+        """
+        if self._num_registered(seq_id) == _NEVER_REGISTER:
+            return AllocStatus.LATER
+        chain, beside = self.chain(token_ids, context), self.blocks_for(max_tokens)
+        return AllocStatus.OK if self.pinned.add(name, chain, seq_id, token_ids, beside) else AllocStatus.NEVER
+
     def reset_prefix_cache(self) -> None:
-        """Drops all cached content; cached blocks become free. Sequences that hold blocks now register none of them."""
+        """Drops all cached content that is not pinned; cached blocks become free.
+
+        Sequences that hold blocks now register none of them.
+        """
         for group in self.groups:
             group.cache.clear()
         if self._prefix_caching:

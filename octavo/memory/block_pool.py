@@ -13,8 +13,8 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """Owns the ids ``first .. first + num_blocks - 1``.
 
-    Invariant: a block is used (it has references), cached (no references, but the prefix cache keeps its content), or
-    free (neither), so used + free + cached = all.
+    Invariant: a block is pinned (whoever else refers to it), or used (it has references), cached (no references, but
+    the prefix cache keeps its content), or free (neither), so used + free + cached + pinned = all.
     """
 
     def __init__(self, num_blocks: int, first: int = 0) -> None:
@@ -25,6 +25,8 @@ class BlockPool:
         #: Reference counts by id; the entries before ``first`` are not used.
         self._references = [0] * (first + num_blocks)
         self._kept: set[int] = set()
+        #: How often a block is pinned; each pin is a reference, too.
+        self._pins: dict[int, int] = {}
         #: Kept blocks without references, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -44,9 +46,14 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned, with or without other references."""
+        return len(self._pins)
+
+    @property
     def num_used(self) -> int:
-        """Blocks with references."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        """Blocks with references that are not pinned."""
+        return self.num_blocks - len(self._free) - len(self._cached) - len(self._pins)
 
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` free blocks, each with one reference.
@@ -112,6 +119,24 @@ class BlockPool:
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Makes these kept blocks unavailable, whatever else refers to them, until they are unpinned as often."""
+        for block in blocks:
+            self.share((block,))
+            self._pins[block] = self._pins.get(block, 0) + 1
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Ends one ``pin`` of each."""
+        for block in blocks:
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+        self.release(blocks)
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether the block is pinned."""
+        return block in self._pins
 
     def least_recently_used(self) -> int:
         """The cached block that was used the longest time ago."""

@@ -92,9 +92,10 @@ class ContentIndex:
         return best, longest
 
     def clear(self) -> None:
-        """Removes all blocks."""
+        """Removes all blocks that are not pinned."""
         for block in list(self._by_block):
-            self.forget(block)
+            if not self._pool.is_pinned(block):
+                self.forget(block)
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:

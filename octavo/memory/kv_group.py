@@ -25,8 +25,9 @@ class KVGroup:
     token reads are freed and their entries become ``NO_BLOCK``, so tables of all groups are indexed and grow alike.
 
     Invariants: a sequence has its table on the device or on the host, not both. The block that the next token of a
-    sequence is written into is in one table only and not in the prefix cache. In both pools used + free + cached = all
-    blocks; references are held by tables and, until ``PendingMoves.take``, by the moves of the step.
+    sequence is written into is in one table only and not in the prefix cache. In both pools used + free + cached +
+    pinned = all blocks; references are held by tables, by pins and, until ``PendingMoves.take``, by the moves of the
+    step.
     """
 
     def __init__(
@@ -51,10 +52,23 @@ class KVGroup:
         self.on_device = BlockTables(self.device)
         self.on_host = BlockTables(self.host)
         self.tables = self.on_device.by_id
-        #: Sequences that always have enough blocks, whatever their lengths, as each needs no more than its window.
-        self.max_window_seqs = (
-            max_window_seqs(blocks.num_blocks, self.window, block_size, max_num_batched_tokens) if self.window else 0
-        )
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    @property
+    def max_window_seqs(self) -> int:
+        """Sequences that always have enough blocks, whatever their lengths, as each needs no more than its window."""
+        if self.window is None:
+            return 0
+        return max_window_seqs(self.num_unpinned, self.window, self.block_size, self._max_num_batched_tokens)
+
+    @property
+    def num_unpinned(self) -> int:
+        """Device blocks that sequences can have."""
+        return self.device.num_blocks - self.device.num_pinned
+
+    def could_hold(self, num_blocks: int, num_seqs: int) -> bool:
+        """As ``has_room``, if nothing else held a block."""
+        return num_blocks <= self.num_unpinned or num_seqs <= self.max_window_seqs
 
     def has_room(self, num_blocks: int, num_seqs: int) -> bool:
         """Whether this many blocks are available, or ``num_seqs`` sequences in all never need more than there are."""
@@ -183,6 +197,14 @@ class KVGroup:
             if table[index] != NO_BLOCK:
                 content = chain.content(token_ids, index * size, index * size + size)
                 self.cache.add(chain, index, table[index], content)
+
+    def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int]) -> list[int]:
+        """Pins in the prefix cache what the token after the chain reads of the sequence's blocks; returns them."""
+        table, size = self.tables[seq_id], self.block_size
+        return [
+            self.cache.pin(chain, index, table[index], chain.content(token_ids, index * size, index * size + size))
+            for index in range(first_block_read(len(chain) * size, self.window, size), len(chain))
+        ]
 
     # --- swapping ---------------------------------------------------------------------------------------------------
 

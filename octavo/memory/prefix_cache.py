@@ -79,12 +79,27 @@ class PrefixCache:
         """Adds a full, computed block as block ``index`` of the chain, unless its content is cached already."""
         self._on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
+    def pin(self, chain: PrefixChain, index: int, block: int, content: Sequence[object]) -> int:
+        """Adds a full, computed block as ``add`` does, and pins it; returns the block that is pinned.
+
+        That is another one with this content if it is pinned already. One that is not gives way: a step in flight may
+        still have to move its content there.
+        """
+        known = self._on_device.find(chain.digests[index + 1])
+        if known is not None and self._device.is_pinned(known.block):
+            block = known.block
+        elif known is not None and known.block != block:
+            self.forget(known.block)
+        self.add(chain, index, block, content)
+        self._device.pin((block,))
+        return block
+
     def forget(self, block: int) -> None:
         """Removes a device block, which may be written then."""
         self._on_device.forget(block)
 
     def clear(self) -> None:
-        """Removes all content, on the device and the host."""
+        """Removes all content, on the device and the host, but that of pinned blocks."""
         self._on_device.clear()
         self._on_host.clear()
 
@@ -186,6 +201,11 @@ class PrefixMatch:
     hits: list[list[KnownBlock | None]]
     num_full: int
     chain: PrefixChain
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks of the first group among those that match as a whole."""
+        return sum(hit is not None and hit.pool.is_pinned(hit.block) for hit in self.hits[0][: self.num_full])
 
 
 def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:

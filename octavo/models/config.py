@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.registry import architecture_of_type, network_class, supported_architectures
 
 #: Largest JSON file that is read, in bytes.
 _MAX_JSON_BYTES = 16 << 20
 _DTYPES = ("float32", "bfloat16", "float16")
+_GENERATION_FILE = "generation_config.json"
+#: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
+_SAMPLING_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -28,11 +34,53 @@ def read_model_config(folder: Path) -> ModelConfig:
         UnsupportedModelError: the architecture, activation, rope type or quantization is not supported.
     """
     raw = _read_json(folder / "config.json")
-    generation_file = folder / "generation_config.json"
+    generation_file = folder / _GENERATION_FILE
     generation = _read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
     _refuse_quantized(raw)
     return network_class(architecture).read_config(architecture, ConfigReader(raw, folder / "config.json", generation))
+
+
+def check_architecture(folder: Path) -> None:
+    """Refuses a model without a network here, from ``folder``/config.json alone and without importing torch.
+
+    Raises:
+        ConfigError: config.json is missing or no JSON object.
+        UnsupportedModelError: the architecture is not supported.
+    """
+    _architecture(_read_json(folder / "config.json"))
+
+
+def default_sampling(source: str, folder: Path) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` that a generation_config.json sets, by name.
+
+    Args:
+        source: the engine's option ``generation_config``: "auto" (the file of ``folder``, if there is one), "none", or
+            another folder, which must have the file.
+        folder: of the model.
+
+    Raises:
+        ConfigError: the file is missing or no JSON object, or one of the fields has an impossible value.
+    """
+    if source == "none":
+        return {}
+    file = (folder if source == "auto" else Path(source).expanduser()) / _GENERATION_FILE
+    if not file.is_file():
+        if source == "auto":
+            return {}
+        raise ConfigError(
+            f"generation_config={source!r}: there is no {file}; expected a folder that has it, 'auto' (the model's "
+            "own) or 'none'"
+        )
+    raw = _read_json(file)
+    found = {ours: raw[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if raw.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidRequestError as e:
+        raise ConfigError(f"{file}: {e}; with generation_config='none' its sampling parameters are not read") from None
+    if "max_tokens" in found:
+        found["max_tokens"] = DefaultMaxTokens(found["max_tokens"])
+    return found
 
 
 @dataclass(frozen=True)

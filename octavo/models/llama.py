@@ -38,7 +38,8 @@ class LlamaForCausalLM(Network):
         self.is_last = stage.stop == config.num_layers
         if stage.start == 0 or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
-        cos_sin = rotary_table(config, context.device)
+        cos_sin = rotary_table(config, context.device, context.positions)
+        self._cos_sin = cos_sin
         windows = config.sliding_windows or (None,) * config.num_layers
         self.layers = [
             self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, windows[i])) for i in stage
@@ -48,6 +49,16 @@ class LlamaForCausalLM(Network):
             self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
             head = ParallelLMHead(context, vocab, hidden, self.embed_tokens if tied else None)
             self.head = self.attach("lm_head", head)
+
+    def position_bytes(self) -> int:
+        """Bytes of a row of the rotary table."""
+        return self._cos_sin.shape[1] * self._cos_sin.element_size()
+
+    def extend_positions(self, positions: int) -> None:
+        """Computes the rotary table anew if it is shorter."""
+        if positions > len(self._cos_sin):
+            table = rotary_table(self.config, self._cos_sin.device, positions)
+            self._cos_sin.set_(table.untyped_storage(), 0, table.shape, table.stride())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""

@@ -46,6 +46,13 @@ class Network(Layer, ABC):
         super().__init__()
         self.config = config
 
+    def position_bytes(self) -> int:
+        """Bytes that each position of the context takes in tables of positions, such as that of rotary embeddings."""
+        return 0
+
+    def extend_positions(self, positions: int) -> None:
+        """Makes the tables of positions long enough for sequences of ``positions`` tokens, in the same tensors."""
+
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
         """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)

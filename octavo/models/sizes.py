@@ -41,6 +41,11 @@ def matrices(network: Network) -> list[Weight]:
     return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
 
 
+def num_parameters(network: Network) -> int:
+    """Numbers in the weights of this rank, tied ones once."""
+    return sum(math.prod(weight.shape) for weight in network.weights() if not weight.is_tied)
+
+
 def size_bytes(*weights: Weight) -> int:
     """Bytes of these weights without scales of quantised ones."""
     return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
@@ -49,6 +54,16 @@ def size_bytes(*weights: Weight) -> int:
 def weight_bytes(network: Network) -> int:
     """Bytes of the weights in memory, without scales and padding of the backend (a lower bound)."""
     return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
+
+
+def loading_bytes(network: Network, *, copies: bool) -> int:
+    """Bytes in use while the weights are loaded: ``weight_bytes`` and, if packing ``copies``, what is copied.
+
+    That is a tied head beside its table, and the largest matrix before it is packed (a lower bound, as scales and
+    padding are left out).
+    """
+    weights = [*network.weights()] if copies else [weight for weight in network.weights() if not weight.is_tied]
+    return size_bytes(*weights) + (max(map(size_bytes, matrices(network)), default=0) if copies else 0)
 
 
 def weight_bytes_read(network: Network) -> int:

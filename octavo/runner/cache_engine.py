@@ -60,13 +60,23 @@ class CacheEngine:
         self._make = make
         self._make_host = make_host
         self._block_bytes = block_bytes
+        self._blocks, self._host_blocks = num_blocks, num_host_blocks
         self._first = _first_blocks(num_blocks)
         self._first_on_host = _first_blocks(num_host_blocks)
         self._num_host_blocks = sum(num_host_blocks)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Takes the memory of all blocks, which are zero."""
         #: KV cache of each layer.
-        self.device = make(num_blocks)
+        self.device = self._make(self._blocks)
         # Memory that nothing was swapped to is never touched, so it is not taken from the system.
-        self._host = make_host(num_host_blocks)
+        self._host = self._make_host(self._host_blocks)
+
+    def release(self) -> None:
+        """Gives the memory of all blocks back, with what is in them, until ``allocate``."""
+        self.finish_swaps()
+        self.device, self._host = [], []
 
     def move(self, plan: StepPlan) -> SwapSeconds | None:
         """Does the plan's moves: out, in, copies, each in one call for all layers. None if nothing is swapped."""

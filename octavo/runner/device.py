@@ -35,8 +35,12 @@ class Device(ABC):
         """Bytes that weights may take."""
 
     @abstractmethod
-    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+    def num_blocks(
+        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> int:
         """KV cache blocks of ``block_bytes`` each that fit beside the weights and the largest step.
+
+        Each position of the longest sequence takes ``position_bytes`` beside them.
 
         Raises:
             InsufficientMemoryError: too few do; see ``memory.num_blocks``.
@@ -78,13 +82,16 @@ class HostDevice(Device):
         """The worker's share of what is free on the host."""
         return self._share.free_memory()
 
-    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+    def num_blocks(
+        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> int:
         """See ``memory.num_blocks``; the largest step is estimated."""
         free = self._free_for_caches()
         # Swapping moves blocks within this memory, so the host blocks are subtracted although they are not touched
         # before they are used: otherwise memory would be short just when the cache is full.
         host_blocks = self._host_blocks_within(free, block_bytes)
-        return memory.num_blocks(self._options, block_bytes, free - host_blocks * block_bytes, max_model_len)
+        free -= host_blocks * block_bytes
+        return memory.num_blocks(self._options, block_bytes, free, max_model_len, position_bytes)
 
     def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``Device``."""
@@ -118,12 +125,15 @@ class CudaDevice(Device):
         """As the driver and torch count it."""
         return self._memory.free()
 
-    def num_blocks(self, block_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]) -> int:
+    def num_blocks(
+        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> int:
         """See ``memory.num_gpu_blocks``; the largest step is measured."""
         peak = 0
         if self._options.num_gpu_blocks_override is None:
             peak = memory.measure_peak(run_largest_step, self._memory)
-        return memory.num_gpu_blocks(self._options, block_bytes, self._memory.total(), peak, max_model_len)
+        total = self._memory.total()
+        return memory.num_gpu_blocks(self._options, block_bytes, total, peak, max_model_len, position_bytes)
 
     def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """In one copy from pinned memory."""

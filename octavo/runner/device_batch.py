@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.forward_batch import ARRAYS, ForwardBatch
+from octavo.kernels.pinned import host_empty
 from octavo.runner.input_batch import StepInputs
 
 #: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
@@ -80,7 +81,7 @@ class _Buffer:
     """Host memory for so many int64, also as an array, and the event after the last copy from it."""
 
     def __init__(self, size: int, pin: bool) -> None:
-        self.memory = torch.empty(size, dtype=torch.int64, pin_memory=pin)
+        self.memory = host_empty(size, torch.int64) if pin else torch.empty(size, dtype=torch.int64)
         self.longs: NDArray[np.int64] = self.memory.numpy()
         self.copied: Any = None
 

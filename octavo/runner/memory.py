@@ -6,6 +6,7 @@ The memory of the largest step is estimated on a CPU and measured on a GPU, by r
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from octavo.core.errors import InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 from octavo.layers.context import LayerContext
-from octavo.models.sizes import outline_network, weight_bytes
+from octavo.models.sizes import loading_bytes, outline_network
+from octavo.runner.cgroups import MemoryLimit, group_limits
 
 GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
@@ -47,22 +49,25 @@ class WorkerShare:
         return max(1, share + (self.local_rank < rest))
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: free memory of the machine, or of the container if that is less."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the least of what the machine has free, and of what its limits leave.
+
+    ``root``: as for ``memory_limits``.
+    """
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    limit, used = _read_bytes("/sys/fs/cgroup/memory.max"), _read_bytes("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
+    return min([int(psutil.virtual_memory().available), *(limit.available for limit in memory_limits(root))])
 
 
-def _read_bytes(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such container, or "max": no limit
-        return None
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits of this process: those of its control groups (see ``group_limits``), and of its address space."""
+    import psutil
+
+    limits = group_limits(root)
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        limits.append(MemoryLimit("ulimit -v", addresses, int(psutil.Process().memory_info().vms)))
+    return limits
 
 
 def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
@@ -72,8 +77,8 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     """
     heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
     row = 4 * config.hidden_size + heads + 3 * config.intermediate_size
-    logits = 3 * min(options.max_num_seqs, options.max_num_batched_tokens) * config.vocab_size
-    return 4 * (options.max_num_batched_tokens * row + logits)
+    logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
+    return 4 * (options.token_budget * row + logits)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:
@@ -83,11 +88,11 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> 
         InsufficientMemoryError: with what is needed and what is there.
         UnsupportedModelError, ConfigError: there is no such network.
     """
-    needed = weight_bytes(outline_network(config, context))
+    needed = loading_bytes(outline_network(config, context), copies=context.kernels.copies_weights)
     if needed > free:
         raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name}, but only "
-            f"{free / GIB:.2f} GiB of memory are free"
+            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name} while they are "
+            f"loaded, but only {free / GIB:.2f} GiB of memory are free"
         )
 
 
@@ -127,59 +132,82 @@ def _default_swap_space(options: EngineConfig, free: int) -> int:
     return min(_DEFAULT_SWAP_SPACE, free // 10)
 
 
-def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len: int) -> int:
+def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len: int, position_bytes: int = 0) -> int:
     """KV cache blocks of ``block_bytes`` each on a CPU, of ``free`` bytes of its memory.
 
-    ``num_gpu_blocks_override`` if given. Else the share ``gpu_memory_utilization`` of what is free, and never more than
-    ``max_num_seqs`` sequences of full length could use.
+    ``num_gpu_blocks_override`` if given. Else those of ``kv_cache_memory_bytes``, or of the share
+    ``gpu_memory_utilization`` of what is free, less ``position_bytes`` for each position of the longest sequence; and
+    never more than ``max_num_seqs`` sequences of full length could use.
 
     Raises:
         InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
-            not a single block.
+            not a single block; or less is free than was asked for.
     """
     share = options.gpu_memory_utilization or _CPU_SHARE
-    return _blocks_within(
-        options,
-        block_bytes,
+    budget = _Budget(
         int(share * free),
-        max_model_len,
-        f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB left free gives",
+        free,
+        f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB that are free beside the weights, the "
+        "largest step and the swap space gives",
     )
+    return _blocks_within(options, block_bytes, budget, max_model_len, position_bytes)
 
 
-def num_gpu_blocks(options: EngineConfig, block_bytes: int, total: int, peak: int, max_model_len: int) -> int:
+def num_gpu_blocks(
+    options: EngineConfig, block_bytes: int, total: int, peak: int, max_model_len: int, position_bytes: int = 0
+) -> int:
     """KV cache blocks of ``block_bytes`` each on a GPU with ``total`` bytes of memory.
 
-    ``num_gpu_blocks_override`` if given. Else what the share ``gpu_memory_utilization`` of all memory leaves beside
-    ``peak``, the bytes in use at the peak of the largest step; and never more than ``max_num_seqs`` sequences of full
-    length could use.
+    As ``num_blocks``, but ``gpu_memory_utilization`` is a share of all memory, and what it leaves beside ``peak``, the
+    bytes in use at the peak of the largest step, is for the blocks.
 
     Raises:
         InsufficientMemoryError: as ``num_blocks``.
     """
     share = options.gpu_memory_utilization or _GPU_SHARE
-    return _blocks_within(
-        options,
-        block_bytes,
+    budget = _Budget(
         int(share * total) - peak,
-        max_model_len,
+        total - peak,
         f"gpu_memory_utilization={share} of the GPU's {total / GIB:.3f} GiB, less {peak / GIB:.3f} GiB for weights and "
         "the largest step, leaves",
     )
+    return _blocks_within(options, block_bytes, budget, max_model_len, position_bytes)
 
 
-def _blocks_within(options: EngineConfig, block_bytes: int, budget: int, max_model_len: int, source: str) -> int:
-    """Blocks of ``budget`` bytes, which ``source`` explains."""
+@dataclass(frozen=True)
+class _Budget:
+    """Bytes that are meant for the KV cache, and those that could be had."""
+
+    meant: int
+    free: int
+    #: Says in an error where ``meant`` comes from.
+    source: str
+
+
+def _blocks_within(
+    options: EngineConfig, block_bytes: int, given: _Budget, max_model_len: int, position_bytes: int
+) -> int:
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
+    asked, budget, source = options.kv_cache_memory_bytes, given.meant, given.source
+    if asked is not None:
+        if asked > given.free:
+            raise InsufficientMemoryError(
+                f"kv_cache_memory_bytes={asked} ({asked / GIB:.3f} GiB) is more than the "
+                f"{max(0, given.free) / GIB:.3f} GiB that are free beside the weights and the largest step; lower it"
+            )
+        budget, source = asked, f"kv_cache_memory_bytes={asked} is"
+    else:
+        tokens = budget // (block_bytes // options.block_size + position_bytes or 1)
+        budget -= position_bytes * max(0, min(tokens, max_model_len))
     per_sequence = -(-max_model_len // options.block_size)
     least = per_sequence if options.max_model_len is not None else 1
     if budget < least * block_bytes:
         what = f"one sequence of {max_model_len} tokens" if least > 1 else "one block"
         raise InsufficientMemoryError(
             f"the KV cache of {what} needs {least * block_bytes / GIB:.3f} GiB, but {source} "
-            f"{max(0, budget) / GIB:.3f} GiB; lower max_model_len, max_num_batched_tokens or swap_space, or raise "
-            "gpu_memory_utilization"
+            f"{max(0, budget) / GIB:.3f} GiB; lower max_model_len, max_num_batched_tokens, max_num_seqs or swap_space, "
+            "or raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     return min(budget // block_bytes, per_sequence * options.max_num_seqs)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import KVGroup, group_layers
+from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.startup import WorkerFacts
 from octavo.kernels import load_kernels
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
-from octavo.loader.resolve import gguf_source
-from octavo.models.sizes import outline_network
+from octavo.loader.resolve import gguf_source, weight_quantization
+from octavo.models.network import Network
+from octavo.models.sizes import outline_network, weight_bytes
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
@@ -35,7 +37,7 @@ from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
 from octavo.runner.ranks import Ranks
-from octavo.runner.sleep import SleepState, put_to_sleep, wake_up
+from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -80,6 +82,7 @@ class ModelRunner:
             # An exchange between stages is a call on the host, which a graph cannot hold.
             enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
             graph_capture=options.graph_capture,
+            cudagraph_capture_sizes=options.cudagraph_capture_sizes,
         )
         if ranks.group is not None:
             kernels.join(ranks.group)
@@ -92,18 +95,24 @@ class ModelRunner:
             kernels=self._kernels,
             dtype=getattr(torch, dtype),
             device=self.device,
-            quantization=options.quantization,
+            quantization=weight_quantization(options, kernels.name),
             kv_cache_dtype=options.kv_cache_dtype,
             tp_rank=layout.tp_rank,
             tp_size=layout.tensor_parallel_size,
             layers=layout.layers(config.num_layers),
+            # More are made with the KV cache, as many as it can use; the largest step has these.
+            positions=options.token_budget,
         )
+        # What the kernels do not have is refused before anything is read.
+        kernels.check_dtype(context.dtype)
+        kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
-        if options.load_format == "dummy":
-            self.model = make_dummy_model(config, context, options.seed)
-        else:
-            gguf = gguf_source(options.model) if options.quantization == "gguf" else None
-            self.model = load_model(folder, config, context, gguf)
+        self._folder, self._context = folder, context
+        #: Seconds of each part of the start.
+        self._startup_seconds: dict[str, float] = {}
+        with self._timed("reading and packing weights"):
+            #: Absent while a sleep of level 2 lasts.
+            self.model = self._load_model()
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
@@ -114,11 +123,41 @@ class ModelRunner:
             return group_layers(self.model.kv_specs)
         return group_layers(outline_network(self.config, replace(context, layers=None)).kv_specs, context.layers)
 
+    def _load_model(self) -> Network:
+        options = self.options
+        if options.load_format == "dummy":
+            return make_dummy_model(self.config, self._context, options.seed)
+        gguf = gguf_source(options.model) if self._context.quantization == "gguf" else None
+        return load_model(self._folder, self.config, self._context, gguf)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Counts the seconds of a part of the start."""
+        start = time.perf_counter()
+        yield
+        self._startup_seconds[part] = time.perf_counter() - start
+
+    def startup_facts(self) -> WorkerFacts:
+        """What this worker got; to be asked after ``make_cache``."""
+        on_device, on_host = self._cache_bytes
+        return WorkerFacts(
+            self._kernels.describe(),
+            self._context.quantization,
+            weight_bytes(self.model),
+            on_device,
+            on_host,
+            dict(self._startup_seconds),
+        )
+
     def num_blocks(self, max_model_len: int) -> int:
         """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
-        return self._device.num_blocks(
-            self._block_bytes(), max_model_len, lambda: self._run_largest_step(max_model_len)
-        )
+        with self._timed("memory profile"):
+            return self._device.num_blocks(
+                self._block_bytes(),
+                self.model.position_bytes(),
+                max_model_len,
+                lambda: self._run_largest_step(max_model_len),
+            )
 
     def num_host_blocks(self) -> int:
         """Blocks for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
@@ -151,7 +190,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
         """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
-        batch = largest_step(self._largest(max_model_len), self.device)
+        # No context is longer than what all of the memory could hold, whatever the model says.
+        room = self._device.free_memory() // self._block_bytes() * self.options.block_size
+        batch = largest_step(self._largest(min(max_model_len, max(1, room))), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         if output.logits is None:
             return
@@ -164,7 +205,7 @@ class ModelRunner:
     def _largest(self, max_model_len: int) -> BatchSize:
         """The largest batch that a step may have."""
         options = self.options
-        tokens, sequences = options.max_num_batched_tokens, min(options.max_num_seqs, options.max_num_batched_tokens)
+        tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
         # Every token may be sampled at, where drafts are verified.
         return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._kv_groups))
 
@@ -187,23 +228,31 @@ class ModelRunner:
         The numbers of blocks are those of each group, in the order of ``kv_groups``.
         """
         options = self.options
-        self._cache = self._device.cache_engine(
-            self._kernels,
-            self._make_layers,
-            self._make_host_layers,
-            self._block_bytes(),
-            num_blocks,
-            num_host_blocks,
-        )
+        with self._timed("KV cache"):
+            self._cache = self._device.cache_engine(
+                self._kernels,
+                self._make_layers,
+                self._make_host_layers,
+                self._block_bytes(),
+                num_blocks,
+                num_host_blocks,
+            )
+        sizes = [size for size, _ in self.kv_groups()]
+        #: Bytes of the KV cache on the device, and on the host.
+        self._cache_bytes = tuple(int(np.dot(counts, sizes)) for counts in (num_blocks, num_host_blocks))
         self._max_model_len = max_model_len
-        self._capture()
+        with self._timed("tables of positions"):
+            self.model.extend_positions(max_model_len)
+        with self._timed("recording the step"):
+            self._capture()
         samples = self._ranks.layout.is_last_stage
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples)
         self._sampler = self._make_sampler(self._batch.tokens)
         self._wants_prompt_logprobs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._in_flight: deque[QueuedStep] = deque()
-        self._sleep_state: SleepState | None = None
+        #: Weights of a GPU that are in host memory.
+        self._weights_asleep: SleepState | None = None
 
     def _capture(self) -> None:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
@@ -213,35 +262,59 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sleep(self) -> SleepState:
-        """Frees the device's memory until ``wake_up``; the content of the KV cache is lost.
+    def sleep(self, level: int) -> int:
+        """Frees memory until ``wake_up``: bytes. The content of the KV cache is lost.
 
-        There may be no sequence, and no step may run meanwhile.
+        Level 1 frees the KV cache and moves the weights of a GPU to host memory; on a CPU they are there already, and
+        stay as they are packed. Level 2 drops the weights too: ``wake_up`` reads them again.
 
-        Raises:
-            ConfigError: the weights cannot move; nothing has changed.
+        There may be no sequence, and no step may run meanwhile. While it sleeps at level 1, level 2 may follow.
         """
         if self._in_flight:
             raise RuntimeError("a step is in flight: wait for it before sleep")
-        if self._sleep_state is None:
-            self._cache.finish_swaps()
-            self._forward = (
-                _refuse_while_sleeping  # drops the graphs: their memory is freed, and their addresses become invalid
-            )
-            try:
-                self._sleep_state = put_to_sleep(self.model, self._cache.device)
-            finally:
-                if self._sleep_state is None:
-                    self._capture()
-        return self._sleep_state
+        freed = 0
+        if self._forward is not _refuse_while_sleeping:
+            # Drops the graphs: their memory is freed, and their addresses become invalid.
+            self._forward = _refuse_while_sleeping
+            self._cache.release()
+            freed += sum(self._cache_bytes)
+        try:
+            if level == 2:
+                freed += self._drop_weights()
+            elif self._weights_asleep is None and self.device.type != "cpu":
+                self._weights_asleep = put_to_sleep(self.model)
+                freed += self._weights_asleep.bytes_freed
+        except BaseException:  # such as no host memory
+            self.wake_up()
+            raise
+        release_device_memory(self.device)
+        return freed
+
+    def _drop_weights(self) -> int:
+        if not hasattr(self, "model"):
+            return 0
+        freed = 0 if self._weights_asleep else weight_bytes(self.model)
+        self._weights_asleep = None
+        del self.model
+        return freed
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
-        if self._sleep_state is not None:
-            wake_up(self._sleep_state)
-            self._sleep_state = None
-            self._capture()
+        """Restores weights and KV cache; nothing happens if it is not sleeping. If it fails it can be repeated.
+
+        Raises:
+            WeightError: after level 2, the checkpoint cannot be read any more.
+        """
+        if self._forward is not _refuse_while_sleeping:
+            return
+        if not hasattr(self, "model"):
+            self.model = self._load_model()
+            self.model.extend_positions(self._max_model_len)
+        if self._weights_asleep is not None:
+            wake_up(self._weights_asleep)
+            self._weights_asleep = None
+        self._cache.allocate()
+        self._capture()
 
     @torch.inference_mode()
     def measure_swap(self) -> float:

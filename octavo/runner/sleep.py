@@ -1,4 +1,4 @@
-"""Sleep mode: the weights move to host memory and the KV cache is dropped, so the device's memory is free.
+"""Sleep mode of a GPU's weights: they move to host memory, so the device's memory is free.
 
 Every tensor object stays; only its storage is emptied and filled again, so references to tensors remain valid.
 Captured graphs hold addresses: they must be dropped before, and captured again after.
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import Kernels
+from octavo.kernels.pinned import host_empty
 from octavo.kernels.timing import KernelClock
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
@@ -32,9 +32,9 @@ class _EmptiedStorage:
     """One storage that was emptied."""
 
     tensors: list[Tensor]
-    #: Size in bytes, and the content if it is to be restored.
+    #: Size in bytes, and the content.
     size: int
-    kept: Tensor | None
+    kept: Tensor
     #: Offset, shape and stride of each of ``tensors``, where they were detached from their storage.
     views: list[tuple[int, torch.Size, tuple[int, ...]]]
 
@@ -52,56 +52,52 @@ class SleepState:
 
 
 @torch.inference_mode()
-def put_to_sleep(network: Layer, caches: Iterable[LayerCache]) -> SleepState:
-    """Moves the weights to host memory and frees the KV cache, whose content is lost.
+def put_to_sleep(network: Layer) -> SleepState:
+    """Moves the weights to host memory.
 
     No step may run, and no captured graph be replayed, before ``wake_up``.
-
-    Raises:
-        ConfigError: weights are in memory that is not torch's (packed for the CPU's kernels); nothing has changed.
     """
-    weights = _by_storage(_tensors(network))
-    cached = _by_storage(_tensors(list(caches)))
-    emptied = []
+    emptied: list[_EmptiedStorage] = []
     try:
-        for tensors in weights:
-            emptied.append(_empty(tensors, keep=True))
-        emptied += [_empty(tensors, keep=False) for tensors in cached]
+        for tensors in _by_storage(_tensors(network)):
+            emptied.append(_empty(tensors))
     except BaseException:  # such as no host memory: undo
         wake_up(SleepState(emptied))
         raise
-    _release_memory(emptied)
     return SleepState(emptied)
 
 
 @torch.inference_mode()
 def wake_up(state: SleepState) -> None:
-    """Brings the weights back, and the KV cache as zeros; the tensors are those of before.
+    """Brings the weights back; the tensors are those of before.
 
     If another program has taken the memory, torch's error is passed on, and the call can be repeated.
     """
     for p in state.emptied:
         storage = p.tensors[0].untyped_storage()
         if p.views:
-            fresh = torch.from_numpy(np.zeros(p.size, dtype=np.uint8)).untyped_storage()
+            storage = torch.from_numpy(np.empty(p.size, dtype=np.uint8)).untyped_storage()
             for tensor, (offset, shape, stride) in zip(p.tensors, p.views, strict=True):
-                tensor.set_(fresh, offset, shape, stride)
-            storage = fresh
+                tensor.set_(storage, offset, shape, stride)
         elif storage.nbytes() == 0:
             storage.resize_(p.size)
-        if p.kept is not None:
-            _bytes_of(storage).copy_(p.kept, non_blocking=True)
-        elif not p.views:
-            _bytes_of(storage).zero_()
-    _wait_for_copies(state.emptied)
+        _bytes_of(storage).copy_(p.kept, non_blocking=True)
+    if any(p.tensors[0].is_cuda for p in state.emptied):
+        torch.cuda.synchronize()  # the host memory of the copies is freed next
 
 
-def _empty(tensors: list[Tensor], *, keep: bool) -> _EmptiedStorage:
+def release_device_memory(device: torch.device) -> None:
+    """Returns freed memory of a GPU to its driver, for other programs; dropped graphs may wait for the collector."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _empty(tensors: list[Tensor]) -> _EmptiedStorage:
     storage = tensors[0].untyped_storage()
-    size, kept = storage.nbytes(), None
-    if keep:
-        kept = _host_memory(size, tensors[0].is_cuda)
-        kept.copy_(_bytes_of(storage))
+    size = storage.nbytes()
+    kept = _host_memory(size, tensors[0].is_cuda)
+    kept.copy_(_bytes_of(storage))
     if storage.resizable():
         storage.resize_(0)
         return _EmptiedStorage(tensors, size, kept, [])
@@ -113,30 +109,11 @@ def _empty(tensors: list[Tensor], *, keep: bool) -> _EmptiedStorage:
 
 
 def _host_memory(size: int, pinned: bool) -> Tensor:
-    """Pinned memory is copied to and from several times as fast, but there may be a limit to it."""
-    if pinned:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            pass
-    return torch.empty(size, dtype=torch.uint8)
+    return host_empty(size, torch.uint8) if pinned else torch.empty(size, dtype=torch.uint8)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _release_memory(emptied: list[_EmptiedStorage]) -> None:
-    """Returns memory to the driver, for other programs; dropped graphs may wait for the garbage collector."""
-    if any(p.tensors[0].is_cuda for p in emptied):
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _wait_for_copies(emptied: list[_EmptiedStorage]) -> None:
-    """Waits for the copies: their host memory is freed next."""
-    if any(p.tensors[0].is_cuda for p in emptied):
-        torch.cuda.synchronize()
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -150,11 +127,7 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _tensors(root: object) -> Iterator[Tensor]:
-    """Every tensor that can be reached from a network or its caches, once.
-
-    Raises:
-        ConfigError: something holds memory that is not torch's.
-    """
+    """Every tensor that can be reached from a network, once."""
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -175,9 +148,4 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if type(value).__module__.startswith("octavo._cpu"):
-        raise ConfigError(
-            "sleeping needs weights in torch's memory; those packed for the CPU's kernels stay where they are: use a "
-            "GPU, or kernels='reference'"
-        )
     return list(vars(value).values()) if hasattr(value, "__dict__") else []

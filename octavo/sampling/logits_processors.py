@@ -84,7 +84,7 @@ class LogitsProcessors:
         if phrases:
             self._masks.append(BadPhrases(phrases, num_prompt, vocab_size))
         if len(token_ids) - num_prompt < params.min_tokens:
-            stop_ids = _in_vocabulary(task.stop_token_ids, vocab_size)
+            stop_ids = _in_vocabulary([*task.stop_token_ids, *task.ignored_eos_ids], vocab_size)
             self._masks.append(MinTokens(num_prompt + params.min_tokens, stop_ids, vocab_size))
         if params.logit_bias:
             self._edits.append(LogitBias(params.logit_bias, vocab_size))
@@ -205,7 +205,7 @@ class BadPhrases(TokenMask):
 
 
 class MinTokens(TokenMask):
-    """Forbids stop tokens until the sequence has ``min_tokens`` tokens, prompt included."""
+    """Forbids stop and end-of-sequence tokens until the sequence has ``min_tokens`` tokens, prompt included."""
 
     def __init__(self, min_tokens: int, stop_ids: NDArray[np.int64], vocab_size: int) -> None:
         self._min_tokens = min_tokens

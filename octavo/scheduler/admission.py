@@ -29,7 +29,7 @@ class Admission:
     def rejection_reason(self, group: SequenceGroup) -> str | None:
         """Why a new group can never run, or None if it can."""
         prompt = len(group.request.prompt_token_ids)
-        limit = self._options.max_num_batched_tokens
+        limit = self._options.token_budget
         if self._options.batching == "prefill_first" and prompt > limit:
             return (
                 f"the prompt has {prompt} tokens, but with batching=prefill_first a prompt is computed in one step of "
@@ -39,12 +39,21 @@ class Admission:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
         needed = full + group.num_seqs * self._blocks.blocks_for(rest + group.samples)
-        if self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER:
+        if self._never_fits(group, needed) and self._never_fits(group, needed - self._pinned_hits(group)):
             return (
                 f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed} KV cache blocks, "
-                f"but there are {self._blocks.num_blocks}"
+                f"but there are {self._blocks.pinned.capacity}"
             )
         return None
+
+    def _never_fits(self, group: SequenceGroup, needed: int) -> bool:
+        return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
+
+    def _pinned_hits(self, group: SequenceGroup) -> int:
+        """Pinned blocks that it shares."""
+        if not self._blocks.num_pinned or not self._may_use_prefix_cache(group):
+            return 0
+        return self._blocks.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
 
     # --- the unified order ------------------------------------------------------------------------------------------
 
@@ -79,7 +88,7 @@ class Admission:
         limit = options.max_num_partial_prefills
         if limit is not None and len(queues.prefilling) >= limit:
             return [], candidates
-        if long is None or sum(g.is_long for g in queues.prefilling) < options.max_long_partial_prefills:
+        if long is None or sum(g.is_long for g in queues.prefilling) < (options.max_long_partial_prefills or 1):
             return candidates, []
         return candidates[:-1], [long]
 

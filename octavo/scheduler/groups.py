@@ -108,15 +108,16 @@ class SequenceGroup:
     )
 
     def __init__(
-        self, request: EngineCoreRequest, arrival: int, seq_id: int, max_model_len: int, plans_on_results: bool = False
+        self, request: EngineCoreRequest, number: int, seq_id: int, max_model_len: int, plans_on_results: bool = False
     ) -> None:
-        """``arrival`` numbers the groups in order of arrival; ``seq_id`` is the id of the first sequence.
+        """``number`` tells apart groups that arrived at the same time; ``seq_id`` is the id of the first sequence.
 
         ``plans_on_results``: whether planning a step of it needs the ids of all tokens before, as drafts do.
         """
         self.request = request
         self.group_id = request.group_id
-        self.arrival = arrival
+        #: Orders groups by arrival: seconds, and a number where these are equal.
+        self.arrival = (request.arrival_time, number)
         self.priority = request.priority
         task = request.task
         self.stop_token_ids = frozenset(task.stop_token_ids)
@@ -165,6 +166,15 @@ class SequenceGroup:
     def num_computed(self) -> int:
         """Tokens with KV entries, over all its sequences."""
         return sum(s.num_computed for s in self.seqs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, which its sequences share, and of all their outputs; those in flight do not count."""
+        seqs = self.seqs
+        if len(seqs) == 1:
+            return len(seqs[0].token_ids)
+        prompt = len(self.request.prompt_token_ids)
+        return prompt + sum(len(s.token_ids) - prompt for s in seqs)
 
     @property
     def awaits_result(self) -> bool:

@@ -3,6 +3,8 @@
 A policy is a class with one method. Write one in a module of your own and name it ``module:Class``:
 
     class ShortestPromptFirst(Policy):
+        uses_priority = False
+
         def key(self, group):
             return len(group.request.prompt_token_ids)
 """
@@ -24,6 +26,8 @@ class Policy(ABC):
 
     #: Whether the key of a running group changes with what it computes.
     dynamic = False
+    #: Whether the key may depend on the request's ``priority``. If not, a request with one is refused.
+    uses_priority = True
 
     @abstractmethod
     def key(self, group: SequenceGroup) -> Any:
@@ -33,15 +37,17 @@ class Policy(ABC):
 class FirstComeFirstServed(Policy):
     """By arrival."""
 
-    def key(self, group: SequenceGroup) -> int:
-        """The number of the arrival."""
+    uses_priority = False
+
+    def key(self, group: SequenceGroup) -> tuple[float, int]:
+        """The time of the arrival."""
         return group.arrival
 
 
 class StaticPriority(Policy):
     """By the request's own ``priority``."""
 
-    def key(self, group: SequenceGroup) -> int:
+    def key(self, group: SequenceGroup) -> float:
         """The priority; lower goes first."""
         return group.priority
 
@@ -49,27 +55,33 @@ class StaticPriority(Policy):
 class ShortestJobFirst(Policy):
     """By ``max_tokens``, or what the context length leaves."""
 
+    uses_priority = False
+
     def key(self, group: SequenceGroup) -> int:
         """Most tokens that one of its sequences may generate."""
         return group.max_length - len(group.request.prompt_token_ids)
 
 
 class LongestDataFirst(Policy):
-    """By computed tokens, most first: finishing such a group frees most, and recomputing it would cost most."""
+    """By tokens of prompt and output, most first: finishing such a group frees most, recomputing it costs most."""
 
     dynamic = True
+    uses_priority = False
 
     def key(self, group: SequenceGroup) -> int:
-        """Minus its computed tokens."""
-        return -group.num_computed
+        """Minus its tokens, computed or not."""
+        return -group.num_tokens
 
 
 class LastComeFirstServed(Policy):
     """By arrival, the latest first."""
 
-    def key(self, group: SequenceGroup) -> int:
-        """Minus the number of the arrival."""
-        return -group.arrival
+    uses_priority = False
+
+    def key(self, group: SequenceGroup) -> tuple[float, int]:
+        """Minus the time of the arrival."""
+        seconds, number = group.arrival
+        return -seconds, -number
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -68,6 +68,8 @@ class Preemption:
             self._recompute(group)
 
     def _wants_swap(self, group: SequenceGroup) -> bool:
+        if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
+            return group.num_seqs > 1
         if self._mode != "auto":
             return self._mode == "swap"
         if len(group.seqs) > 1:

@@ -14,7 +14,7 @@ from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, Policy, load_policy
 
 #: (key, arrival, stamp, group): the stamp tells the current entry of a group from its stale ones.
-_Entry = tuple[Any, int, int, SequenceGroup]
+_Entry = tuple[Any, tuple[float, int], int, SequenceGroup]
 #: Stale entries allowed before they are cleared out, beyond the number of groups present.
 _SLACK = 64
 
@@ -48,17 +48,21 @@ class GroupQueue:
         self._stamps[group.group_id] = self._pushes
         entry = (self._policy.key(group), group.arrival, self._pushes, group)
         heapq.heappush(self._by_key, entry)
-        if self._aging_limit is not None and self._by_arrival is not self._by_key:
+        if self._by_arrival is not self._by_key:
             heapq.heappush(self._by_arrival, (group.arrival, *entry[1:]))
 
     def peek(self, now: float) -> SequenceGroup | None:
         """The first group, or None if the queue is empty; ``now`` on the clock of the arrival times."""
         if self._aging_limit is not None:
-            oldest = self._first(self._by_arrival)
+            oldest = self.earliest()
             if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
                 oldest.urgent = True
                 return oldest
         return self._first(self._by_key)
+
+    def earliest(self) -> SequenceGroup | None:
+        """The group that arrived first, or None if the queue is empty."""
+        return self._first(self._by_arrival)
 
     def remove(self, group: SequenceGroup) -> None:
         """Removes a group from any position; its entries become stale and are skipped later."""
@@ -115,12 +119,18 @@ class Queues:
         #: Numbers of the last step that was planned, and of the last whose result is known.
         self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
-        self._arrivals = itertools.count()
+        self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
         """Waiting groups."""
         return len(self.waiting) + len(self.waiting_long)
+
+    @property
+    def earliest_waiting(self) -> SequenceGroup | None:
+        """Of all waiting groups, the one that arrived first."""
+        first = [g for g in (self.waiting.earliest(), self.waiting_long.earliest()) if g is not None]
+        return min(first, key=lambda g: g.arrival, default=None)
 
     @property
     def num_not_running(self) -> int:
@@ -129,8 +139,8 @@ class Queues:
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Makes a group of the request and puts it into the waiting queue."""
-        arrival, seq_id = next(self._arrivals), next(self._seq_ids)
-        group = SequenceGroup(request, arrival, seq_id, self._max_model_len, self._plans_on_results)
+        number, seq_id = next(self._numbers), next(self._seq_ids)
+        group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]

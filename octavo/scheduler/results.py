@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import Generate, SequenceStatus
+from octavo.memory.block_manager import AllocStatus
 from octavo.scheduler.beam_search import Candidates
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
@@ -17,8 +18,9 @@ from octavo.scheduler.step import Step
 class Results:
     """Applies step results to the queues."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, max_model_len: int) -> None:
         self._queues = queues
+        self._max_model_len = max_model_len
 
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
         """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
@@ -37,9 +39,32 @@ class Results:
             self._choose_beams(group, result.extras, outputs.groups)
         for group in step.completed:
             if group.group_id in self._queues.groups:
-                self._queues.end_group(group, SequenceStatus.FINISHED_LENGTH)
-                outputs.groups.append(GroupOutput(group.group_id, group.status.value))
+                self._complete(group, outputs.groups)
         return outputs
+
+    def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
+        """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""
+        status, error = SequenceStatus.FINISHED_LENGTH, None
+        if group.request.pin_as is not None:
+            if group.status is not SequenceStatus.RUNNING:
+                return  # preempted while this step was in flight: computed again
+            status, error = self._pin(group, group.request.pin_as)
+        self._queues.end_group(group, status)
+        updates.append(GroupOutput(group.group_id, group.status.value, error))
+
+    def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
+        """Pins the prompt's whole blocks; how its group ends, and why if they cannot be."""
+        blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
+        status = blocks.pin(name, group.seqs[0].seq_id, tokens, group.context, self._max_model_len)
+        if status is AllocStatus.NEVER:
+            return SequenceStatus.FINISHED_IGNORED, (
+                f"its {len(tokens) // blocks.block_size} blocks would leave too few for a request of max_model_len="
+                f"{self._max_model_len} tokens, which needs {blocks.blocks_for(self._max_model_len)} of the "
+                f"{blocks.pinned.capacity}; shorten the prefix, lower max_model_len or give the KV cache more memory"
+            )
+        if status is AllocStatus.LATER:
+            return SequenceStatus.FINISHED_ERROR, "the prefix cache was reset while it was computed; add it again"
+        return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_tokens(
         self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]

@@ -54,7 +54,7 @@ class Scheduler:
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, drafter, num_stages)
-        self._results = Results(self.queues)
+        self._results = Results(self.queues, max_model_len)
         self._num_stages = num_stages
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
@@ -120,7 +120,7 @@ class Scheduler:
         """
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), self.options.max_num_batched_tokens)
+        step = Step(self._clock(), self.options.token_budget)
         self.queues.reorder(step.now)
         preempting = self._admission.preempt_lower_priority(step) if self.options.priority_preemption else None
         if self.options.batching == "prefill_first":
@@ -172,11 +172,14 @@ class Scheduler:
         return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
 
     def _passed_delay(self, now: float) -> bool:
-        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds."""
+        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds.
+
+        Counted from the earliest arrival of all that wait, whatever the policy: later ones do not prolong the delay.
+        """
         factor = self.options.scheduler_delay_factor
         if not factor or not self.queues.running:
             return True
-        group = self._admission.next_waiting(now)
+        group = self.queues.earliest_waiting
         return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
 
     def _end_unservable(self, step: Step) -> None:
@@ -195,7 +198,7 @@ class Scheduler:
         lengths = [len(s.token_ids) for s in group.seqs]
         message = (
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
-            f"{self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens, alone in it"
+            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
         self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
@@ -264,6 +267,7 @@ class Scheduler:
         stats.num_swapped = len(queues.swapped)
         stats.blocks_used, stats.blocks_cached = blocks.num_used, blocks.num_cached
         stats.blocks_free, stats.host_blocks_used = blocks.num_free, blocks.host_used
+        stats.blocks_pinned = blocks.num_pinned
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 

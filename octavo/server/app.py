@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from octavo import __version__
-from octavo.server import chat, completions, operation, tokenization
+from octavo.server import admin, chat, completions, operation, tokenization
 from octavo.server.errors import handle_errors
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
 from octavo.server.protocol import (
@@ -20,6 +20,7 @@ from octavo.server.protocol import (
     Health,
     Model,
     ModelList,
+    Sleeping,
     Tokenized,
     Version,
 )
@@ -51,6 +52,8 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.state.service = service
     _add_openai_routes(app)
     _add_other_routes(app)
+    if service.options.enable_admin_routes:
+        _add_admin_routes(app)
     handle_errors(app)
     options = service.options
     # The middleware added last is the outermost.
@@ -99,6 +102,18 @@ def _add_other_routes(app: FastAPI) -> None:
         response_model=None,
         responses=_errors({**_ALWAYS, 503: _WITH_BODY[503]}),
     )
+
+
+def _add_admin_routes(app: FastAPI) -> None:
+    refused = {**_ALWAYS, 400: "No such level.", 403: "A web page.", 409: "Not now.", 503: _WITH_BODY[503]}
+    for method, path, endpoint in (
+        ("POST", "/sleep", admin.sleep),
+        ("POST", "/wake_up", admin.wake_up),
+        ("GET", "/is_sleeping", admin.is_sleeping),
+    ):
+        app.add_api_route(
+            path, endpoint, methods=[method], tags=["Server"], response_model=Sleeping, responses=_errors(refused)
+        )
 
 
 def _add(

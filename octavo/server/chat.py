@@ -38,10 +38,12 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     model = service.model_name(body.model)
     check_fields(service, body)
     top = _top_logprobs(body)
-    text = await render_chat(service, body.messages, body.add_generation_prompt is not False)
+    text = await render_chat(service, body.messages, body)
     # The chat template adds the special tokens itself.
-    [token_ids] = await encode(service, [text], add_special_tokens=False)
+    [token_ids] = await encode(service, [text], add_special_tokens=body.add_special_tokens is True)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = service.default_max_tokens(None)
     generation = make_generation(
         service,
         request,
@@ -151,8 +153,7 @@ class _PendingResponse:
 
     def _chunk(self, completion: CompletionOutput, delta: Delta) -> ChatCompletionChunk:
         choice = ChunkChoice(delta=delta, finish_reason=None, index=completion.index, logprobs=None)
-        # An explicit null in every chunk if usage was requested, as the OpenAI API sends it.
-        return self._make([choice], **({"usage": None} if self.generation.include_usage else {}))
+        return self._make([choice], **self.generation.chunk_usage())
 
     def _make(self, found: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.cancellation import with_cancellation
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
@@ -19,9 +20,6 @@ from octavo.server.prompts import TokenizedPrompt, read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from octavo.server.service import Service, service_of
 from octavo.server.streaming import DONE, EventStream, event
-
-#: Default of the OpenAI API.
-DEFAULT_MAX_TOKENS = 16
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
@@ -41,7 +39,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 def _generation(
     service: Service, request: Request, body: CompletionRequest, model: str, prompts: list[TokenizedPrompt]
 ) -> Generation:
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS) if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
@@ -171,10 +169,7 @@ class _PendingResponse:
         return self.generation.service.llm.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        chunk = self._completion([choice])
-        if self.generation.include_usage:
-            chunk.usage = None  # an explicit null, as the OpenAI API sends it
-        return chunk
+        return self._completion([choice], **self.generation.chunk_usage())
 
-    def _completion(self, found: list[CompletionChoice], **more: Usage) -> Completion:
+    def _completion(self, found: list[CompletionChoice], **more: Usage | None) -> Completion:
         return Completion(choices=found, object="text_completion", **self.generation.response_fields(), **more)

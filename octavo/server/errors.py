@@ -97,7 +97,7 @@ def _param(message: str) -> str | None:
     return name if "_" in name or name in _PLAIN_NAMES else None
 
 
-_PLAIN_NAMES = ("n", "messages", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
+_PLAIN_NAMES = ("n", "messages", "priority", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
 
 
 def _http_error(error: HTTPException) -> ApiError:
@@ -110,7 +110,7 @@ def _http_error(error: HTTPException) -> ApiError:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong, with the name of its field."""
     first: dict[str, Any] = dict(error.errors()[0])
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(400, f"the body is not valid JSON: {reason} at character {where[0]}", code="invalid_json")

@@ -16,15 +16,19 @@ from starlette.requests import Request
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.outputs import CompletionOutput, RequestOutput
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.logging import log_prompt
+from octavo.server.fields import refuse_unknown, refuse_unsupported
+from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
-from octavo.server.prompts import TokenizedPrompt
+from octavo.server.prompts import TokenizedPrompt, truncated
 from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import Service
+
+#: Logprobs at each position where the engine's ``max_logprobs`` is not given: as many as OpenAI's API has.
+DEFAULT_MAX_LOGPROBS = 20
 
 logger = logging.getLogger("octavo.server")
 
@@ -69,6 +73,10 @@ class Generation:
         finally:
             for run in runs:
                 await run.aclose()
+            log_fields(self.request.scope).update(
+                prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+                completion_tokens=self.completion_tokens,
+            )
 
     async def finish(self) -> list[RequestOutput]:
         """The complete output of each prompt of a request that is not streaming.
@@ -95,15 +103,21 @@ class Generation:
         return output.outputs[: self.n]
 
     def usage(self) -> Usage:
-        """Tokens used so far, also added to the log line."""
+        """Tokens used so far."""
         prompt, completion = sum(len(p.token_ids) for p in self.prompts), self.completion_tokens
-        self.request.state.log_fields = {"prompt_tokens": prompt, "completion_tokens": completion}
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
+
+    def chunk_usage(self) -> dict[str, Usage | None]:
+        """The usage field of a chunk: absent, or an explicit null before the last one, as the OpenAI API sends it."""
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            return {"usage": self.usage()}
+        return {"usage": None} if self.include_usage else {}
 
     def response_fields(self) -> dict[str, Any]:
         """Fields common to responses and chunks."""
@@ -143,16 +157,15 @@ class Generation:
 
 
 def check_fields(service: Service, body: GenerationRequest) -> None:
-    """Refuses unsupported fields and logs unknown ones.
+    """Refuses unsupported and unknown fields.
 
     Raises:
         ApiError: 400, with the name of the field.
     """
-    for name, message in body.unsupported().items():
-        raise unsupported(name, message)
+    refuse_unsupported(body)
+    refuse_unknown(service, body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
-    service.note_unknown(body.model_extra or ())
 
 
 def make_generation(
@@ -175,6 +188,7 @@ def make_generation(
         InvalidRequestError, ApiError: a parameter is out of range or not supported.
     """
     _check_size(service, body, len(prompts), logprobs, prompt_logprobs)
+    prompts = _fitted(service, body, prompts, max_tokens)
     if service.options.log_prompts:
         for prompt in prompts:
             log_prompt(prompt.text if prompt.text is not None else prompt.token_ids)
@@ -183,9 +197,15 @@ def make_generation(
         if logprobs is not None:
             raise unsupported("logprobs", "logprobs is not supported with use_beam_search")
         longest = service.llm.max_model_len - min(len(p.token_ids) for p in prompts)
-        params = make_beam_search_params(body, max(1, longest) if max_tokens is None else max_tokens)
+        params = make_beam_search_params(body, DefaultMaxTokens(longest) if max_tokens is None else max_tokens)
     else:
-        params = make_sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        params = make_sampling_params(
+            body,
+            service.llm.inputs.default_sampling,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
     return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
 
 
@@ -198,9 +218,45 @@ def _check_size(
     if sequences > limit:
         param = "n" if body.best_of is None else "best_of"
         raise ApiError(400, f"the request asks for {sequences} sequences; at most {limit} are served", param=param)
-    limit = service.options.max_logprobs
+    most = service.llm.config.max_logprobs
+    limit = DEFAULT_MAX_LOGPROBS if most is None else service.llm.model_config.vocab_size if most == -1 else most
     if max(logprobs or 0, prompt_logprobs or 0) > limit:
-        raise ApiError(400, f"logprobs of at most {limit} likeliest tokens are served", param="logprobs")
+        raise ApiError(
+            400,
+            f"logprobs of at most {limit} most likely tokens are served (the engine's option max_logprobs)",
+            param="logprobs",
+        )
+
+
+def _fitted(
+    service: Service, body: GenerationRequest, prompts: list[TokenizedPrompt], max_tokens: int | None
+) -> list[TokenizedPrompt]:
+    """The prompts, cut where the body allows it.
+
+    Raises:
+        ApiError: the context has no room for a prompt and what the body asks for after it.
+    """
+    limit = service.llm.max_model_len
+    named = max_tokens is not None and not isinstance(max_tokens, DefaultMaxTokens)
+    needed = max_tokens if named and max_tokens is not None else 1
+    if (most := body.truncate_prompt_tokens) is not None:
+        most = max(1, limit - needed) if most == -1 else most
+        if most == 0:
+            raise ApiError(
+                400, "truncate_prompt_tokens must be -1 or at least 1, not 0", param="truncate_prompt_tokens"
+            )
+        prompts = [truncated(prompt, most) for prompt in prompts]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + needed <= limit:
+        return prompts
+    param = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+    # Clients look for the first words, which are those of the OpenAI API.
+    message = f"this model's maximum context length is {limit} tokens, but the prompt has {longest}"
+    if named:
+        message += f" and {param} asks for {needed} more; lower it, or leave it out for as many as fit"
+    if not named:
+        param = "prompt" if hasattr(body, "prompt") else "messages"
+    raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 async def _merge_outputs(

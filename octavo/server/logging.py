@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import uuid
+from collections.abc import MutableMapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +69,12 @@ def log_access(method: str, path: str, status: int, seconds: float, client: str 
         path,
         extra={"fields": {"status": status, "ms": round(seconds * 1000, 1), "client": client, **fields}},
     )
+
+
+def log_fields(scope: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Fields of the access log's line of the request in this ASGI scope; what is added appears there."""
+    fields: dict[str, Any] = scope.setdefault("state", {}).setdefault("log_fields", {})
+    return fields
 
 
 def log_prompt(prompt: str | list[int]) -> None:

@@ -129,7 +129,7 @@ def _by_name(tokenizer: Tokenizer, known: TokenLogprobs | None) -> dict[str, flo
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
     """A token's text; for a part of a character its bytes, in OpenAI's notation."""
     data = tokenizer.token_bytes(token_id)
-    if data is None:
+    if not data:  # whole text, or no token of this tokenizer
         return tokenizer.token_text(token_id)
     try:
         return data.decode()

@@ -13,7 +13,7 @@ from octavo import __version__
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
-    from octavo.core.stats import StepStats
+    from octavo.core.stats import SchedulerState, StepStats
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -51,7 +51,7 @@ class Metrics:
         self._log_lines_dropped.set_total(self._dropped_logs())
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def on_step(self, stats: StepStats) -> None:
+    def log(self, stats: StepStats) -> None:
         """Adds the statistics of a step."""
         if stats.seconds:
             self.step_seconds.observe(stats.seconds)
@@ -61,6 +61,10 @@ class Metrics:
             self._kernel_seconds().inc(stats.kernel_seconds)
         self._prefill_tokens.inc(stats.prefill_tokens)
         self._decode_tokens.inc(stats.decode_tokens)
+        self.on_state(stats)
+
+    def on_state(self, stats: SchedulerState) -> None:
+        """Shows queues, blocks and totals; also called before the first step, so that the capacity is never 0."""
         for gauge, value in (
             (self._running, stats.num_running),
             (self._waiting, stats.num_waiting),
@@ -68,7 +72,8 @@ class Metrics:
             (self._blocks_used, stats.blocks_used),
             (self._blocks_cached, stats.blocks_cached),
             (self._blocks_free, stats.blocks_free),
-            (self._capacity, stats.blocks_used + stats.blocks_cached + stats.blocks_free),
+            (self._blocks_pinned, stats.blocks_pinned),
+            (self._capacity, stats.num_blocks),
             (self._host_blocks, stats.host_blocks_used),
         ):
             gauge.set(value)
@@ -118,7 +123,9 @@ class Metrics:
 
     def _make_cache(self) -> None:
         blocks = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["state"])
-        self._blocks_used, self._blocks_cached, self._blocks_free = (blocks(n) for n in ("used", "cached", "free"))
+        self._blocks_used, self._blocks_cached, self._blocks_free, self._blocks_pinned = (
+            blocks(state) for state in ("used", "cached", "free", "pinned")
+        )
         self._capacity = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.")()
         self._host_blocks = self._gauge("kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.")()
         self._queried = _Total(

@@ -8,7 +8,6 @@ import hmac
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,7 +67,7 @@ class RequestMiddleware:
             if self._log_requests:
                 client = scope["client"][0] if scope.get("client") else None
                 seconds = time.monotonic() - start
-                fields: dict[str, Any] = scope["state"].get("log_fields", {})
+                fields = server_logging.log_fields(scope)
                 server_logging.log_access(scope["method"], scope["path"], status or 499, seconds, client, **fields)
             server_logging.request_id.reset(token)
 
@@ -87,7 +86,12 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "")
+        headers = MutableHeaders(scope=scope)
+        length = headers.get("content-length", "")
+        # Browsers let any web page send a body without a type to any server, with an Origin. Such a body must be
+        # declared as JSON, which the browser does not send before the server has allowed it (CORS).
+        if "content-type" not in headers and "origin" not in headers:
+            headers["content-type"] = "application/json"
         try:
             if length.isdecimal() and int(length[:20]) > self._max_bytes:
                 raise self._too_large()

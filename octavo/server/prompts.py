@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.server.errors import ApiError
-from octavo.server.protocol import ChatMessage, CompletionRequest
+from octavo.server.errors import ApiError, unsupported
+from octavo.server.protocol import ChatMessage, CompletionRequest, TemplateOptions
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
@@ -66,19 +66,28 @@ async def encode(service: Service, texts: list[str], add_special_tokens: bool) -
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
 
 
-async def render_chat(service: Service, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
-    """The text of a conversation, rendered by the model's chat template.
+def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
+    """The last ``limit`` tokens of a prompt."""
+    if len(prompt.token_ids) <= limit:
+        return prompt
+    return replace(prompt, text=None, token_ids=prompt.token_ids[-limit:])
+
+
+async def render_chat(service: Service, messages: Sequence[ChatMessage], body: TemplateOptions) -> str:
+    """The text of a conversation, rendered by the model's chat template as the body asks for.
 
     Raises:
+        ApiError: the body asks for what contradicts itself, or is not allowed here.
         InvalidRequestError: the template refuses the messages, or the model has none.
     """
+    options = _template_options(service, body)
     plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
     length = sum(len(str(message.get("content"))) for message in plain)
     apply = service.llm.tokenizer.apply_chat_template
-    if length + 100 * len(plain) < _SHORT:
-        return apply(plain, add_generation_prompt=add_generation_prompt)
+    if length + 100 * len(plain) < _SHORT and body.chat_template is None:
+        return apply(plain, **options)
     if length > service.max_prompt_chars:
         raise ApiError(
             400,
@@ -86,7 +95,37 @@ async def render_chat(service: Service, messages: Sequence[ChatMessage], add_gen
             param="messages",
             code="context_length_exceeded",
         )
-    return await asyncio.to_thread(apply, plain, add_generation_prompt=add_generation_prompt)
+    return await asyncio.to_thread(apply, plain, **options)
+
+
+def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]:
+    """Keywords of ``Tokenizer.apply_chat_template``."""
+    continues = body.continue_final_message is True
+    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and opens:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    template = body.chat_template
+    known = template is None or template in service.llm.tokenizer.chat_templates
+    if not known and not service.options.trust_request_chat_template:
+        raise unsupported(
+            "chat_template",
+            "chat_template must be the name of one of the model's templates: this server was started without "
+            "--trust-request-chat-template",
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+        if name in variables:
+            message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    return {
+        "add_generation_prompt": opens,
+        "continue_final_message": continues,
+        "chat_template": template,
+        **variables,
+    }
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Bodies of requests and responses: the fields of the OpenAI API, and those that other engines add to it.
 
-Unknown fields are ignored and logged once, as clients send fields that do not affect the response here (``store``,
-``safety_identifier``, ...). Fields that would change the response and are not supported are defined here and refused
-with an explanation. ``null`` means the default.
+Fields that are defined here work; what becomes of any other is said in ``fields``. ``null`` means the default.
 """
 
 from __future__ import annotations
@@ -28,14 +26,20 @@ class RequestModel(BaseModel):
 class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool | None = Field(None, description="Send a last chunk with the number of tokens used.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the tokens used so far with every chunk.")
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
 class GenerationRequest(RequestModel):
     """Fields common to completions and chat completions."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    max_tokens: Int | None = Field(None, description="Most tokens to generate.")
+    max_tokens: Int | None = Field(
+        None, description="Most tokens to generate; refused if the context has no room for them after the prompt."
+    )
     temperature: float | None = Field(None, description="0 always takes the most likely token (default 1).")
     top_p: float | None = Field(None, description="Keep the smallest set of tokens that reaches this probability.")
     n: Int | None = Field(None, description="Completions of each prompt (default 1).")
@@ -55,7 +59,7 @@ class GenerationRequest(RequestModel):
     stop_token_ids: list[Int] | None = Field(None, description="Token ids that end the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
-    min_tokens: Int | None = Field(None, description="No end before this many tokens.")
+    min_tokens: Int | None = Field(None, description="No end, not even an ignored one, before this many tokens.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
     bad_words: list[Phrase] | None = Field(None, description="Words that are never generated.")
     allowed_token_ids: list[Int] | None = Field(None, description="Only these tokens are generated.")
@@ -63,19 +67,15 @@ class GenerationRequest(RequestModel):
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
     length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Beam search: when to end.")
-    priority: Int | None = Field(None, description="Lower goes first, under the policies that look at it.")
+    priority: Int | float | None = Field(
+        None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
+    )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )
-    # Not supported yet:
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"} is supported.')
-
-    def unsupported(self) -> dict[str, str]:
-        """Given fields that are not supported: name -> message."""
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            return {"response_format": "response_format is not supported yet, except {'type': 'text'}"}
-        return {}
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Keep this many tokens at the end of a longer prompt; -1: as many as fit with max_tokens."
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -86,14 +86,7 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: Int | None = Field(None, description="Logprobs of so many likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Put the prompt before its completion.")
-    suffix: str | None = Field(None, description="Not supported.")
     add_special_tokens: bool | None = Field(None, description="Put the model's own tokens around a text (true).")
-
-    def unsupported(self) -> dict[str, str]:
-        """See ``GenerationRequest``."""
-        if self.suffix:
-            return {"suffix": "suffix is not supported: the model continues texts, it does not fill gaps"}
-        return super().unsupported()
 
 
 class ChatMessage(RequestModel):
@@ -104,44 +97,39 @@ class ChatMessage(RequestModel):
     name: str | None = None
 
 
-class ChatCompletionRequest(GenerationRequest):
+class TemplateOptions(RequestModel):
+    """How the chat template writes a conversation."""
+
+    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's answer (default true).")
+    continue_final_message: bool | None = Field(
+        None, description="End within the last message, which the answer then continues (default false)."
+    )
+    chat_template: str | None = Field(
+        None, description="Name of one of the model's templates; a template, with --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="Documents, for templates that know them.")
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(description="The conversation.")
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; wins over max_tokens.")
+    add_special_tokens: bool | None = Field(
+        None, description="Put the model's own tokens around what the template writes (default false)."
+    )
     logprobs: bool | None = Field(None, description="Send logprobs.")
     top_logprobs: Int | None = Field(None, description="With so many likeliest tokens at each position.")
-    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's answer (default true).")
-    # Not supported yet:
-    tools: list[dict[str, Any]] | None = Field(None, description="Not supported yet.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description='Not supported yet, except "none" and "auto".')
-    functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
-    function_call: str | dict[str, Any] | None = Field(None, description='Not supported, except "none" and "auto".')
-    modalities: list[str] | None = Field(None, description='Only ["text"] is supported.')
-    audio: dict[str, Any] | None = Field(None, description="Not supported.")
-
-    def unsupported(self) -> dict[str, str]:
-        """See ``GenerationRequest``."""
-        found = super().unsupported()
-        for name in ("tools", "functions", "audio"):
-            if getattr(self, name):
-                found[name] = f"{name} is not supported{' yet' if name == 'tools' else ''}"
-        for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
-                found[name] = f"{name} must be 'none' or 'auto': tools are not supported yet"
-        if self.modalities is not None and set(self.modalities) != {"text"}:
-            found["modalities"] = 'modalities must be ["text"]: the model writes text only'
-        return found
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateOptions):
     """Body of ``/tokenize``: a prompt or messages."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     prompt: str | None = Field(None, description="A text.")
     messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
     add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
-    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's answer (default true).")
 
 
 class DetokenizeRequest(RequestModel):
@@ -333,6 +321,12 @@ class Version(ResponseModel):
     """A response of ``/version``."""
 
     version: str
+
+
+class Sleeping(ResponseModel):
+    """A response of ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
+
+    is_sleeping: bool
 
 
 class Health(ResponseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
@@ -37,9 +38,14 @@ _BEAM_FIELDS = ("length_penalty", "early_stopping", "ignore_eos", "skip_special_
 
 
 def make_sampling_params(
-    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationRequest,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The parameters of a request without beam search.
+    """The parameters of a request without beam search; ``defaults`` for fields that the body leaves out.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -48,9 +54,8 @@ def make_sampling_params(
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise unsupported(name, f"{name} is of beam search only; set use_beam_search to true with it")
-    return SamplingParams(
-        **_given(body, _SHARED), max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
+    own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return SamplingParams(**{**defaults, **_given(body, _SHARED), **own})
 
 
 def make_beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSearchParams:

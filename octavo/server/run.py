@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import ipaddress
 import logging
 import os
 import resource
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.server.options import API_KEYS_VARIABLE, ServerOptions, read_api_keys
+from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.server.api_keys import read_api_keys
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from octavo.core.stats import StepStats
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.core_client import CoreProcess
     from octavo.server.logging import LineWriter
@@ -59,6 +60,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
+    open_to_all = not keys and not is_loopback(options.host)
     with listening_socket(options) as sock:
         # Both processes import their libraries at the same time.
         process = CoreProcess()
@@ -69,12 +71,27 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         except BaseException:
             process.kill()
             raise
+        if open_to_all:
+            logger.warning(
+                "listening on %s without API keys: whoever reaches this address may use the server; "
+                "set api_key_file or %s, or listen on 127.0.0.1",
+                options.host,
+                API_KEYS_VARIABLE,
+            )
         try:
             return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
         except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _allow_many_connections() -> None:
@@ -147,22 +164,19 @@ async def _serve_engine(
     writer: LineWriter,
     tracer: Tracer | None,
 ) -> int:
+    from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
     from octavo.server.queue_limit import QueueLimit
     from octavo.server.service import Service
-    from octavo.server.status import StatusLine
 
     metrics = Metrics(names[0], lambda: writer.dropped)
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
-    status = StatusLine(options.status_interval)
-
-    def on_step(stats: StepStats) -> None:
-        metrics.on_step(stats)
-        status.on_step(stats)
-
-    llm.on_step = on_step
+    metrics.on_state(await llm.stats())
+    llm.stat_loggers.append(metrics)
+    if llm.config.log_stats_interval is None:
+        llm.stat_loggers.append(StatusLine(options.status_interval))
     # Objects that live as long as the server need not be scanned by every garbage collection.
     gc.freeze()
     server = _make_server(make_app(service, keys), options, names)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
-from octavo.server.options import CHARS_PER_TOKEN, ServerOptions
 from octavo.server.queue_limit import QueueLimit
 from octavo.server.tracing import Tracer
 
@@ -61,12 +60,16 @@ class Service:
             404, f"the model {wanted!r} does not exist here; served: {names}", param="model", code="model_not_found"
         )
 
-    def note_unknown(self, fields: Iterable[str]) -> None:
-        """Logs fields that are ignored, each name once."""
-        for name in fields:
-            if name not in self.unknown_fields and len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
-                self.unknown_fields.add(name)
-                logger.info("requests bring a field that is unknown here and ignored: %.100r", name)
+    def default_max_tokens(self, otherwise: int | None) -> int | None:
+        """``max_tokens`` of a request that names none: the model's own default, or ``otherwise``."""
+        limit: int | None = self.llm.inputs.default_sampling.get("max_tokens", otherwise)
+        return limit
+
+    def note_unknown(self, name: str) -> None:
+        """Logs a field that is ignored, each name once."""
+        if name not in self.unknown_fields and len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
+            self.unknown_fields.add(name)
+            logger.info("requests bring a field that is unknown here and ignored: %.100r", name)
 
 
 def service_of(request: Request) -> Service:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
 from octavo.server.errors import as_api_error
+from octavo.server.logging import log_fields
 from octavo.server.protocol import ResponseModel
 
 DONE = b"data: [DONE]\n\n"
@@ -27,7 +28,8 @@ class EventStream(Response):
     """A response of server-sent events.
 
     A failure before the first event is an ordinary error response with its status; a later one is an event of its own,
-    without ``[DONE]`` after it. A disconnect or the deadline closes the generator and so aborts the request.
+    without ``[DONE]`` after it. A disconnect or the deadline closes the generator and so aborts the request. The
+    access log's line says how it ended: complete, error or aborted.
     """
 
     media_type = "text/event-stream"
@@ -42,6 +44,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until they end or the client disconnects."""
+        log_fields(scope)["stream"] = "aborted"  # unless it ends
         writer = asyncio.ensure_future(self._write(scope, receive, send))
         disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
@@ -62,8 +65,10 @@ class EventStream(Response):
                     # Blocks while the client does not read.
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+            log_fields(scope)["stream"] = "complete"
         except Exception as e:
             error = as_api_error(e)
+            log_fields(scope).update(stream="error", error=error.code or error.kind)
             if not started:
                 await error.response()(scope, receive, send)
                 return

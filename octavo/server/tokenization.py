@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.errors import ApiError
+from octavo.server.fields import refuse_unsupported
 from octavo.server.prompts import encode, render_chat
 from octavo.server.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.service import service_of
@@ -20,11 +21,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = service_of(request)
     service.model_name(body.model)
+    refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
     limit = service.llm.max_model_len
     if body.messages is not None:
-        text = await render_chat(service, body.messages, body.add_generation_prompt is not False)
+        text = await render_chat(service, body.messages, body)
         [ids] = await encode(service, [text], body.add_special_tokens is True)
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
     else:

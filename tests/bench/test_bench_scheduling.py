@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from octavo.bench import scheduler as bench_scheduler
 from octavo.bench.memory import measure_sharing, measure_use, trace
 from octavo.bench.scheduler import sampled
 from octavo.cli.main import main
@@ -15,6 +17,7 @@ from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.policies import POLICIES
 from octavo.scheduler.scheduler import Scheduler
 
 
@@ -28,6 +31,70 @@ def test_the_cost_of_a_step_is_reported_for_each_number_of_sequences(tmp_path: P
         total = row["schedule_us"] + row["update_us"]
         assert row["us_per_sequence"] == pytest.approx(total / row["running"], rel=0.01)
         assert row["slowest_us"] > 0
+
+
+def scheduler_rows(target: Path, *flags: str) -> list[dict[str, float]]:
+    words = ["bench", "scheduler", "--running", "8", "--waiting", "20", "--context", "40", *flags]
+    assert main([*words, "--json", str(target)]) == 0
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(("--scheduling-policy", name) for name in POLICIES),
+        ("--batching", "prefill_first", "--scheduler-delay-factor", "0.5", "--max-num-batched-tokens", "64"),
+        ("--max-num-batched-tokens", "20", "--block-size", "4", "--no-enable-prefix-caching", "--watermark", "0.3"),
+        ("--long-prefill-token-threshold", "8", "--max-long-partial-prefills", "2", "--aging-limit", "none"),
+        ("--scheduling-policy", "static", "--priority-preemption", "--preemption-mode", "recompute"),
+        ("--num-gpu-blocks-override", "500", "--num-host-blocks-override", "20", "--host-prefix-cache"),
+    ],
+    ids=" ".join,
+)
+def test_engine_flags_count_in_the_cost_of_a_step(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    (row,) = scheduler_rows(tmp_path / "figures.json", *flags)
+    assert row["running"] == 8
+    assert row["schedule_us"] > 0
+
+
+def test_engine_flags_reach_the_scheduler_that_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Scheduler] = []
+
+    def watched(*arguments: Any, **options: Any) -> Scheduler:
+        seen.append(Scheduler(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(bench_scheduler, "Scheduler", watched)
+    scheduler_rows(
+        tmp_path / "f", "--scheduling-policy", "ldf", "--block-size", "4", "--preemption-victim", "most_blocks"
+    )
+    monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "8")
+    scheduler_rows(tmp_path / "f")
+    assert [s.blocks.block_size for s in seen] == [4, 8]
+    assert [s.options.scheduling_policy for s in seen] == ["ldf", "fcfs"]
+    assert seen[0].options.preemption_victim == "most_blocks"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--scheduling-policy", "nonsense"), "unknown scheduling_policy 'nonsense'"),
+        (("--model", "smollm2-135m"), "--model"),
+        (("--dtype", "float32"), "--dtype"),
+        (("--swap-space", "1"), "--swap-space"),
+        (("--max-num-seqs", "4"), "--max-num-seqs"),
+        (("--async-scheduling", "true"), "--async-scheduling"),
+        (("--num-gpu-blocks-override", "3"), "num_gpu_blocks_override"),
+        (("--batching", "prefill_first", "--max-num-batched-tokens", "20"), "max_num_batched_tokens=20"),
+        (("--max-num-batched-tokens", "7"), "max_num_batched_tokens"),
+    ],
+)
+def test_flags_that_cannot_count_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    assert main(["bench", "scheduler", "--running", "8", "--context", "40", *flags]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
 
 
 def test_the_stand_in_worker_samples_for_children_that_a_prompt_was_forked_into() -> None:

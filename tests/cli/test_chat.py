@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.chat import Conversation
+from octavo.cli.chat import HELP, Conversation, read_messages
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
@@ -28,7 +28,10 @@ class ScriptedEngine:
     """Answers every request with the same texts, a piece a step; a prompt that is too long is refused."""
 
     def __init__(self, texts: list[str], on_step: Callable[[int], None] = lambda n: None) -> None:
-        self.tokenizer = self
+        self.tokenizer = self.inputs = self
+        self.max_model_len = 100
+        self.finish_reason = "stop"
+        self.limits: list[int | None] = []
         self.texts = texts
         self.on_step = on_step
         self.conversations: list[list[dict[str, Any]]] = []
@@ -39,11 +42,12 @@ class ScriptedEngine:
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         self.conversations.append(messages)
-        return [len(m["content"]) for m in messages]
+        return [1 for m in messages for _ in m["content"]]
 
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if sum(prompt) > 100:
             raise InvalidRequestError("the prompt is too long")
+        self.limits.append(params.max_tokens)
         self.open, self.steps = request_id, 0
 
     def has_unfinished_requests(self) -> bool:
@@ -60,7 +64,7 @@ class ScriptedEngine:
         piece = self.texts[self.steps - 1]
         if self.steps < len(self.texts):
             return [self._output(piece, None)]
-        last = self._output(piece, "stop" if self.error is None else "error")
+        last = self._output(piece, self.finish_reason if self.error is None else "error")
         self.open = None
         return [last]
 
@@ -73,8 +77,8 @@ class ScriptedEngine:
         return last
 
 
-def converse(engine: ScriptedEngine, system: str | None = None) -> Conversation:
-    return Conversation(engine, SamplingParams(), system)  # type: ignore[arg-type]
+def converse(engine: ScriptedEngine, system: str | None = None, max_tokens: int | None = None) -> Conversation:
+    return Conversation(engine, SamplingParams(max_tokens=max_tokens), system)  # type: ignore[arg-type]
 
 
 def test_the_answer_is_shown_as_it_grows_and_remembered(capsys: Capture) -> None:
@@ -130,6 +134,74 @@ def test_a_question_that_is_too_long_is_forgotten(capsys: Capture) -> None:
     assert capsys.readouterr().out == "fine\n"
 
 
+def test_a_full_context_drops_the_oldest_turns_and_says_so(capsys: Capture) -> None:
+    engine = ScriptedEngine(["a" * 10])
+    conversation = converse(engine, "sys")
+    for question in ("1" * 20, "2" * 20):
+        conversation.ask(question)
+    assert "dropped" not in capsys.readouterr().err
+    conversation.ask("3" * 20)
+    assert capsys.readouterr().err == (
+        "octavo: the context of 100 tokens is full: 1 turn at the beginning of the conversation was dropped\n"
+    )
+    assert [m["content"][0] for m in conversation.messages] == ["s", "2", "a", "3", "a"]
+    assert engine.conversations[-1] == conversation.messages[:-1]
+    conversation.ask("4" * 70)
+    assert "2 turns at the beginning of the conversation were dropped" in capsys.readouterr().err
+    assert [m["content"][0] for m in conversation.messages] == ["s", "4", "a"]
+    assert conversation.failures == 0
+    conversation.ask("5" * 98)
+    assert "the prompt is too long" in capsys.readouterr().err
+    assert [m["content"][0] for m in conversation.messages] == ["s", "4", "a"], "what fails changes nothing"
+
+
+def test_room_is_kept_for_an_answer_of_the_length_that_was_asked_for(capsys: Capture) -> None:
+    engine = ScriptedEngine(["a" * 10])
+    conversation = converse(engine, max_tokens=50)
+    conversation.ask("1" * 20)
+    conversation.ask("2" * 30)
+    assert "1 turn at" in capsys.readouterr().err
+    conversation.ask("3" * 70)
+    assert engine.limits == [50, 50, 30], "a question that leaves less room has what there is"
+
+
+def test_an_answer_that_the_context_cuts_is_said_to_be_cut(capsys: Capture) -> None:
+    engine = ScriptedEngine(["so", " far"])
+    engine.finish_reason = "length"
+    converse(engine).ask("Well?")
+    assert capsys.readouterr().err == "octavo: the answer is cut: the context of 100 tokens is full\n"
+    converse(engine, max_tokens=6).ask("Well?")
+    assert capsys.readouterr().err == "", "as long as was asked for"
+
+
+def read(text: str) -> list[str]:
+    lines = iter(text.splitlines())
+
+    def next_line(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    return list(read_messages(next_line))
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ("one\n  two  \n\nthree", ["one", "two", "three"]),
+        ("a list:\\\nfirst\\\nlast\nnext", ["a list:\nfirst\nlast", "next"]),
+        ('"""def f():\n    return 1\n"""\nnext', ["def f():\n    return 1", "next"]),
+        ('"""\n  a\n\n/b\nc"""\nnext', ["  a\n\n/b\nc", "next"]),
+        ('"""one line"""', ["one line"]),
+        ('"""begun', ["begun"]),
+        ("begun\\", ["begun"]),
+    ],
+)
+def test_messages_of_several_lines(typed: str, messages: list[str]) -> None:
+    assert read(typed) == messages
+
+
 def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None:
     engine = ScriptedEngine(["so", " far"])
     engine.error = "the worker failed"
@@ -155,6 +227,8 @@ def test_commands_change_the_conversation(capsys: Capture) -> None:
     assert _run_command(conversation, "/rest")
     assert "did you mean /reset?" in capsys.readouterr().err
     assert not _run_command(conversation, "/exit")
+    assert '"""' in HELP
+    assert "backslash" in HELP
 
 
 def test_a_piped_conversation_answers_each_line_until_it_is_told_to_leave(
@@ -221,3 +295,12 @@ def test_in_a_terminal_ctrl_c_drops_the_line_and_ctrl_d_leaves(tiny_model: Path)
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_a_conversation_beyond_the_context_goes_on(octavo: Run, capsys: Capture, tiny_model: Path) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "40", "--ignore-eos", "--bad-words", "\n")
+    question = "x" * 60
+    assert octavo("chat", tiny_model, *flags, stdin=f"{question}\n" * 4) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("at the beginning of the conversation") == 2
+    assert captured.out.count("\n") == 4

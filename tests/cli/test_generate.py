@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,9 @@ import pytest
 
 from octavo.cli.prompts import read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.outputs import RequestOutput
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Run = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
@@ -119,6 +126,44 @@ def test_a_json_file_gives_each_line_its_own_parameters(
     chosen = third["outputs"][0]["token_ids"][0]
     assert third["outputs"][0]["logprobs"][0][str(chosen)]["rank"] == 1
     assert third["outputs"][0]["logprobs"][0][str(chosen)]["logprob"] < 0
+
+
+def test_beams_and_priorities_come_from_flags_and_from_rows(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Hello", "priority": 2.5},
+        {"prompt": "Hello", "beam_width": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 4},
+        {"prompt": "Hello", "early_stopping": "never", "beam_width": 2, "priority": -1},
+        {"prompt": "Hello", "length_penalty": 0.5},
+        {"prompt": "Hello", "beam_width": 2, "temperature": 0.5},
+        {"prompt": "Hello", "beam_width": 99},
+        {"prompt": "Hello", "priority": True},
+        {"prompt": "Hello", "early_stopping": "soon", "beam_width": 2},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = ["generate", tiny_model, "--input", file, "--max-tokens", "6", "--json", "-"]
+    assert octavo(*words, "--scheduling-policy", "static") == 1
+    *lines, _ = json_lines(capsys.readouterr().out)
+    assert "error" not in lines[0]
+    assert [len(line["outputs"]) for line in lines[:3]] == [1, 3, 2]
+    scores = [output["score"] for output in lines[1]["outputs"]]
+    assert scores == sorted(scores, reverse=True)
+    errors = [line.get("error", "") for line in lines[3:]]
+    for error, words_of_it in zip(
+        errors, ["beam_width", "temperature", "99", "priority", "early_stopping"], strict=True
+    ):
+        assert words_of_it in error
+
+    flags = ["--beam-width", "3", "--length-penalty", "0.5", "--early-stopping", "true", "--max-tokens", "4"]
+    assert octavo("generate", tiny_model, "Hello", *flags, "--json", "-") == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert line["outputs"] == lines[1]["outputs"]
+    assert octavo("generate", tiny_model, "Hello", "--priority", "1.5", "--json", "-") == 1
+    assert "scheduling_policy 'fcfs'" in json_lines(capsys.readouterr().out)[0]["error"]
+    assert octavo("generate", tiny_model, "Hello", "--beam-width", "3", "--temperature", "0.5") == 2
+    assert "temperature" in capsys.readouterr().err
 
 
 def test_a_bad_prompt_among_many_fails_alone(
@@ -238,3 +283,104 @@ def test_a_text_file_keeps_lines_that_only_look_like_json(tmp_path: Path) -> Non
     file = tmp_path / "prompts.txt"
     file.write_text('{"a": 1}\n{"prompt": "x"}\n')
     assert [job.prompt for job in read_jobs([], str(file), {}, as_chat=False)] == ['{"a": 1}', '{"prompt": "x"}']
+
+
+def documented(action: argparse.Action) -> str | None:
+    """The default that a flag's help names."""
+    found = re.search(r"\(default: (.*)\)$", action.help or "")
+    return found[1] if found else None
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
+    from octavo.cli.sampling_flags import HELP, read_sampling_params
+
+    module = importlib.import_module(f"octavo.cli.{command}")
+    parser = module.make_parser()
+    params = read_sampling_params(parser.read([]), module.DEFAULTS)
+    flags = {a.dest.removeprefix("sampling:"): a for a in parser._actions if a.dest.startswith("sampling:")}
+    flags = {name: action for name, action in flags.items() if name in HELP}  # not those of beam search
+    assert flags
+    for name, action in flags.items():
+        real = getattr(params, name)
+        named = None if real is None and name != "max_tokens" else str(real).replace("None", "none")
+        assert documented(action) == named
+    page = (ROOT / "docs" / "options.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` ((?:\| `[^`|]*` ){3}\|) ", page, re.MULTILINE))
+    column = 1 + ["python", "generate", "chat"].index(command)
+    for name in HELP:
+        shown = rows[name].split("|")[column].strip().strip("`").lower()
+        assert shown == (str(getattr(params, name)).lower() if name in flags else "-")
+
+
+def test_a_models_own_defaults_hold_for_flags_that_are_left_out(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 6}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "max_tokens": 3}\n')
+    flags = ("--generation-config", tmp_path, "--ignore-eos")
+    assert octavo("generate", tiny_model, "--input", tmp_path / "prompts.jsonl", "--json", "-", *flags) == 0
+    own = [line["outputs"][0]["token_ids"] for line in json_lines(capsys.readouterr().out)[:2]]
+    assert octavo("generate", tiny_model, "Hello", "--json", "-", *GREEDY) == 0
+    named = json_lines(capsys.readouterr().out)[0]["outputs"][0]["token_ids"]
+    assert own == [named, named[:3]]
+    assert octavo("generate", tiny_model, "Hello", "--max-tokens", "2", "--json", "-", *flags) == 0
+    assert json_lines(capsys.readouterr().out)[0]["outputs"][0]["token_ids"] == named[:2]
+    assert octavo("chat", tiny_model, *flags, stdin="Hello\n") == 0
+    streamed = capsys.readouterr().out
+    assert octavo("generate", tiny_model, "--chat", "Hello", *GREEDY) == 0
+    assert capsys.readouterr().out == streamed
+
+
+def test_the_text_of_one_prompt_grows_on_a_terminal(
+    octavo: Run, capsys: Capture, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.engine.llm_engine import LLMEngine
+
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    text = capsys.readouterr().out
+    shown: list[str] = []
+    step = LLMEngine.step
+
+    def watched(engine: LLMEngine) -> list[RequestOutput]:
+        shown.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", watched)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert octavo("generate", tiny_model, "Hello", *GREEDY) == 0
+    last = capsys.readouterr()
+    assert "".join(shown) + last.out == text
+    assert len([piece for piece in shown if piece]) > 2
+    assert "1 request, 5 tokens in, 6 out in" in last.err
+    shown.clear()
+    assert octavo("generate", tiny_model, "Hello", "World", *GREEDY) == 0
+    assert not any(shown), "several are shown one after the other, each when it has ended"
+    assert octavo("generate", tiny_model, "x" * 1000, *GREEDY) == 1
+    assert "octavo: error: prompt 1: the prompt has" in capsys.readouterr().err
+
+
+def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refused(
+    octavo: Run, capsys: Capture, tiny_model: Path
+) -> None:
+    prompt = "x" * 200  # of 256, and the default is 128
+    assert octavo("generate", tiny_model, prompt, "--ignore-eos", "--json", "-") == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert len(line["outputs"][0]["token_ids"]) == 56
+    assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
+    assert "max_tokens (57) does not fit" in capsys.readouterr().err
+
+
+def test_what_the_engine_got_is_said_if_asked_for(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", tiny_model, "x", "--max-tokens", 1, "--num-gpu-blocks-override", 40)
+    assert octavo(*words) == 0
+    assert "KV cache" not in capsys.readouterr().err
+    assert octavo(*words, "--verbose") == 0
+    said = capsys.readouterr()
+    assert "octavo: INFO: KV cache: 40 blocks of 16 tokens" in said.err
+    assert "KV cache" not in said.out
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "info")
+    assert octavo(*words) == 0
+    assert "KV cache: 40" in capsys.readouterr().err

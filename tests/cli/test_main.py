@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +14,8 @@ import pytest
 
 import octavo as package
 from octavo.cli.main import COMMANDS
+from octavo.runner import memory
+from octavo.runner.cgroups import MemoryLimit
 from tests.busy_machine import PATIENCE, held_up, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,6 +71,18 @@ def test_the_help_of_a_command_shows_an_example_and_loads_no_torch(command: str)
     assert result.stdout.endswith("False\n"), result.stderr
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_help_texts_say_it_once_and_in_the_words_of_flags(
+    command: str, octavo: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo(*command.split(), "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert not re.search(r"most \w+iest|more \w+ier", text, re.IGNORECASE)
+    assert "null" not in text, "a flag or variable is reset by none"
+    if "MODEL" in text.partition("options:")[0]:
+        assert "[MODEL]" in text, "the configuration may name it"
+
+
 @pytest.mark.parametrize("command", ["generate", "info"])
 def test_commands_that_report_figures_can_write_json(
     command: str, octavo: Run, capsys: pytest.CaptureFixture[str]
@@ -99,7 +115,10 @@ def test_without_a_command_the_help_is_shown_as_an_error(octavo: Run, capsys: py
         (["generate", "m", "p", "--max-num-seqs", "0"], "greater than or equal to 1, not '0'"),
         (["generate", "m", "p", "--temperature", "-1"], "temperature must be at least 0, not -1"),
         (["generate", "m", "p", "--logit-bias", "[1]"], "must be a JSON object"),
-        (["generate", "m", "p", "--max-num-batched-tokens", "4"], "must be at least max_num_seqs"),
+        (
+            ["generate", "m", "p", "--max-num-batched-tokens", "4", "--max-num-seqs", "8"],
+            "must be at least max_num_seqs",
+        ),
         (["generate", "m", "p", "--config", "/no/such.yaml"], "/no/such.yaml"),
         (["generate"], "no model given"),
         (["generate", "m"], "no prompt given"),
@@ -124,6 +143,85 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
     assert captured.err.startswith("octavo: error: ")
     assert captured.err.count("\n") == 1
     assert said in captured.err
+
+
+def checkpoint(folder: Path, model: Path, **changes: object) -> Path:
+    """A copy of a model with a changed config.json; ``without`` names a file to leave out."""
+    without = str(changes.pop("without", ""))
+    shutil.copytree(model, folder, ignore=lambda *_: [without])
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, "'FooForCausalLM' is not supported; supported: LlamaForCausalLM, Mis"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": 3}, "lacks the tensors"),
+        ({"without": "tokenizer.json"}, "has no tokenizer.json"),
+        ({"without": "model.safetensors"}, "holds neither model.safetensors nor"),
+        ({"without": "tokenizer.json", "architectures": ["FooForCausalLM"]}, "'FooForCausalLM' is not supported; supp"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_exit_code_2(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path, changes: dict, said: str
+) -> None:
+    folder = checkpoint(tmp_path / "model", tiny_model, **changes)
+    assert octavo("generate", folder, "p") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_of_an_unsupported_architecture_says_that_and_not_that_its_tokenizer_is_missing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    changes = {"without": "tokenizer.json", "architectures": ["FooForCausalLM"]}
+    result = program("serve", str(checkpoint(tmp_path / "model", tiny_model, **changes)), "--port", "0")
+    assert result.returncode == 2
+    assert "'FooForCausalLM' is not supported; supported: LlamaForCausalLM" in result.stderr
+
+
+def test_what_is_no_fault_of_the_call_or_the_checkpoint_is_exit_code_1(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    assert octavo("generate", tiny_model, "p", "--swap-space", "1e9") == 1
+    assert "swap_space" in capsys.readouterr().err
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, where: str, model: Path, folder: Path) -> list[str]:
+    """Names the model in a file or a variable; returns the flags that go with it."""
+    file = folder / "octavo.yaml"
+    file.write_text(f"model: {model}\nmax-num-seqs: 4\n")
+    if where == "OCTAVO_MODEL":
+        monkeypatch.setenv(where, str(model))
+    elif where == "OCTAVO_CONFIG":
+        monkeypatch.setenv(where, str(file))
+    return ["--config", str(file)] if where == "--config" else []
+
+
+@pytest.mark.parametrize("where", ["OCTAVO_MODEL", "OCTAVO_CONFIG", "--config"])
+def test_a_model_that_is_configured_is_the_model_and_words_are_prompts(
+    octavo: Run,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_model: Path,
+    where: str,
+) -> None:
+    flags = configure(monkeypatch, where, tiny_model, tmp_path)
+    assert octavo("generate", "Hello", "--max-tokens", "1", "--json", "-", *flags) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["prompt"] == "Hello"
+    assert octavo("info", "--json", "-", *flags) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["name"] == str(tiny_model)
+    assert octavo("chat", *flags, "--max-tokens", "1", stdin="Hello\n") == 0
+    capsys.readouterr()
+    for command in (["chat"], ["serve"], ["bench", "offline"], ["info"]):
+        assert octavo(*command, "other", *flags) == 2
+        assert f"unexpected argument 'other': the model, '{tiny_model}', is configured" in capsys.readouterr().err
+    assert octavo("generate", "Hello", "--model", "no-such-model", *flags) == 2
+    assert "no-such-model" in capsys.readouterr().err
 
 
 def test_a_wrong_environment_variable_is_refused(
@@ -176,6 +274,18 @@ def test_info_reports_the_machine(octavo: Run, capsys: pytest.CaptureFixture[str
     assert facts["cpu"]
     assert facts["kernels"]
     assert "model" not in facts
+
+
+def test_info_shows_the_limits_of_the_process(
+    octavo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "group_limits", lambda root: [MemoryLimit("/sys/fs/cgroup/a", 900 << 20, 400 << 20)])
+    assert octavo("info", "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {"from": "/sys/fs/cgroup/a", "limit": 900 << 20, "used": 400 << 20} in facts["memory_limits"]
+    assert facts["memory_bytes"]["available"] <= 500 << 20
+    assert octavo("info") == 0
+    assert "memory limit:          900 MiB, 400 MiB used, by /sys/fs/cgroup/a\n" in capsys.readouterr().out
 
 
 def test_info_writes_lines_for_people_and_json_to_a_file(

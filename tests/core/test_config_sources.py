@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import Arguments, Parser
 from octavo.core.config import PARTS, EngineConfig, SchedulerOptions, make_config
 from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
 from octavo.core.errors import ConfigError, OctavoError
@@ -203,3 +205,70 @@ def test_every_option_is_of_one_part_and_a_part_can_be_made_alone() -> None:
         SchedulerOptions(max_num_seqs=3, max_num_batched_tokens=2)
     with pytest.raises(ValidationError, match="block_size"):
         SchedulerOptions(block_size=4)  # type: ignore[call-arg]
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"host_prefix_cache": True, "enable_prefix_caching": False}, "host_prefix_cache needs enable_prefix_caching"),
+    ({"host_prefix_cache": True, "swap_space": 0}, "host_prefix_cache needs swap space.*swap_space"),
+    ({"host_prefix_cache": True, "num_host_blocks_override": 0}, "host_prefix_cache needs swap space"),
+    ({"preemption_mode": "swap", "swap_space": 0}, "preemption_mode 'swap' needs swap space"),
+    ({"preemption_mode": "swap", "num_host_blocks_override": 0, "swap_space": 4}, "preemption_mode 'swap' needs"),
+    ({"max_long_partial_prefills": 1}, "max_long_partial_prefills.*needs long_prefill_token_threshold"),
+    ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor.*prefill_first"),
+    ({"scheduler_delay_factor": 0.5, "batching": "mixed"}, "scheduler_delay_factor.*prefill_first"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=lambda v: str(v)[:40])
+def test_options_without_effect_beside_others_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(model="m", **options)
+    with pytest.raises(ConfigError, match=message):
+        resolve_config({"model": "m", **options}, environ={})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"host_prefix_cache": True},
+        {"host_prefix_cache": True, "swap_space": 0, "num_host_blocks_override": 8},
+        {"preemption_mode": "swap", "swap_space": 0, "num_host_blocks_override": 8},
+        {"preemption_mode": "auto", "swap_space": 0},
+        {"max_long_partial_prefills": 2, "long_prefill_token_threshold": 100},
+        {"scheduler_delay_factor": 0.5, "batching": "prefill_first"},
+    ],
+)
+def test_options_that_go_together_are_accepted_and_survive_a_copy(options: dict[str, Any]) -> None:
+    config = make_config(model="m", **options)
+    assert make_config(**config.model_dump()).model_dump() == config.model_dump()
+
+
+def test_a_small_token_budget_alone_lowers_the_default_of_max_num_seqs() -> None:
+    for budget, expected in [(64, 64), (256, 256), (4096, 256)]:
+        config = make_config(model="m", max_num_batched_tokens=budget)
+        assert (config.max_num_seqs, config.max_num_batched_tokens) == (expected, budget)
+        assert resolve_config({"max_num_batched_tokens": budget, "model": "m"}, environ={}).max_num_seqs == expected
+    with pytest.raises(ConfigError, match="at least max_num_seqs"):
+        make_config(model="m", max_num_batched_tokens=64, max_num_seqs=256)
+    assert SchedulerOptions(max_num_batched_tokens=3).max_num_seqs == 3
+    lowered = make_config(model="m", max_num_batched_tokens=64)
+    assert make_config(**lowered.model_dump()).max_num_seqs == 64
+    assert lowered.model_dump(exclude_unset=True) == {"model": "m", "max_num_batched_tokens": 64}
+
+
+def test_shared_prefixes_are_a_list_from_every_source(tmp_path: Path) -> None:
+    listed = write(tmp_path, "model: m\nshared-prefix: [a.txt, b.txt]\n")
+    assert resolve_config({}, config_file=listed, environ={}).shared_prefix == ["a.txt", "b.txt"]
+    one = write(tmp_path, "model: m\nshared_prefix: a.txt\n")
+    assert resolve_config({}, config_file=one, environ={}).shared_prefix == ["a.txt"]
+    assert resolve_config({"model": "m"}, environ={"OCTAVO_SHARED_PREFIX": "a.txt"}).shared_prefix == ["a.txt"]
+    flags = read_engine_config(_engine_flags("--shared-prefix", "a", "--shared-prefix=b"), "m")
+    assert flags.shared_prefix == ["a", "b"]
+    assert "enable_prefix_caching" in refused({"model": "m", "shared_prefix": ["a"], "enable_prefix_caching": False})
+    assert "shared_prefix" in refused({"model": "m", "shared_prefix": [3]})
+
+
+def _engine_flags(*argv: str) -> Arguments:
+    parser = Parser()
+    add_engine_flags(parser)
+    return parser.read(argv)

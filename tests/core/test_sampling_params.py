@@ -50,9 +50,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_tokens", 17),  # more than the default of max_tokens
     ("min_tokens", None),
     ("logprobs", -1),
-    ("logprobs", 101),
     ("prompt_logprobs", -1),
-    ("prompt_logprobs", 101),
     ("stop", [""]),
     ("stop", ""),
     ("stop", [1]),

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from octavo import (
     LLM,
     AsyncLLM,
     BeamSearchParams,
+    ConfigError,
     EngineDeadError,
     InvalidRequestError,
+    LLMEngine,
     ModelNotFoundError,
     RequestOutput,
     SamplingParams,
@@ -36,6 +39,7 @@ from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.stats import StepStats
 from octavo.engine import async_llm
 from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_process import _check_messages
 from tests.busy_machine import PATIENCE, once_in_three
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 256, "max_num_seqs": 64, "num_threads": 1}
@@ -65,6 +69,13 @@ async def started(model: Path | str, **options: Any) -> AsyncIterator[AsyncLLM]:
         assert not process.folder.exists()
 
 
+@dataclass
+class Calling:
+    """A ``StatLogger`` made of a function."""
+
+    log: Callable[[StepStats], None]
+
+
 #: Runs a test on an engine that tests of this file share.
 Shared = Callable[[Callable[[AsyncLLM], Coroutine[Any, Any, None]]], None]
 
@@ -75,7 +86,7 @@ def sharing(model: Path, **options: Any) -> Iterator[Shared]:
         llm = runner.run(AsyncLLM.start(make_config(model=str(model), **OPTIONS | options)))
 
         def run(test: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
-            llm.on_step = None
+            llm.stat_loggers.clear()
             runner.run(limited(test(llm)))
             runner.run(nothing_is_held(llm))
 
@@ -207,7 +218,7 @@ def test_cancellation_frees_all_within_two_steps(shared_real: Shared, tries: Cal
             task.cancel()
             seen.append(stats)
 
-        llm.on_step = cancel
+        llm.stat_loggers.append(Calling(cancel))
         task = asyncio.create_task(last(llm, "cancelled", "Hello", LONG))
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -337,14 +348,18 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
             ([2**70], None, {}, "from 0 to"),
             ("x", SamplingParams(logits_processors=[nothing]), {}, r"logits_processors\[0\] \(\S+\.nothing\)"),
             ("x", SamplingParams(logits_processors=[Nothing()]), {}, r"logits_processors\[0\] \(\S+\.Nothing\)"),
-            ("x", SamplingParams(max_tokens=10**30), {}, "cannot be sent"),
-            ("x", None, {"priority": 1.5}, "priority must be an integer, not 1.5"),
-            ("x", None, {"priority": True}, "priority must be an integer, not True"),
-            ("x", None, {"priority": 2**80}, "cannot be sent"),
+            ("x", SamplingParams(max_tokens=10**30), {}, "does not fit"),
+            ("x", None, {"priority": 1.5}, "priority must be 0 under .*'fcfs'.*not 1.5.* static"),
+            ("x", None, {"priority": True}, "priority must be a finite number, not True"),
+            ("x", None, {"priority": "1"}, "priority must be a finite number, not '1'"),
+            ("x", None, {"arrival_time": 1e18}, "arrival_time must be .*time.monotonic"),
+            ("x", SamplingParams(logprobs=101), {}, "max_logprobs"),
             ("x", None, {"cache_salt": "\ud800"}, "surrogates"),
             ("x", None, {"cache_salt": 7}, "cache_salt must be text, not 7"),
             ("x", SamplingParams(stop_token_ids=[5000]), {}, "vocabulary"),
-            ({"prompt": "x", "prompt_token_ids": [1]}, None, {}, "exactly one"),
+            ({"prompt": "x", "multi_modal_data": {}}, None, {}, "'multi_modal_data' .* text alone"),
+            ({"prompt": "x" * 9000, "promt": "x"}, None, {}, "unknown key 'promt'"),
+            ({"prompt": "x", "cache_salt": 7}, None, {}, "cache_salt must be text, not 7"),
         ]
         for prompt, params, options, message in bad:
             with pytest.raises(InvalidRequestError, match=message):
@@ -353,6 +368,17 @@ def test_bad_requests_fail_alone(shared: Shared) -> None:
         await nothing_is_held(llm)
 
     shared(test)
+
+
+def test_logprobs_that_would_not_fit_a_message_are_refused_at_the_start(tiny_model: Path) -> None:
+    def check(**options: Any) -> None:
+        config = make_config(model=str(tiny_model), num_gpu_blocks_override=64, num_threads=1, **options)
+        _check_messages(LLMEngine.from_config(config).core)
+
+    check(max_logprobs=-1)
+    check(max_num_batched_tokens=1 << 20, max_logprobs=20)
+    with pytest.raises(ConfigError, match="lower either"):
+        check(max_num_batched_tokens=1 << 20, max_logprobs=-1)
 
 
 class Number(enum.IntEnum):
@@ -365,7 +391,7 @@ class Text(str):
 
 #: What a program may set a field to, right or wrong: numbers of numpy, of enumerations, too large, of other types.
 ODD: list[Any] = [
-    None, True, 0, 1, -1, 1.5, 2**63, 2**64, -(2**70), math.nan, math.inf, np.int64(3), np.float64(0.5),
+    None, True, False, 0, 1, -1, 1.5, 2**63, 2**64, -(2**70), math.nan, math.inf, np.int64(3), np.float64(0.5),
     np.float32(0.5), np.bool_(True), np.array([1.0]), Number.FIVE, "x", "never", "5", "\ud800", Text("x"), np.str_("x"),
     b"x", [], [1], (1, 2), [True], [1.0], [np.int64(1)], [2**70], [Number.FIVE], ["x"], [Text("x")], ["\ud800"], [[1]],
     {}, {1: 2}, {1: np.float64(2)}, {"5": 1.0}, {True: 1.0}, {1: True}, {Number.FIVE: 1}, {1: "x"}, object(),
@@ -373,7 +399,7 @@ ODD: list[Any] = [
 FIELDS: list[tuple[type[SamplingParams | BeamSearchParams] | None, str]] = [
     *((SamplingParams, name) for name in SamplingParams.__struct_fields__),
     *((BeamSearchParams, name) for name in BeamSearchParams.__struct_fields__),
-    *((None, name) for name in ("priority", "cache_salt", "prompt")),
+    *((None, name) for name in ("priority", "arrival_time", "cache_salt", "prompt")),
 ]
 
 
@@ -436,7 +462,7 @@ def test_the_prefix_cache_can_be_forgotten_and_steps_are_told(shared: Shared) ->
     async def test(llm: AsyncLLM) -> None:
         seen: list[StepStats] = []
         before = await llm.stats()
-        llm.on_step = seen.append
+        llm.stat_loggers.append(Calling(seen.append))
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         await last(llm, "a", [9] * 64, params)
         assert (await last(llm, "b", [9] * 64, params)).metrics.num_cached_tokens > 0
@@ -454,7 +480,7 @@ def test_the_prefix_cache_can_be_forgotten_and_steps_are_told(shared: Shared) ->
         def broken(stats: StepStats) -> None:
             raise ValueError("not so good")
 
-        llm.on_step = broken
+        llm.stat_loggers.append(Calling(broken))
         assert (await last(llm, "d", "x", params)).finished
 
     shared(test)

@@ -102,11 +102,12 @@ def watch(llm: LLM) -> Watch:
 
 def generate(llm: LLM, which: tuple[int, ...]) -> list[Any]:
     params = make_params()
+    by_priority = llm.llm_engine.core.options.scheduling_policy == "static"
     outputs = llm.generate(
         [{"prompt_token_ids": PROMPTS[i]} for i in which],
         [params[i] for i in which],
         use_tqdm=False,
-        priority=[i * 5 % 8 for i in which],
+        priority=[i * 5 % 8 if by_priority else 0 for i in which],
     )
     return [everything(output) for output in outputs]
 

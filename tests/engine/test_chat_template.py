@@ -133,6 +133,38 @@ def test_templates_render_as_in_transformers(template: str, messages: Any, promp
     assert render_chat(template, messages, **options) == reference(template, messages, **options)
 
 
+@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, MISTRAL_LIKE])
+@pytest.mark.parametrize("content", ["It is ", "e", "  spaces around  ", "", [{"type": "text", "text": "part "}]])
+def test_a_message_is_continued_as_in_transformers(template: str, content: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    texts = render_jinja_template(
+        [messages_as_text(messages)], chat_template=template, continue_final_message=True, **TOKENS
+    )
+    assert (
+        render_chat(template, messages, **TOKENS, add_generation_prompt=False, continue_final_message=True)
+        == texts[0][0]
+    )
+
+
+def messages_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    join = "".join
+    return [
+        {**m, "content": m["content"] if isinstance(m["content"], str) else join(p["text"] for p in m["content"])}
+        for m in messages
+    ]
+
+
+def test_a_message_that_the_template_drops_or_changes_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequestError, match="does not write the last message"):
+        render_chat(
+            "{{ messages[0].content }}", [USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True
+        )
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt=False"):
+        render_chat(CHATML, [USER, ASSISTANT], add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="must not be empty"):
+        render_chat(CHATML, [], add_generation_prompt=False, continue_final_message=True)
+
+
 def test_tool_calls_and_results_render_as_in_transformers() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln <1>", "n": 1.5}}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "12 °C"}]

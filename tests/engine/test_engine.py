@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo import LLM, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
+from octavo import LLM, BeamSearchParams, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.engine.input_processor import Prompt
 from octavo.runner import memory
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.policies import POLICIES, Policy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -86,7 +90,9 @@ BAD: list[tuple[Any, SamplingParams, str]] = [
     ([5, -1], GREEDY, "not -1"),
     ([5, "x"], GREEDY, "not 'x'"),
     ("x" * 256, GREEDY, "256 tokens, but .* at most 256"),
-    ({"text": "x"}, GREEDY, "exactly one of"),
+    ({"text": "x"}, GREEDY, "unknown key 'text'"),
+    ({}, GREEDY, "needs 'prompt' .* or 'prompt_token_ids'"),
+    ({"prompt": "x", "multi_modal_data": {"image": 1}}, GREEDY, "'multi_modal_data' .* text alone"),
     ({"prompt": 3}, GREEDY, "'prompt' must not be int"),
     (17, GREEDY, "a prompt must be"),
     ("x", SamplingParams(allowed_token_ids=[10**6]), "allowed_token_ids holds token id 1000000"),
@@ -120,7 +126,7 @@ def test_parameters_spoiled_after_construction_are_refused(llm: LLM) -> None:
 
 def test_a_prompt_that_can_never_fit_the_blocks_is_refused(tiny_model: Path) -> None:
     llm = load(tiny_model, num_gpu_blocks_override=3)
-    outputs = llm.generate(["x" * 13, "x" * 11], GREEDY)
+    outputs = llm.generate(["x" * 13, "x" * 11], SamplingParams(temperature=0, ignore_eos=True))
     assert "at most 12" in (outputs[0].outputs[0].error or "")
     assert len(outputs[1].outputs[0].token_ids) == 1
     assert outputs[1].outputs[0].finish_reason == "length"
@@ -350,6 +356,134 @@ def test_metrics_are_in_order(llm: LLM) -> None:
     assert (m.num_cached_tokens, m.num_preemptions) == (0, 0)
 
 
+def test_the_time_of_the_last_token_is_known_at_the_end(llm: LLM) -> None:
+    m = llm.generate("hello", GREEDY)[0].metrics
+    assert m.first_token_time is not None
+    assert m.last_token_time is not None
+    assert m.finished_time is not None
+    assert m.first_token_time < m.last_token_time <= m.finished_time
+    computed = llm.generate("hello", SamplingParams(max_tokens=0))[0].metrics
+    assert (computed.first_token_time, computed.last_token_time) == (None, None)
+
+
+def test_an_arrival_time_orders_requests_and_counts_in_their_metrics(tiny_model: Path) -> None:
+    engine = load(tiny_model, max_num_seqs=1).llm_engine
+    now = time.monotonic()
+    engine.add_request("late", "a", GREEDY)
+    engine.add_request("early", "b", GREEDY, arrival_time=now - 5)
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [o for o in engine.step() if o.finished]
+    assert [o.request_id for o in ended] == ["early", "late"]
+    assert ended[0].metrics.arrival_time == now - 5
+    assert ended[0].metrics.time_in_queue is not None
+    assert ended[0].metrics.time_in_queue >= 5
+
+
+@pytest.mark.parametrize("value", [time.time() + 1e9, float("nan"), float("-inf"), True, "5", 10**400])
+def test_an_arrival_time_of_another_clock_is_refused(llm: LLM, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="arrival_time"):
+        llm.llm_engine.add_request("a", "x", GREEDY, arrival_time=value)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_priorities_are_integers_and_finite_floats_and_the_lower_goes_first(tiny_model: Path) -> None:
+    engine = load(tiny_model, max_num_seqs=1, scheduling_policy="static").llm_engine
+    for name, priority in [("c", 2), ("b", 0.5), ("a", -1.5), ("d", 10**15)]:
+        engine.add_request(name, "x", GREEDY, priority=priority)
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [o.request_id for o in engine.step() if o.finished]
+    assert ended == ["a", "b", "c", "d"]
+    for wrong in (True, False, "1", None, float("nan"), float("inf"), [1]):
+        with pytest.raises(InvalidRequestError, match="priority must be a finite number, not"):
+            engine.add_request("x", "x", GREEDY, priority=wrong)  # type: ignore[arg-type]
+
+
+class ByLength(Policy):
+    """A policy of a user's own, of which nothing is said of priorities."""
+
+    def key(self, group: SequenceGroup) -> int:
+        return len(group.request.prompt_token_ids)
+
+
+class NeverByPriority(ByLength):
+    uses_priority = False
+
+
+@pytest.mark.parametrize(
+    ("policy", "accepted"),
+    [
+        *((name, name == "static") for name in POLICIES),
+        (f"{__name__}:ByLength", True),
+        (f"{__name__}:NeverByPriority", False),
+    ],
+)
+def test_a_priority_without_effect_is_refused(tiny_model: Path, policy: str, accepted: bool) -> None:
+    llm = load(tiny_model, scheduling_policy=policy)
+    outputs = llm.generate(["a", "b"], GREEDY, priority=[3, 0])
+    assert outputs[1].outputs[0].finish_reason == "length"
+    if accepted:
+        assert outputs[0].outputs[0].finish_reason == "length"
+    else:
+        assert "scheduling_policy" in str(outputs[0].outputs[0].error)
+        assert "static" in str(outputs[0].outputs[0].error)
+
+
+def test_no_end_before_min_tokens_also_when_the_end_token_is_ignored(llm: LLM) -> None:
+    eos = llm.llm_engine.core.model_config.eos_token_ids[0]
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logit_bias": {eos: 100.0}}
+    outputs = llm.generate(["x", "x"], [SamplingParams(**wanted, min_tokens=n) for n in (0, 4)])
+    assert outputs[0].outputs[0].token_ids == [eos] * 6
+    late = outputs[1].outputs[0].token_ids
+    assert eos not in late[:4]
+    assert late[4:] == [eos] * 2
+
+
+def test_how_many_logprobs_may_be_asked_for_is_an_option(tiny_model: Path, llm: LLM) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        asked: dict[str, Any] = {name: 101}
+        with pytest.raises(InvalidRequestError, match=rf"{name} must be in \[0, 100\], not 101.*max_logprobs"):
+            llm.generate("x", SamplingParams(**asked))
+    few = load(tiny_model, max_logprobs=3)
+    few.generate("x", SamplingParams(logprobs=3, max_tokens=1))
+    with pytest.raises(InvalidRequestError, match=r"logprobs must be in \[0, 3\], not 4.*max_logprobs"):
+        few.generate("x", SamplingParams(logprobs=4))
+    every = load(tiny_model, max_logprobs=-1)
+    vocab = every.llm_engine.core.model_config.vocab_size
+    output = every.generate("x", SamplingParams(logprobs=vocab, prompt_logprobs=0, max_tokens=2))[0].outputs[0]
+    assert output.logprobs is not None
+    assert [len(position) for position in output.logprobs] == [vocab, vocab]
+    total = sum(math.exp(value.logprob) for value in output.logprobs[0].values())
+    assert total == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_default_token_budget_depends_on_how_steps_are_filled(tiny_model: Path) -> None:
+    def budget(**options: Any) -> int:
+        engine = LLMEngine.from_config(make_config(model=str(tiny_model), num_gpu_blocks_override=64, **options))
+        return engine.core.options.token_budget
+
+    assert budget(device="cpu") == 512
+    assert budget(device="cpu", max_num_seqs=600) == 600
+    assert budget(device="cpu", max_num_batched_tokens=100) == 100
+    assert budget(device="cpu", batching="prefill_first") == 2048
+    assert budget(device="cpu", enable_chunked_prefill=False) == 512, "its context of 256 tokens fits"
+    config = make_config(model="m")
+    assert config.with_token_budget("cpu", 8192).token_budget == 512
+    assert config.with_token_budget("cuda", 8192).token_budget == 2048
+    whole = make_config(model="m", batching="prefill_first")
+    assert whole.with_token_budget("cpu", 8192).token_budget == 8192
+    chunked_off = make_config(model="m", enable_chunked_prefill=False)
+    assert chunked_off.with_token_budget("cuda", 4096).token_budget == 4096
+
+
+def test_that_fewer_sequences_run_than_by_default_is_logged(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="octavo"):
+        llm = load(tiny_model, max_num_batched_tokens=64)
+    assert llm.llm_engine.core.options.max_num_seqs == 64
+    assert "at most 64 sequences run at once" in caplog.text
+
+
 def test_chat_renders_the_template_for_one_or_many(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     single = llm.chat(conversation, GREEDY)[0]
@@ -415,3 +549,25 @@ def test_an_option_that_contradicts_the_model_is_refused(tiny_model: Path) -> No
     with pytest.raises(ConfigError, match="enable_chunked_prefill"):
         LLM(str(tiny_model), enable_chunked_prefill=False, max_num_batched_tokens=255, max_num_seqs=4)
     assert LLMEngine.from_config(make_config(model=str(tiny_model), max_model_len=100)).core.max_model_len == 100
+
+
+def test_a_named_max_tokens_that_the_context_has_no_room_for_is_refused_and_the_default_is_cut(
+    tiny_model: Path,
+) -> None:
+    llm = LLM(str(tiny_model), max_model_len=32, num_gpu_blocks_override=16)
+    prompt = list(range(2, 30))  # 28 tokens: room for 4 more
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(5\) does not fit: the prompt has 28 .* 4 or None"):
+        llm.generate(prompt, SamplingParams(max_tokens=5))
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(16\) does not fit"):
+        llm.generate(prompt, SamplingParams(max_tokens=16))
+    with pytest.raises(InvalidRequestError, match=r"max_tokens \(5\) does not fit"):
+        llm.generate(prompt, BeamSearchParams(beam_width=2, max_tokens=5))
+    for params in (SamplingParams(max_tokens=4), SamplingParams(), None, SamplingParams(max_tokens=None)):
+        if params is not None:
+            params.ignore_eos = True
+        completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        if params is not None:
+            assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+    beams = llm.generate(prompt, BeamSearchParams(beam_width=2, ignore_eos=True), use_tqdm=False)[0].outputs
+    assert [len(beam.token_ids) for beam in beams] == [4, 4]
+    assert SamplingParams().max_tokens == 16

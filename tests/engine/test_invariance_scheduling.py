@@ -39,9 +39,9 @@ def load(**options: Any) -> LLM:
 
 
 def run(llm: LLM) -> list[RequestOutput]:
-    return llm.generate(
-        [{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False, priority=[i * 5 % 8 for i in range(8)]
-    )
+    by_priority = llm.llm_engine.core.options.scheduling_policy == "static"
+    priority = [i * 5 % 8 if by_priority else 0 for i in range(8)]
+    return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False, priority=priority)
 
 
 def everything(output: RequestOutput) -> Any:

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import EngineDeadError, InsufficientMemoryError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.startup import WorkerFacts
 from octavo.engine import core
 from octavo.engine.core import EngineCore
 from octavo.executor.executor import Executor, PendingStep
@@ -46,8 +46,11 @@ class Worker:
     def measure_swap(self) -> float:
         return self.seconds
 
-    def sleep(self) -> Any:
-        return SimpleNamespace(bytes_freed=self.freed)
+    def startup_facts(self) -> WorkerFacts:
+        return WorkerFacts("fake", None, 3 << 30, self.blocks << 20, self.host_blocks << 20, {"weights": self.seconds})
+
+    def sleep(self, level: int) -> int:
+        return self.freed * level
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.fails or self.is_lost:
@@ -113,9 +116,21 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
     caches = [worker.cache for worker in executor.workers]
     assert caches[0] == caches[1] and caches[0][-1] == 120
     assert engine.scheduler.move_cost.seconds_per_block == 0.5, "a block has moved when the slower worker has moved it"
+    facts = engine.startup
+    assert [worker.seconds for worker in facts.workers] == [{"weights": 0.25}, {"weights": 0.5}]
+    lines = facts.lines()
+    assert lines[0].endswith(" parameters in float32, 6.00 GiB")
+    assert lines[1:3] == ["kernels of rank 0: fake", "kernels of rank 1: fake"]
+    assert lines[3] == (
+        "KV cache: 30 blocks of 4 tokens (120 tokens, 0.07 GiB in float32), at most 1 requests of 120 tokens at once; "
+        "9 host blocks (0.02 GiB)"
+    )
+    assert lines[5].endswith(": weights 0.50 s"), "the slowest worker's"
     with caplog.at_level(logging.INFO, logger="octavo"):
         engine.sleep()
-    assert "7.00 GiB of memory freed" in caplog.text
+        engine.sleep(level=2)
+    assert "level 1: 7.00 GiB of memory freed" in caplog.text
+    assert "level 2: 14.00 GiB of memory freed" in caplog.text
 
 
 def test_a_step_that_fails_on_one_worker_ends_its_requests_and_the_engine_goes_on(

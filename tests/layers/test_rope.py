@@ -119,6 +119,22 @@ def test_bad_parameters_are_refused_by_name(rope_type: str, parameters: dict[str
         ours(rope_type, parameters, 64)
 
 
+@pytest.mark.parametrize(("rope_type", "parameters"), CASES)
+def test_a_shorter_table_is_the_beginning_of_the_whole(rope_type: str, parameters: dict[str, Any]) -> None:
+    """Bit for bit, although scalings depend on the longest text."""
+    rope = RopeConfig(500.0, rope_type, scaling={**parameters, "max_position_embeddings": MAX_POSITION})
+    config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, MAX_POSITION, rope=rope)
+    whole = rotary_table(config, "cpu")
+    assert rotary_table(config, "cpu", 100).equal(whole[:100])
+    assert rotary_table(config, "cpu", 10**6).equal(whole)
+
+
+def test_a_long_table_is_computed_in_pieces_of_the_same_bits() -> None:
+    config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, (1 << 16) + 3)
+    angles = torch.outer(torch.arange(config.max_position).float(), 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16))
+    assert rotary_table(config, "cpu").equal(torch.cat((angles.cos(), angles.sin()), dim=1))
+
+
 def test_unknown_type_is_refused() -> None:
     config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, 8)
     with pytest.raises(UnsupportedModelError, match="'mrope' is not supported; supported: default, dynamic"):

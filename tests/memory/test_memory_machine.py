@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
@@ -131,6 +131,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.block_size = block_size
         self.worker = Worker(sum(s.num_blocks for s in sizes), num_host_blocks * len(sizes), block_size)
         self.sequences: dict[int, Sequence] = {}
+        #: By name, a sequence with the tokens of a pinned prefix, all computed.
+        self.pinned: dict[str, Sequence] = {}
         self.next_id = 0
         self.start([0] * (2 * block_size), "", [])
         self.turn(0, 2 * block_size)
@@ -349,6 +351,31 @@ class MemoryMachine(RuleBasedStateMachine):
     def register_one(self, sequence: Sequence) -> None:
         self.manager.register(sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features)
 
+    @rule(pick=PICK, name=st.sampled_from("ab"))
+    def pin(self, pick: int, name: str) -> None:
+        if name in self.pinned:
+            self.manager.pinned.remove(name)
+            del self.pinned[name]
+        for sequence in self.pick([pick], self.can_pin):
+            count = sequence.computed // self.block_size * self.block_size
+            tokens = sequence.token_ids[:count]
+            before = [group.device.num_pinned for group in self.manager.groups]
+            status = self.manager.pin(name, sequence.seq_id, tokens, sequence.salt, 2 * self.block_size)
+            if status is AllocStatus.OK:
+                self.pinned[name] = Sequence(-1, sequence.salt, tokens, [], count)
+            else:
+                assert [group.device.num_pinned for group in self.manager.groups] == before
+
+    def can_pin(self, sequence: Sequence) -> bool:
+        """Whether its full blocks are computed and held, as at the end of a prompt."""
+        count = sequence.computed // self.block_size
+        return (
+            self.prefix_caching
+            and count > 0
+            and not (sequence.swapped or sequence.arrives or sequence.features)
+            and all(g.window is None or g.holds_window_at(sequence.seq_id, count) for g in self.manager.groups)
+        )
+
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:
         if really == 9:
@@ -375,6 +402,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.register_one(sequence)
         self.check_contents()
         self.check_references()
+        self.check_pinned()
         self.check_cached(probe, salt, features)
         for sequence in self.sequences.values():
             self.check_cached(sequence.token_ids, sequence.salt, sequence.features)
@@ -394,11 +422,22 @@ class MemoryMachine(RuleBasedStateMachine):
         first = 0
         for number, group in enumerate(self.manager.groups):
             holders = self.holders(number)
+            pins = Counter(b for name in self.pinned for b in self.manager.pinned._blocks[name][number])
             for block in range(first, first + group.device.num_blocks):
-                assert group.device.references(block) == holders[block]
+                assert group.device.references(block) == holders[block] + pins[block]
             first += group.device.num_blocks
-            assert group.device.num_used == len(holders)
+            assert group.device.num_pinned == len(pins)
+            assert group.device.num_used == len(holders.keys() - pins.keys())
             assert group.host.num_used == len(group.on_host.distinct_blocks(swapped))
+
+    def check_pinned(self) -> None:
+        """A pinned prefix is found whole, on the device, with its own contents."""
+        for name, prefix in self.pinned.items():
+            found = self.look_up([*prefix.token_ids, 2], prefix.salt, [])
+            assert found.num_tokens == prefix.computed
+            for hits, pinned in zip(found.hits, self.manager.pinned._blocks[name], strict=True):
+                assert [hit.block for hit in hits if hit is not None][-len(pinned) :] == pinned
+            self.check_cached([*prefix.token_ids, 2], prefix.salt, [])
 
     def check_cached(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
         """Blocks that a look-up finds have the right contents, on the device or the host."""
@@ -417,7 +456,7 @@ class MemoryMachine(RuleBasedStateMachine):
         manager = self.manager
         for group in manager.groups:
             device, host = group.device, group.host
-            assert device.num_used + device.num_free + device.num_cached == device.num_blocks
+            assert device.num_used + device.num_free + device.num_cached + device.num_pinned == device.num_blocks
             assert device.num_available == device.num_free + device.num_cached
             assert host.num_used + host.num_available == host.num_blocks
         assert manager.num_tables == sum(bool(s.tables[0]) or s.swapped for s in self.sequences.values())
@@ -434,6 +473,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.take_moves()
         assert self.manager.num_tables == 0
         assert all(group.device.num_used == group.host.num_used == 0 for group in self.manager.groups)
+        assert not self.pinned or self.manager.num_pinned > 0
+        self.manager.pinned.clear()
         self.manager.reset_prefix_cache()
         for group in self.manager.groups:
             assert group.device.num_free == group.device.num_blocks
@@ -477,6 +518,7 @@ def run_seed(seed: int, steps: int) -> None:
         (1, lambda: machine.fork_prefix(draw.choice(picks()), draw.randint(0, 4), tokens())),
         (3, lambda: machine.free(draw.choice(picks()))),
         (2, lambda: machine.swap_out(picks())),
+        (1, lambda: machine.pin(draw.choice(picks()), draw.choice("ab"))),
         (4, lambda: machine.swap_in(picks())),
         (1, lambda: machine.register(picks())),
         (3, lambda: machine.step(tokens(), salt(), draw.choice(FEATURES), draw.random() < 0.7)),

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.models.config import read_model_config
+from octavo.models.config import default_sampling, read_model_config
 from octavo.models.registry import make_network, supported_architectures
 
 BASE: dict[str, Any] = {
@@ -225,3 +225,33 @@ def test_networks_of_unknown_architectures_are_refused() -> None:
     ]
     with pytest.raises(UnsupportedModelError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"):
         make_network(ModelConfig("GPT2LMHeadModel", 1, 2, 2, 1, 1, 1, 2, 1), None)  # type: ignore[arg-type]
+
+
+def sampling_file(folder: Path, content: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
+    content = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    other = {"max_new_tokens": 99, "eos_token_id": [1, 2], "do_sample": True, "transformers_version": "5.0"}
+    folder = sampling_file(tmp_path / "model", content | other)
+    assert default_sampling("auto", folder) == content | {"max_tokens": 99}
+    assert default_sampling("none", folder) == {}
+    own = sampling_file(tmp_path / "own", {"temperature": 0.1, "top_p": None})
+    assert default_sampling(str(own), folder) == {"temperature": 0.1}
+    assert default_sampling("auto", tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "words"),
+    [
+        ("auto", {"temperature": -1}, r"generation_config.json: temperature must be at least 0, not -1; .*='none'"),
+        ("auto", {"top_k": "many"}, r"generation_config.json: top_k must be an integer, not 'many'"),
+        ("vllm", {}, r"generation_config='vllm': there is no vllm/generation_config.json; .*auto.*none"),
+    ],
+)
+def test_wrong_sampling_defaults_are_refused(tmp_path: Path, source: str, content: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        default_sampling(source, sampling_file(tmp_path / "model", content))

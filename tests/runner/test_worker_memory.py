@@ -85,12 +85,43 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
         spare = free - memory.activation_bytes(runner.config, engine)
         return runner.num_blocks(10**6), runner.num_host_blocks(), spare
 
-    block_bytes = 2 * 2 * 64 * 2 * 8 * 4
+    block_bytes, position_bytes = 2 * 2 * 64 * 2 * 8 * 4, 8 * 4
+
+    def beside_rotary_table(spare: int) -> int:
+        positions = spare // (block_bytes // 64 + position_bytes)
+        return (spare - positions * position_bytes) // block_bytes
+
     device, host, spare = blocks(swap_space=0.0)
-    assert (device, host) == (spare // block_bytes, 0)
+    assert (device, host) == (beside_rotary_table(spare), 0)
     device, host, spare = blocks(swap_space=2 / 1024)
     assert host == (2 << 20) // block_bytes
-    assert device == spare // block_bytes - host
+    assert device == beside_rotary_table(spare - host * block_bytes)
+
+
+def test_the_cache_has_the_size_that_was_asked_for() -> None:
+    asked = options(kv_cache_memory_bytes="64MiB")
+    assert asked.kv_cache_memory_bytes == 64 << 20
+    assert memory.num_blocks(asked, 1 << 20, GIB, 10**6) == 64
+    assert memory.num_gpu_blocks(asked, 1 << 20, 80 * GIB, 20 * GIB, 10**6) == 64
+    assert memory.num_blocks(asked, 1 << 20, GIB, 32) == 20, "no more than ten sequences could use"
+    with pytest.raises(InsufficientMemoryError, match=r"kv_cache_memory_bytes=67108864 .* is more than the 0.031 GiB"):
+        memory.num_blocks(asked, 1 << 20, 32 << 20, 10**6)
+    with pytest.raises(InsufficientMemoryError, match=r"more than the 0.031 GiB"):
+        memory.num_gpu_blocks(asked, 1 << 20, GIB, GIB - (32 << 20), 10**6)
+    with pytest.raises(InsufficientMemoryError, match=r"needs 0.125 GiB, but kv_cache_memory_bytes=67108864 is"):
+        memory.num_blocks(options(kv_cache_memory_bytes=64 << 20, max_model_len=2048), 1 << 20, GIB, 2048)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "much", "-1GB"])
+def test_the_size_of_the_cache_is_a_number_of_bytes(value: object) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        options(kv_cache_memory_bytes=value)
+
+
+@pytest.mark.parametrize("other", [{"gpu_memory_utilization": 0.5}, {"num_gpu_blocks_override": 5}])
+def test_the_cache_has_one_size(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        options(kv_cache_memory_bytes=1 << 20, **other)
 
 
 def test_workers_of_one_machine_divide_its_memory_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, Hypothesis, SequenceOutput
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Pool, SequenceStatus
-from octavo.engine.step_loop import StepLoop
+from octavo.engine.step_loop import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_tables import NO_BLOCK
@@ -308,7 +308,7 @@ class FakeWorker(Executor):
 
     def _compute(self, plan: StepPlan, forked_children: dict[int, int]) -> None:
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
-        assert plan.total_tokens <= self.options.max_num_batched_tokens
+        assert plan.total_tokens <= self.options.token_budget
         assert 0 not in plan.num_tokens, "something of each"
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
@@ -575,7 +575,7 @@ def check_accounting(engine: Engine) -> None:
     queues, blocks = engine.scheduler.queues, engine.blocks
     for kv_group in blocks.groups:
         device = kv_group.device
-        assert device.num_used + device.num_free + device.num_cached == device.num_blocks
+        assert device.num_used + device.num_free + device.num_cached + device.num_pinned == device.num_blocks
     on_device: set[int] = set()
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
@@ -605,9 +605,11 @@ def check_accounting(engine: Engine) -> None:
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
     assert queues.num_running_seqs == sum(g.num_seqs for g in queues.running) <= engine.scheduler.options.max_num_seqs
+    on_device -= {block for pins in blocks.pinned._blocks.values() for of_group in pins for block in of_group}
     assert len(on_device) == sum(g.device.num_used for g in blocks.groups)
     assert tables == blocks.num_tables
-    check_cache(engine)
+    if not any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight):
+        check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
 
 
 def check_cache(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Gener
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies import Policy, load_policy
+from octavo.scheduler.policies import POLICIES, Policy, load_policy
 from octavo.scheduler.queues import GroupQueue
 from tests.scheduler.fake_worker import (
     Engine,
@@ -290,6 +290,8 @@ def fill_blocks(engine: Engine, n: int = 1) -> None:
         ("auto", 1, 1e-9, True),
         ("auto", 2, None, True),
         ("auto", 2, 1e3, True),
+        ("by_sequences", 1, 1e-9, False),
+        ("by_sequences", 2, 1e3, True),
     ],
 )
 def test_preemption_mode(mode: str, n: int, move_seconds: float | None, swapped: bool) -> None:
@@ -537,6 +539,22 @@ def test_the_delay_factor_lets_the_waiting_queue_fill() -> None:
     assert step(engine) == {2: 4, 3: 4}
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lcfs", "sjf", "ldf", "static"])
+def test_the_delay_is_that_of_the_earliest_arrival_under_every_policy(policy: str) -> None:
+    engine = make(batching="prefill_first", scheduler_delay_factor=2.0, scheduling_policy=policy)
+
+    def pass_time() -> None:
+        engine.now += 1.0
+
+    engine.add(request(1, 2, max_tokens=40))
+    engine.step(pass_time)  # a prompt step takes a second
+    for group_id in range(2, 30):  # each arrives before the one before it has waited for two
+        engine.now += 1.0
+        engine.add(request(group_id, 2, max_tokens=2, arrival=engine.now, priority=-group_id))
+        step(engine)
+    assert len(engine.queues[0]) <= 3
+
+
 def test_the_delay_ends_when_nothing_runs() -> None:
     engine = make(batching="prefill_first", scheduler_delay_factor=1e6)
     engine.add(request(1, 4, max_tokens=1))
@@ -559,6 +577,7 @@ ORDERS = [
     ("fcfs", [1, 2, 3]),
     ("static", [2, 3, 1]),
     ("sjf", [3, 1, 2]),
+    ("ldf", [2, 1, 3]),
     ("lcfs", [3, 2, 1]),
     (f"{__name__}:LongestPromptFirst", [2, 1, 3]),
 ]
@@ -615,6 +634,40 @@ def test_ldf_keeps_the_group_with_the_most_tokens() -> None:
     finish(engine)
 
 
+def test_ldf_counts_tokens_of_prompt_and_output_wherever_the_group_is() -> None:
+    engine = make(blocks=9, host=8, scheduling_policy="ldf", preemption_mode="recompute", max_num_seqs=2)
+    engine.add(request(1, 13, max_tokens=20))
+    engine.add(request(2, 11, max_tokens=20))
+    steps_until(engine, "forget")
+    assert engine.queues == ([2], [1], [])
+    held = len(engine.answers[2].group.seqs[0].token_ids)
+    engine.add(request(3, held - 1, max_tokens=2))
+    engine.add(request(4, held + 1, max_tokens=2))
+    order: list[int] = []
+    while engine.scheduler.has_work:
+        order += [g for g in step(engine) if g not in order]
+    assert order == [1, 4, 2, 3]
+    finish(engine)
+
+
+def test_ldf_counts_a_shared_prompt_once() -> None:
+    engine = make(scheduling_policy="ldf")
+    engine.add(request(1, 8, n=4))
+    engine.add(request(2, 20))
+    step(engine)
+    step(engine)
+    assert engine.queues[1] == [2, 1]
+
+
+def test_requests_are_ordered_by_their_arrival_times() -> None:
+    for policy, expected in [("fcfs", [2, 1, 3]), ("lcfs", [3, 1, 2])]:
+        engine = make(max_num_seqs=1, scheduling_policy=policy)
+        engine.now = 10.0
+        for group_id, arrival in [(1, 5.0), (2, 4.0), (3, 5.0)]:
+            engine.add(request(group_id, 4, max_tokens=1, arrival=arrival))
+        assert [g for _ in range(3) for g in step(engine)] == expected
+
+
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     for name, words in [
         ("fifo", "known: fcfs, static, sjf, ldf, lcfs"),
@@ -624,6 +677,16 @@ def test_a_policy_that_does_not_exist_is_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             load_policy(name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_priority_preemption_needs_a_policy_that_looks_at_priorities(policy: str) -> None:
+    options = {"scheduling_policy": policy, "priority_preemption": True}
+    if POLICIES[policy].uses_priority:
+        make(**options)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ValueError, match="looks at priorities"):
+            make(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
@@ -647,11 +710,11 @@ def test_priority_preemption(batching: str) -> None:
 # --- ageing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["lcfs", "sjf", "static"])
+@pytest.mark.parametrize("policy", ["lcfs", "sjf", "ldf", "static"])
 def test_after_the_ageing_limit_no_later_arrival_is_admitted_first(policy: str) -> None:
     for limit, expected in [(None, False), (10.0, True)]:
         engine = make(max_num_seqs=1, scheduling_policy=policy, aging_limit=limit)
-        engine.add(request(1, 4, max_tokens=30, priority=9))
+        engine.add(request(1, 1, max_tokens=30, priority=9))
         for group_id in range(2, 40):
             engine.now += 1.0
             engine.add(request(group_id, 2, max_tokens=1, arrival=engine.now))

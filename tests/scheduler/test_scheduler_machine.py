@@ -70,21 +70,23 @@ def make_case(seed: int) -> Case:
     policy = rng.choice(["fcfs", "static", "sjf", "ldf", "lcfs", OWN_POLICY])
     chunked = rng.random() < 0.7
     max_model_len = min(num_blocks * block_size, rng.choice([20, 40, 60]))
+    threshold, most_long = rng.choice([0, 0, 3, 8]), rng.choice([1, 2])
+    delay = rng.choice([0.0, 0.0, 0.5, 2.0])
     least = max(max_num_seqs, 1 if chunked else max_model_len)
     options = SchedulerOptions(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=least + rng.choice([0, 1, 3, 8, 30] if batching == "mixed" else [8, 30]),
         batching=batching,
         scheduling_policy=policy,
-        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        preemption_mode=rng.choice(["auto", "recompute", "swap", "by_sequences"]),
         preemption_victim=rng.choice(["last", "least_computed", "most_blocks"]),
         priority_preemption=policy == "static" and rng.random() < 0.6,
         aging_limit=rng.choice([None, 0.0, 5.0, 20.0, 60.0]),
         enable_chunked_prefill=chunked,
         max_num_partial_prefills=rng.choice([None, None, 1, 2]),
-        long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
-        max_long_partial_prefills=rng.choice([1, 2]),
-        scheduler_delay_factor=rng.choice([0.0, 0.0, 0.5, 2.0]),
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=most_long if threshold else None,
+        scheduler_delay_factor=delay if batching == "prefill_first" else 0.0,
     )
     return Case(
         seed=seed,
@@ -106,10 +108,11 @@ def make_case(seed: int) -> Case:
 class Run:
     """One generated run."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, shares_prefixes: bool = False) -> None:
+        """``shares_prefixes``: prefixes are pinned and released now and then."""
         self.case = case
         self.rng = random.Random(case.seed + 1)
-        in_flight = case.options.max_num_batched_tokens * case.depth
+        in_flight = case.options.token_budget * case.depth
         least = -(-in_flight // case.block_size)
         sizes = []
         for window, share in case.groups:
@@ -133,6 +136,10 @@ class Run:
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
+        self.pin_rng = random.Random(case.seed + 2)
+        self.pin_rate = self.pin_rng.choice([0.0, 0.1, 0.4]) if shares_prefixes and case.prefix_caching else 0.0
+        #: By name, which is that of its latest request.
+        self.pinned: dict[str, EngineCoreRequest] = {}
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(1, VOCABULARY) for _ in range(count)]
@@ -166,6 +173,43 @@ class Run:
             cache_salt=rng.choice(["", "", "other"]),
         )
 
+    def share_prefix(self) -> None:
+        """Pins a prefix, or releases one that is pinned."""
+        rng, size = self.pin_rng, self.case.block_size
+        if rng.random() >= self.pin_rate:
+            return
+        name = rng.choice("ab")
+        known = self.pinned.get(name)
+        if known is not None and known.group_id in self.engine.scheduler.queues.groups:
+            return  # not computed yet
+        self.engine.blocks.pinned.remove(name)
+        if known is not None and rng.random() < 0.5:
+            del self.pinned[name]
+            return
+        count = rng.randint(1, max(1, min(20, self.case.max_model_len) // size))
+        prompt = rng.choice(self.prefixes)[: count * size]
+        if len(prompt) % size == 0 and len(prompt) <= self.case.max_model_len:
+            task = Generate(SamplingParams(max_tokens=0), 0, [])
+            group_id = 1000 + self.pin_rng.randrange(10**9)
+            request = EngineCoreRequest(
+                group_id=group_id, prompt_token_ids=prompt, task=task, arrival_time=self.engine.now, pin_as=name
+            )
+            self.pinned[name] = request
+            self.engine.add(request)
+
+    def check_pinned(self) -> None:
+        """A pinned prefix is found whole, until it is released."""
+        for name, request in self.pinned.items():
+            tokens, blocks = request.prompt_token_ids, self.engine.blocks
+            answer = self.engine.answers[request.group_id]
+            if answer.group_reason != "length":
+                assert name not in blocks.pinned._blocks
+                continue
+            longer = [*tokens, 1]
+            assert blocks.match(
+                longer, blocks.chain(longer, request.cache_context)
+            ).num_full * blocks.block_size >= len(tokens)
+
     def disturb(self) -> None:
         """Aborts a group, or ends a sequence that has sampled, now and then."""
         rng = self.rng
@@ -189,7 +233,9 @@ class Run:
             if self.added == self.case.num_requests and not engine.scheduler.has_work:
                 break
             self.disturb()
+            self.share_prefix()
             self.step()
+            self.check_pinned()
             engine.now += rng.choice([0.1, 1.0, 5.0])
         else:
             raise AssertionError(f"still busy after {MAX_STEPS} steps: {engine.queues}")
@@ -207,7 +253,7 @@ class Run:
 
         where = self.rng.choice(["before moving", "before computing"])
         plan = self.engine.step(between, where if self.rng.random() < self.case.failure_rate else "")
-        assert plan.total_tokens <= self.case.options.max_num_batched_tokens
+        assert plan.total_tokens <= self.case.options.token_budget
         check_accounting(self.engine)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]]) -> None:
@@ -233,6 +279,8 @@ class Run:
         if answer.group_reason is not None and answer.hypotheses is None:
             assert answer.group_reason in ("abort", "ignored", "error") or not request.task.samples
             assert (answer.error is None) == (answer.group_reason in ("abort", "length"))
+        if request.task.num_sequences == 1 and not self.case.failure_rate and request.pin_as is None:
+            assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
             assert not answer.tokens
             if answer.group_reason == "stop":
@@ -264,8 +312,10 @@ def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float
             size = 1 + seed % 2  # long against the windows
             count = -(-case.max_model_len // size) + seed % 7
             case = replace(case, block_size=size, num_blocks=count, groups=groups[seed // 2 % len(groups)])
+        if seed % 3 == 0:  # leaves room for pinned blocks
+            case = replace(case, max_model_len=-(-case.max_model_len // 2))
         try:
-            Run(case)()
+            Run(case, shares_prefixes=True)()
         except Exception as e:
             raise AssertionError(f"in {case}") from e
 

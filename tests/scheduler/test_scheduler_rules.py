@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         batching=st.sampled_from(["mixed", "prefill_first"]),
         policy=st.sampled_from(["fcfs", "static", "sjf", "ldf", "lcfs"]),
-        mode=st.sampled_from(["auto", "recompute", "swap"]),
+        mode=st.sampled_from(["auto", "recompute", "swap", "by_sequences"]),
         victim=st.sampled_from(["last", "least_computed", "most_blocks"]),
         depth=st.integers(1, 3),
     )

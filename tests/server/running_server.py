@@ -98,7 +98,7 @@ def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None 
             env={**clean, **(env or {})},
         )
     end = time.monotonic() + PATIENCE
-    while not (found := re.search(r"serving .* on (https?://\S+)", log.read_text(errors="replace"))):
+    while not (found := re.search(r'serving .* on (https?://[^\s"]+)', log.read_text(errors="replace"))):
         if process.poll() is not None or time.monotonic() > end:
             process.kill()
             raise AssertionError(f"the server did not start: {log.read_text(errors='replace')}")

@@ -16,11 +16,18 @@ import httpx
 import openai
 import pytest
 
+from octavo.core.config_sources import resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.server.options import make_options, read_api_keys
+from octavo.core.server_options import ServerOptions
+from octavo.server.api_keys import read_api_keys
 from octavo.server.run import listening_socket
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running
+
+
+def make_options(**values: object) -> ServerOptions:
+    return resolve_server_options(values, environ={})
+
 
 Serve = Callable[..., Running]
 BODY = {"prompt": "hello", "max_tokens": 2}

@@ -31,10 +31,10 @@ SHARED: list[dict[str, Any]] = [
     {"extra_body": {"use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.5, "early_stopping": True}},
     {"extra_body": {"use_beam_search": True, "n": 2, "early_stopping": "never", "temperature": 0}},
     {"extra_body": {"prompt_logprobs": 2}},
-    {"extra_body": {"priority": 3, "cache_salt": "mine"}},
+    {"extra_body": {"priority": 0.0, "cache_salt": "mine"}},
     {"extra_body": {"stop_token_ids": [70, 71], "include_stop_str_in_output": True}},
     {"extra_body": {"bad_words": ["no"], "allowed_token_ids": [70, 71, 72]}},
-    {"extra_body": {"response_format": {"type": "text"}, "something_new": {"of": "a later API"}}},
+    {"extra_body": {"response_format": {"type": "text"}, "safety_identifier": {"of": "a later API"}}},
     {"extra_body": {"temperature": None, "n": None, "stop": None, "logit_bias": None, "user": None}},
 ]
 COMPLETIONS: list[dict[str, Any]] = [

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.stats import StepStats
+from octavo.engine.stat_loggers import StatusLine
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
-from octavo.server.status import StatusLine
 from octavo.server.tracing import Tracer
 from tests.busy_machine import once_in_three
 
@@ -38,7 +38,8 @@ STEP = StepStats(
     num_swapped=1,
     blocks_used=40,
     blocks_cached=10,
-    blocks_free=50,
+    blocks_free=45,
+    blocks_pinned=5,
     host_blocks_used=4,
     preemptions_by_recompute=2,
     preemptions_by_swap=1,
@@ -156,16 +157,17 @@ def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
 
 def test_steps() -> None:
     metrics = Metrics("m")
-    metrics.on_step(StepStats(blocks_free=100))
+    metrics.log(StepStats(blocks_free=100))
     found = samples(metrics)
     assert found["octavo_kv_cache_capacity_blocks"] == 100
     assert found["octavo_step_duration_seconds_count"] == 0
     assert "octavo_step_kernel_seconds_total" not in found
-    metrics.on_step(STEP)
-    metrics.on_step(STEP)
+    metrics.log(STEP)
+    metrics.log(STEP)
     found = samples(metrics)
     assert [found[f"octavo_requests{{state={s}}}"] for s in ("running", "waiting", "swapped")] == [8, 3, 1]
-    assert [found[f"octavo_kv_cache_blocks{{state={s}}}"] for s in ("used", "cached", "free")] == [40, 10, 50]
+    states = ("used", "cached", "free", "pinned")
+    assert [found[f"octavo_kv_cache_blocks{{state={s}}}"] for s in states] == [40, 10, 45, 5]
     assert found["octavo_kv_cache_capacity_blocks"] == 100
     assert found["octavo_kv_cache_host_used_blocks"] == 4
     assert found["octavo_step_duration_seconds_count"] == 2
@@ -220,7 +222,7 @@ def test_a_token_costs_microseconds() -> None:
 
 def test_the_dashboard_reads_metrics_that_exist() -> None:
     metrics = Metrics("m")
-    metrics.on_step(STEP)
+    metrics.log(STEP)
     metrics.http_started()
     metrics.http_finished("/health", 200)
     exported = {name.split("{")[0] for name in samples(metrics)}
@@ -263,19 +265,19 @@ def test_a_status_line_every_interval_while_busy(caplog: pytest.LogCaptureFixtur
     clock = Clock()
     status = StatusLine(interval=5.0, clock=clock)
     idle = StepStats(seconds=1.0, decode_tokens=10, prefix_queried_tokens=200, prefix_hit_tokens=64)
-    with caplog.at_level(logging.INFO, "octavo.server"):
+    with caplog.at_level(logging.INFO, "octavo"):
         for _ in range(11):  # a second each: the first began at 99 s
-            status.on_step(STEP if clock.now < 110 else idle)
+            status.log(STEP if clock.now < 110 else idle)
             clock.now += 1.0
         assert len(caplog.messages) == 2
         clock.now += 1000
-        status.on_step(STEP)
+        status.log(STEP)
     assert len(caplog.messages) == 2
     first = caplog.messages[0]
     # Six steps in 5.04 s.
     assert first == (
         f"8 running, 3 waiting, 1 swapped; prompts {600 / 5.04:.1f} tokens/s, output {42 / 5.04:.1f} tokens/s; "
-        "KV cache 40.0% used; prefix hits 32.0%"
+        "KV cache 45.0% used; prefix hits 32.0%"
     )
     assert caplog.messages[1].endswith("prefix hits -")
 
@@ -283,9 +285,9 @@ def test_a_status_line_every_interval_while_busy(caplog: pytest.LogCaptureFixtur
 def test_no_status_line_when_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     status = StatusLine(interval=0, clock=clock)
-    with caplog.at_level(logging.INFO, "octavo.server"):
+    with caplog.at_level(logging.INFO, "octavo"):
         for _ in range(3):
-            status.on_step(STEP)
+            status.log(STEP)
             clock.now += 100
     assert caplog.messages == []
 

@@ -37,6 +37,20 @@ class CpuLayerCache(LayerCache):
     dtype: torch.dtype
 
 
+def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys, or of the values, of one block of one layer.
+
+    Raises:
+        ConfigError: there is no such type of cache.
+    """
+    if dtype not in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"the CPU kernels have no KV cache of type {name}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
+        )
+    return int(_cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype]))
+
+
 def make_cache(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[LayerCache]:
@@ -45,13 +59,10 @@ def make_cache(
     Raises:
         ConfigError: there is no such type of cache.
     """
-    if dtype not in _DTYPES:
-        known = ", ".join(str(known) for known in _DTYPES)
-        raise ConfigError(f"the CPU kernels have no KV cache of type {dtype}; known: {known}")
-    block_bytes = _cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype])
-    size = -(-blocks * block_bytes // _PAGE) * _PAGE
+    stride = block_bytes(kv_heads, head_dim, block_size, dtype)
+    size = -(-blocks * stride // _PAGE) * _PAGE
     memory = _untouched_zeros(2 * layers * size)
-    arrays = [memory[i * size :][: blocks * block_bytes].view(blocks, block_bytes) for i in range(2 * layers)]
+    arrays = [memory[i * size :][: blocks * stride].view(blocks, stride) for i in range(2 * layers)]
     return [
         CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
         for key, value in zip(arrays[::2], arrays[1::2], strict=True)

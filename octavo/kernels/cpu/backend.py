@@ -39,6 +39,7 @@ class CpuKernels(Kernels):
 
     name = "cpu"
     computes_outside_torch = True
+    copies_weights = True
     group: SharedMemoryCommunicator | HostCommunicator | None = None
 
     def __init__(self) -> None:
@@ -138,14 +139,21 @@ class CpuKernels(Kernels):
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuses float16."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"the CPU kernels compute in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}: set "
+                "dtype='bfloat16', or kernels='reference'"
+            )
+
     def make_sampling_backend(self, vocab_size: int) -> CompiledSampling:
         """All rows in one call, on the kernels' threads."""
         return CompiledSampling()
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""
-        dtype = _DTYPES[torch_dtype(spec.dtype)]
-        return 2 * int(_cpu.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, dtype))
+        return 2 * attention.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, torch_dtype(spec.dtype))
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values in the layout that ``paged_attention`` reads."""

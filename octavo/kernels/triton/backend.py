@@ -38,6 +38,7 @@ class TritonKernels(Kernels):
         deterministic: bool = False,
         enforce_eager: bool = False,
         graph_capture: str = "lazy",
+        cudagraph_capture_sizes: Sequence[int] | None = None,
     ) -> None:
         """See ``EngineConfig`` for the options."""
         self.device = torch.device(device)
@@ -47,6 +48,7 @@ class TritonKernels(Kernels):
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._graphed = self.device.type == "cuda" and not enforce_eager
         self._capture_at_start = graph_capture == "start"
+        self._graph_sizes = cudagraph_capture_sizes
 
     def describe(self) -> str:
         """Name, device and order."""
@@ -62,7 +64,14 @@ class TritonKernels(Kernels):
         """Captures decode steps as CUDA graphs, by their number of sequences; other steps run eagerly."""
         if not self._graphed:
             return forward
-        return GraphedForward(forward, CudaGraphs(), largest, device=self.device, at_start=self._capture_at_start)
+        return GraphedForward(
+            forward,
+            CudaGraphs(),
+            largest,
+            device=self.device,
+            at_start=self._capture_at_start,
+            sizes=self._graph_sizes,
+        )
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
         """On the device: only the results are copied to the host."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import LayerCache
+from octavo.kernels.pinned import host_copy, host_empty
 
 #: Types of caches without scales.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,11 +83,11 @@ def make_cache(
 def make_host_cache(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[TritonLayerCache]:
-    """The same layout in host memory; pinned, so that copies run beside kernels, where there is a GPU."""
+    """The same layout in host memory; where there is a GPU pinned, so that copies run beside kernels."""
     if not torch.cuda.is_available():
         return make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, "cpu")
     size = layers * block_bytes(block_size, kv_heads, head_dim, dtype)
-    pool = torch.zeros(blocks, size, dtype=torch.uint8, pin_memory=True)
+    pool = host_empty((blocks, size), torch.uint8).zero_()
     return _views(pool, layers, block_size, kv_heads, head_dim, dtype)
 
 
@@ -100,7 +101,8 @@ def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> N
         return
     for pool in (pool.view(torch.int64) for pool in _pools(caches)):
         _check_pairs(pairs, pool.shape[0], pool.shape[0])
-        moves = torch.tensor(pairs, dtype=torch.int64, pin_memory=pool.is_cuda).to(pool.device, non_blocking=True)
+        moves = torch.tensor(pairs, dtype=torch.int64)
+        moves = (host_copy(moves) if pool.is_cuda else moves).to(pool.device, non_blocking=True)
         if {source for source, _ in pairs} & {target for _, target in pairs}:
             pool.index_copy_(0, moves[:, 1], pool.index_select(0, moves[:, 0]))
             continue

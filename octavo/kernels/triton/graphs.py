@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,11 +48,15 @@ class GraphedForward:
         *,
         device: torch.device | str,
         at_start: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Captures all graphs now if ``at_start``, else each at the first batch of its size."""
+        """Captures all graphs now if ``at_start``, else each at the first batch of its size.
+
+        ``sizes``: the batch sizes with a graph, by default ``graph_sizes`` of the most sequences.
+        """
         self._forward = forward
         self._record = record
-        self._sizes = graph_sizes(largest.sequences)
+        self._sizes = sorted(set(sizes)) if sizes else graph_sizes(largest.sequences)
         self._graphs: dict[int, tuple[Callable[[], None], ForwardOutput]] = {}
         self._filled = 0
         rows = largest.sequences

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
+from octavo.kernels.pinned import host_copy, host_empty
 from octavo.kernels.sampling import HostCopy, SamplingBackend, as_position_logprobs, as_rows
 from octavo.kernels.triton.logprobs import token_logprobs, unpack
 from octavo.kernels.triton.sampling import choose_tokens
@@ -48,7 +49,7 @@ class TritonSampling(SamplingBackend):
     def to_device(self, values: NDArray[Any]) -> Tensor:
         """See ``SamplingBackend``; a copy, so the array may change."""
         staged = torch.from_numpy(values)
-        return (staged.pin_memory() if self._pinned else staged.clone()).to(self._device, non_blocking=True)
+        return (host_copy(staged) if self._pinned else staged.clone()).to(self._device, non_blocking=True)
 
     def choose_most_likely(self, logits: Tensor) -> Tensor:
         """See ``SamplingBackend``."""
@@ -65,7 +66,8 @@ class TritonSampling(SamplingBackend):
         mask: NDArray[np.uint32] | None = None,
     ) -> Tensor:
         """See ``SamplingBackend``; filters and keys are copied to the device at once, and the mask in another copy."""
-        asked = torch.empty(5, len(filters), dtype=torch.int64, pin_memory=self._pinned)
+        shape = (5, len(filters))
+        asked = host_empty(shape, torch.int64) if self._pinned else torch.empty(shape, dtype=torch.int64)
         host = asked.numpy()
         for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
             host[line] = filters[name].view(np.int64)

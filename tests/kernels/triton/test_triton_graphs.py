@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ class Network:
         return ForwardOutput(torch.stack(columns, dim=1).float())
 
 
-def make(network: Network, graphs: FakeGraphs, **options: bool) -> GraphedForward:
+def make(network: Network, graphs: FakeGraphs, **options: Any) -> GraphedForward:
     largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK)
     return GraphedForward(network, graphs, largest, device="cpu", **options)
 
@@ -110,6 +111,17 @@ def test_a_replay_is_the_forward(seed: int) -> None:
         assert torch.equal(network.slots, plain.slots)
     assert graphs.replayed[:8] == [1, 20, 4, 4, 20, 20, 1, 16]
     assert len(graphs.recorded) == len(set(graphs.recorded))
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_sizes_that_were_asked_for_are_captured_and_no_others(at_start: bool) -> None:
+    rng, graphs, network, plain = random.Random(0), FakeGraphs(), Network(), Network()
+    forward = make(network, graphs, at_start=at_start, sizes=[12, 2, 5, 5])
+    for count in (1, 3, 12, 13, 20, 5):
+        batch = decodes(rng, count)
+        assert torch.equal(forward(batch).hidden, plain(batch).hidden)
+    assert graphs.replayed == [2, 5, 12, 5], "larger batches run eagerly"
+    assert graphs.recorded == ([12, 5, 2] if at_start else [2, 5, 12])
 
 
 def test_padding_is_empty() -> None:

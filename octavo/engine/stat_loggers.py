@@ -1,20 +1,47 @@
-"""A status line in the log every few seconds while the engine is busy."""
+"""Where the statistics of an engine's steps go: a status line in the log, or loggers of a user's own."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from octavo.core.stats import StepStats
+from octavo.core.config import EngineConfig
+from octavo.core.stats import StepStats
 
-logger = logging.getLogger("octavo.server")
+logger = logging.getLogger("octavo")
+
+
+class StatLogger(Protocol):
+    """What follows an engine's work: ``LLM(model, stat_loggers=[...])`` calls ``log`` after every step.
+
+    >>> class Progress:
+    ...     def log(self, stats: StepStats) -> None:
+    ...         print(stats.num_running, stats.decode_tokens / stats.seconds)
+    """
+
+    def log(self, stats: StepStats) -> None:
+        """Takes the statistics of a step. The next step waits for it; an exception is logged and nothing else."""
+
+
+def make_stat_loggers(options: EngineConfig, loggers: Iterable[StatLogger] = ()) -> list[StatLogger]:
+    """These loggers, and the status line that the options ask for."""
+    status = [] if options.log_stats_interval is None else [StatusLine(options.log_stats_interval)]
+    return [*loggers, *status]
+
+
+def log_stats(loggers: Iterable[StatLogger], stats: StepStats) -> None:
+    """Gives the statistics to each of the loggers."""
+    for stat_logger in loggers:
+        try:
+            stat_logger.log(stats)
+        except Exception:
+            logger.exception("stat logger %s failed", type(stat_logger).__name__)
 
 
 class StatusLine:
-    """Sums over steps and logs a line at the first step after each interval.
+    """A ``StatLogger`` that sums over steps and logs a line at the first step after each interval, while busy.
 
     Rates are over the time since the last line, or since the engine became busy.
     """
@@ -29,7 +56,7 @@ class StatusLine:
         #: Totals at the last line: prompt tokens looked up in the prefix cache, and found.
         self._queried = self._hits = 0
 
-    def on_step(self, stats: StepStats) -> None:
+    def log(self, stats: StepStats) -> None:
         """Adds a step; microseconds unless a line is due."""
         if not self._interval:
             return
@@ -48,13 +75,13 @@ class StatusLine:
             self._queried, self._hits = stats.prefix_queried_tokens, stats.prefix_hit_tokens
 
     def _line(self, stats: StepStats, seconds: float) -> str:
-        blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+        blocks, held = stats.num_blocks, stats.blocks_used + stats.blocks_pinned
         queried = stats.prefix_queried_tokens - self._queried
         hits = stats.prefix_hit_tokens - self._hits
         swapped = f", {stats.num_swapped} swapped" if stats.num_swapped else ""
         return (
             f"{stats.num_running} running, {stats.num_waiting} waiting{swapped}; "
             f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
-            f"KV cache {stats.blocks_used / blocks if blocks else 0:.1%} used; "
+            f"KV cache {held / blocks if blocks else 0:.1%} used; "
             f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
         )

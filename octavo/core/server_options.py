@@ -1,16 +1,11 @@
-"""Server options as one validated model; flags of ``octavo serve`` and documentation are made from it."""
+"""Options of the HTTP server as one validated model; flags, variables, files and documentation follow from it."""
 
 from __future__ import annotations
 
-import logging
-import stat
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from octavo.core.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 #: Environment variable of API keys, separated by commas.
 API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
@@ -18,7 +13,22 @@ API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 #: Prompts of more characters for each token of the context than this are refused without being tokenized.
 CHARS_PER_TOKEN = 32
 
-logger = logging.getLogger("octavo")
+
+def _path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+#: A path, which files and variables write as text.
+FilePath = Annotated[Path | None, BeforeValidator(_path)]
+
+
+def names(text: str | None) -> list[str]:
+    """The names in a text with commas between them."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 class ServerOptions(BaseModel):
@@ -31,11 +41,11 @@ class ServerOptions(BaseModel):
     served_model_name: str | None = Field(
         None, description="Names that clients use for the model, with commas between; default: as it was given."
     )
-    api_key_file: Path | None = Field(
+    api_key_file: FilePath = Field(
         None, description=f"File of API keys, one a line; the variable {API_KEYS_VARIABLE} holds keys too."
     )
-    tls_cert: Path | None = Field(None, description="Certificate chain (PEM); makes the server speak HTTPS.")
-    tls_key: Path | None = Field(None, description="Private key of the certificate (PEM).")
+    tls_cert: FilePath = Field(None, description="Certificate chain (PEM); makes the server speak HTTPS.")
+    tls_key: FilePath = Field(None, description="Private key of the certificate (PEM).")
     allowed_origins: str | None = Field(
         None, description="Web origins whose pages may call the server (CORS), with commas between; * for all."
     )
@@ -43,12 +53,13 @@ class ServerOptions(BaseModel):
         1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."
     )
     max_queued_tokens: int = Field(
-        4 << 20, ge=1, description="Most tokens that the prompts that wait may have; further ones are answered 429."
+        4 << 20,
+        ge=1,
+        description="Most tokens in the prompts that wait for their first token; further ones are answered 429.",
     )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
     )
-    max_logprobs: int = Field(20, ge=0, le=100, description="Most likeliest tokens whose logprobs may be asked for.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
     max_prompt_chars: int | None = Field(
         None,
@@ -73,11 +84,24 @@ class ServerOptions(BaseModel):
         30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM or Ctrl-C."
     )
     log_format: Literal["plain", "json"] = Field("plain", description="Form of the log lines.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    log_file: Path | None = Field(None, description="File that log lines are appended to; default: standard error.")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
+        "info", description="Least level that is logged."
+    )
+    log_file: FilePath = Field(None, description="File that log lines are appended to; default: standard error.")
     log_requests: bool = Field(True, description="Log a line for each HTTP request.")
     log_prompts: bool = Field(False, description="Log prompts too (their first characters).")
     status_interval: float = Field(5.0, ge=0, description="Seconds between two status lines while busy; 0: none.")
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="What becomes of a request with a field that is unknown here: refused with 400, as OpenAI's API "
+        "does, or served without it, and the name is logged once.",
+    )
+    trust_request_chat_template: bool = Field(
+        False, description="Let requests bring a chat template of their own (chat_template); it runs in a sandbox."
+    )
+    enable_admin_routes: bool = Field(
+        False, description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while."
+    )
     otlp_traces_endpoint: str | None = Field(
         None, description="URL of an OpenTelemetry collector (OTLP over HTTP) that takes a span for each prompt."
     )
@@ -92,60 +116,11 @@ class ServerOptions(BaseModel):
     @property
     def origins(self) -> list[str]:
         """``allowed_origins`` as a list."""
-        return _names(self.allowed_origins)
+        return names(self.allowed_origins)
 
     def model_names(self, model: str) -> list[str]:
         """Names of the model in requests; the first is the default in responses."""
-        if names := _names(self.served_model_name):
-            return names
+        if given := names(self.served_model_name):
+            return given
         # The full path of a folder must not be revealed to clients.
         return [Path(model).name or model] if Path(model).exists() else [model]
-
-
-def make_options(**values: Any) -> ServerOptions:
-    """Builds ``ServerOptions``.
-
-    Raises:
-        ConfigError: an option is unknown, out of range, or contradicts another.
-    """
-    try:
-        return ServerOptions(**values)
-    except ValidationError as e:
-        raise ConfigError("; ".join(_readable(dict(error)) for error in e.errors())) from None
-
-
-def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
-    """API keys from the file and the environment; if there are none, requests need no key.
-
-    Raises:
-        ConfigError: the file is unreadable or holds no key, or a key has characters that a header cannot carry.
-    """
-    keys = _names(environ.get(API_KEYS_VARIABLE))
-    path = options.api_key_file
-    if path is not None:
-        try:
-            mode = path.stat().st_mode
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
-        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-            # Not an error: secrets mounted into containers have such permissions.
-            logger.warning("api_key_file %s can be read by every user of this machine", path)
-        from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not from_file:
-            raise ConfigError(f"api_key_file {path} holds no key; write one a line")
-        keys += from_file
-    for key in keys:
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("an API key must be made of visible ASCII characters")
-    return keys
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _readable(error: dict[str, Any]) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    where = ".".join(str(part) for part in error["loc"])
-    return f"{where}: {message}, not {error['input']!r}" if where else message

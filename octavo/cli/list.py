@@ -1,0 +1,60 @@
+"""``octavo list``: the models in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.cli.info import readable_size
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.loader.cache import CachedModel, cache_dir, cached_models
+
+EXAMPLE = """\
+examples:
+  octavo list
+  octavo list --json -
+
+The cache (OCTAVO_CACHE) holds built-in models and what was made of GGUF files. Models of the hub are in the cache of
+huggingface_hub: 'hf cache ls' shows them.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo list",
+        usage="octavo list [options]",
+        description="Lists the models in the cache: name, kind, size and folder. 'octavo rm NAME' removes one.",
+        epilog=EXAMPLE,
+    )
+    add_json_flag(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Prints the models, as a table or as one JSON object."""
+    refuse_words(arguments)
+    models = cached_models()
+    if arguments.json is not None:
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode({"models": [as_json(model) for model in models]}).decode() + "\n")
+        return 0
+    width = max((len(model.name) for model in models), default=0)
+    for model in models:
+        kind = f"{model.kind} ({model.dtype})" if model.dtype else model.kind
+        print(f"{model.name:<{width}}  {kind:<20}  {readable_size(model.size):>10}  {model.folder}")
+    total = readable_size(sum(model.size for model in models))
+    print(f"{total} in {len(models)} folders of {cache_dir()}")
+    return 0
+
+
+def as_json(model: CachedModel) -> dict[str, Any]:
+    """A model as ``--json`` shows it."""
+    return {
+        "name": model.name,
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "size_bytes": model.size,
+        "folder": str(model.folder),
+    }

@@ -1,0 +1,188 @@
+"""Engine options and keywords of vLLM about which Octavo has no choice: accepted where they ask for what it does.
+
+All sources of options know them (keywords, YAML, variables, flags, which help leaves out). They change nothing: a value
+that would is refused with the reason. An entry goes when its option becomes one of ``EngineConfig``, or its keyword one
+of the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+
+
+class ForeignOption(NamedTuple):
+    """The values that are accepted (``ANY``: all of them), and why no others are."""
+
+    accepted: tuple[object, ...]
+    reason: str = ""
+
+    @property
+    def boolean(self) -> bool:
+        """Whether it is on or off, and so a flag without a value."""
+        return isinstance(next(iter(self.accepted), None), bool)
+
+
+#: It decides nothing here, whatever it is.
+ANY = ForeignOption(())
+ON_OR_OFF = ForeignOption((False, True))
+
+_ONE_WORKER = "a model runs on one worker"
+_TEXT_ALONE = "models take text alone, no images or audio"
+_GENERATES = "Octavo generates text; pooling models are not supported"
+_NO_SPECULATION = "speculative decoding is not supported"
+_NO_ADAPTERS = "adapters (LoRA) are not supported"
+_FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
+_NO_TRANSFER = "the KV cache is not shared between engines"
+
+FOREIGN_OPTIONS: dict[str, ForeignOption] = {
+    # The model and its files
+    "trust_remote_code": ForeignOption((False,), "no code of a checkpoint is run"),
+    "tokenizer_mode": ForeignOption(("auto", "hf"), "tokenizers are read from tokenizer.json"),
+    "tokenizer_revision": ForeignOption((None,), "the tokenizer has the model's revision, or is a folder (tokenizer)"),
+    "code_revision": ForeignOption((None,), "no code of a checkpoint is run"),
+    "hf_token": ForeignOption((None,), "the hub's token is read from the variable HF_TOKEN"),
+    "hf_config_path": ForeignOption((None,), _FROM_CHECKPOINT),
+    "config_format": ForeignOption(("auto", "hf"), "configurations are read from config.json"),
+    "hf_overrides": ForeignOption((None, {}), _FROM_CHECKPOINT),
+    "rope_scaling": ForeignOption((None, {}), _FROM_CHECKPOINT),
+    "rope_theta": ForeignOption((None,), _FROM_CHECKPOINT),
+    "disable_sliding_window": ForeignOption((False,), _FROM_CHECKPOINT),
+    "download_dir": ForeignOption((None,), "models are kept in the folder that the variable OCTAVO_CACHE names"),
+    "ignore_patterns": ForeignOption((None, []), "only the files that are needed are fetched"),
+    "model_loader_extra_config": ForeignOption((None, {}), "loading has no further options"),
+    "model_impl": ForeignOption(("auto",), "the networks are Octavo's own"),
+    "use_tqdm_on_load": ON_OR_OFF,
+    "task": ForeignOption(("auto", "generate", None), _GENERATES),
+    "runner": ForeignOption(("auto", "generate"), _GENERATES),
+    "convert": ForeignOption(("auto", "none"), _GENERATES),
+    "pooler_config": ForeignOption((None,), _GENERATES),
+    "override_pooler_config": ForeignOption((None,), _GENERATES),
+    "limit_mm_per_prompt": ForeignOption((None, {}), _TEXT_ALONE),
+    "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
+    "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),
+    "disable_mm_preprocessor_cache": ON_OR_OFF,
+    # Workers
+    "decode_context_parallel_size": ForeignOption((1,), _ONE_WORKER),
+    "enable_expert_parallel": ForeignOption((False,), _ONE_WORKER),
+    "max_parallel_loading_workers": ForeignOption((None,), _ONE_WORKER),
+    "worker_cls": ForeignOption(("auto",), "there are no other workers"),
+    "disable_custom_all_reduce": ON_OR_OFF,
+    "ray_workers_use_nsight": ForeignOption((False,), _ONE_WORKER),
+    # Memory and graphs
+    "cpu_offload_gb": ForeignOption((0,), "the weights stay on the device that computes"),
+    "kv_transfer_config": ForeignOption((None,), _NO_TRANSFER),
+    "kv_events_config": ForeignOption((None,), _NO_TRANSFER),
+    "calculate_kv_scales": ON_OR_OFF,  # an 8-bit KV cache always has scales of its own tokens
+    "prefix_caching_hash_algo": ANY,
+    "use_v2_block_manager": ON_OR_OFF,
+    "enable_sleep_mode": ON_OR_OFF,  # sleep() needs no preparation
+    "compilation_config": ForeignOption((None, {}, 0), "networks are not compiled (decode steps are captured on GPUs)"),
+    "max_seq_len_to_capture": ANY,  # graphs are captured by batch size, for sequences of every length
+    "max_context_len_to_capture": ANY,
+    # Steps
+    "num_scheduler_steps": ForeignOption((1,), "each step is scheduled; async_scheduling plans one ahead"),
+    "multi_step_stream_outputs": ON_OR_OFF,
+    "num_lookahead_slots": ForeignOption((0,), _NO_SPECULATION),
+    "disable_async_output_proc": ON_OR_OFF,
+    "disable_cascade_attn": ON_OR_OFF,
+    "scheduler_cls": ForeignOption((None,), "an order of one's own is given as scheduling_policy (module:Class)"),
+    "speculative_config": ForeignOption((None,), _NO_SPECULATION),
+    "speculative_model": ForeignOption((None,), _NO_SPECULATION),
+    "num_speculative_tokens": ForeignOption((None,), _NO_SPECULATION),
+    "enable_lora": ForeignOption((False,), _NO_ADAPTERS),
+    "max_loras": ANY,  # without enable_lora they have no effect
+    "max_lora_rank": ANY,
+    "max_cpu_loras": ANY,
+    "lora_dtype": ANY,
+    "fully_sharded_loras": ON_OR_OFF,
+    "enable_prompt_adapter": ForeignOption((False,), "prompt adapters are not supported"),
+    "guided_decoding_backend": ANY,  # requests that would need it are refused
+    "structured_outputs_config": ForeignOption((None, {}), "structured outputs are not supported"),
+    "reasoning_parser": ForeignOption(("", None), "answers are given as they are"),
+    "logits_processors": ForeignOption((None, []), "logits processors are given in SamplingParams"),
+    "logits_processor_pattern": ForeignOption((None,), "logits processors are given in SamplingParams"),
+    # Logs
+    "disable_log_stats": ON_OR_OFF,
+    "disable_log_requests": ON_OR_OFF,
+    "enable_log_requests": ON_OR_OFF,
+    "collect_detailed_traces": ForeignOption((None,), "traces have one level of detail"),
+    "additional_config": ForeignOption((None, {}), "there is nothing that it would configure"),
+}
+
+#: Keywords of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``.
+FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
+    "lora_request": ForeignOption((None,), _NO_ADAPTERS),
+    "prompt_adapter_request": ForeignOption((None,), "prompt adapters are not supported"),
+    "guided_options_request": ForeignOption((None,), "output cannot be constrained to a grammar or schema"),
+    "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),
+    "prompt_token_ids": ForeignOption((None,), "a prompt is TokensPrompt(prompt_token_ids=...) or the list itself"),
+    "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
+    "chat_template_content_format": ForeignOption(("auto", "string"), "templates get the content as text"),
+    "concurrency_limit": ANY,  # the scheduler runs as many as fit
+}
+
+#: Other names of an option's values.
+ALIASES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "scheduling_policy": {"priority": "static"},
+}
+
+
+def own_value(name: str, value: Any) -> Any:
+    """The value of an option by the name that it has here: ``float16`` for ``half`` and for ``torch.float16``."""
+    if type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    return ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def own_options(options: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The options without those of ``FOREIGN_OPTIONS``, with values by their names here.
+
+    Args:
+        options: by name.
+        sources: option -> where its value came from, for messages.
+
+    Raises:
+        ConfigError: one of ``FOREIGN_OPTIONS`` has a value that is not accepted.
+    """
+    own = {}
+    for name, value in options.items():
+        if name in FOREIGN_OPTIONS:
+            refusal = _refusal(name, FOREIGN_OPTIONS[name], value)
+            if refusal is not None:
+                raise ConfigError(refusal if sources is None else f"{refusal} (from {sources[name]})")
+        else:
+            own[name] = own_value(name, value)
+    return own
+
+
+def check_keywords(method: str, given: Mapping[str, Any]) -> None:
+    """Checks the further keywords of a method.
+
+    Raises:
+        InvalidRequestError: one of ``FOREIGN_KEYWORDS`` has a value that is not accepted.
+        TypeError: there is another one.
+    """
+    for name, value in given.items():
+        if name not in FOREIGN_KEYWORDS:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+        refusal = _refusal(name, FOREIGN_KEYWORDS[name], value)
+        if refusal is not None:
+            raise InvalidRequestError(refusal)
+
+
+def _refusal(name: str, option: ForeignOption, value: object) -> str | None:
+    """Why the value is not accepted, or None if it is."""
+    accepted = option.accepted
+    if value is None or not accepted:  # None: as if it were not given
+        return None
+    # bool is a kind of int: True is no number here.
+    if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
+        return None
+    *first, last = map(repr, accepted)
+    allowed = f"{', '.join(first)} or {last}" if first else last
+    return f"{name} must be {allowed}, not {value!r}" + (f": {option.reason}" if option.reason else "")

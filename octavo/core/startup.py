@@ -1,0 +1,86 @@
+"""What an engine and its workers got at their start, and the lines that say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """One worker. Memory in bytes."""
+
+    #: The kernels with their instruction set and threads, or with their GPU.
+    kernels: str
+    #: Format of its matrices; None: in the engine's dtype.
+    quantization: str | None
+    weight_bytes: int
+    #: The KV cache on the device, and the host blocks of preempted requests.
+    cache_bytes: int
+    host_cache_bytes: int
+    #: Seconds of each part of the start.
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartupFacts:
+    """An engine that is ready."""
+
+    model: str
+    architecture: str
+    #: Weights of the whole network, tied ones once.
+    parameters: int
+    dtype: str
+    kv_cache_dtype: str
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    #: Longest sequence in tokens.
+    max_model_len: int
+    #: Most requests of ``max_model_len`` tokens that can run at once.
+    full_length_requests: int
+    #: Most sequences that run at once, and most tokens of a step.
+    max_num_seqs: int
+    token_budget: int
+    #: From the first worker on until all is ready; without finding the model and its tokenizer.
+    seconds: float
+    #: By rank.
+    workers: list[WorkerFacts]
+
+    def lines(self) -> list[str]:
+        """A line each for the model, the kernels of each worker, the KV cache, and the seconds."""
+        weights, cache, host = (
+            sum(sizes) / GIB
+            for sizes in zip(
+                *((worker.weight_bytes, worker.cache_bytes, worker.host_cache_bytes) for worker in self.workers),
+                strict=True,
+            )
+        )
+        quantization = self.workers[0].quantization
+        quantized = f", quantised to {quantization}" if quantization else ""
+        several = len(self.workers) > 1
+        kernels = [
+            f"kernels{f' of rank {rank}' if several else ''}: {w.kernels}" for rank, w in enumerate(self.workers)
+        ]
+        # The slowest worker decides.
+        parts = {part: max(worker.seconds[part] for worker in self.workers) for part in self.workers[0].seconds}
+        return [
+            f"model: {self.model} ({self.architecture}), {_count(self.parameters)} parameters in "
+            f"{self.dtype}{quantized}, {weights:.2f} GiB",
+            *kernels,
+            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens "
+            f"({self.num_blocks * self.block_size} tokens, {cache:.2f} GiB in {self.kv_cache_dtype}), at most "
+            f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
+            f"{self.num_host_blocks} host blocks ({host:.2f} GiB)",
+            f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
+            f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),
+        ]
+
+
+def _count(number: float) -> str:
+    for unit in ("", " K", " M"):
+        if number < 1000:
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    return f"{number:.4g} B"

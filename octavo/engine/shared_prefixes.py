@@ -1,0 +1,125 @@
+"""Shared prefixes (Kwon et al. 2023, section 4.4): beginnings of prompts, computed once and pinned in the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
+from octavo.core.outputs import RequestOutput
+from octavo.core.request import SequenceStatus
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix whose KV cache blocks are pinned: a prompt that begins with its tokens does not compute them."""
+
+    name: str
+    #: The tokens of its whole blocks. Those of the text after them are not shared.
+    token_ids: tuple[int, ...]
+    #: KV cache blocks of these tokens.
+    num_blocks: int
+
+
+def read_files(options: EngineConfig) -> list[tuple[str, str]]:
+    """Text and name of each file that the option ``shared_prefix`` lists.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not UTF-8.
+    """
+    files = []
+    for path in options.shared_prefix or ():
+        try:
+            files.append((Path(path).read_bytes().decode("utf-8"), path))
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
+    return files
+
+
+class SharedPrefixes:
+    """Owns the prefixes of one engine, by name, also while it sleeps and their blocks are lost.
+
+    A prefix is computed as the prompt of a request that samples nothing. The engine's core pins its blocks when they
+    are computed.
+    """
+
+    def __init__(self, options: EngineConfig, inputs: InputProcessor) -> None:
+        self._options = options
+        self._inputs = inputs
+        self._known: dict[str, SharedPrefix] = {}
+
+    def __iter__(self) -> Iterator[SharedPrefix]:
+        return iter(list(self._known.values()))
+
+    def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
+        """Checks a prefix and takes its name, by default ``prefix-1`` and so on.
+
+        Raises:
+            ConfigError: the prefix cache is off, or the name is in use.
+            InvalidRequestError: it is no prompt, longer than ``max_model_len``, or shorter than a block.
+        """
+        if not self._options.enable_prefix_caching:
+            raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
+        if name is None:
+            name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._known) + 2)) if n not in self._known)
+        if name in self._known:
+            raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
+        tokens, size = self._process(name, prompt).prompt_token_ids, self._options.block_size
+        count = len(tokens) // size
+        if not count:
+            raise InvalidRequestError(
+                f"shared prefix {name!r} has {len(tokens)} tokens, less than a block of {size}: only whole blocks are "
+                "shared"
+            )
+        prefix = self._known[name] = SharedPrefix(name, tuple(tokens[: count * size]), count)
+        return prefix
+
+    def remove(self, name: str) -> None:
+        """Forgets a prefix.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if name not in self._known:
+            raise ConfigError(f"there is no shared prefix {name!r}; known: {', '.join(self._known) or 'none'}")
+        del self._known[name]
+
+    def discard(self, prefix: SharedPrefix) -> None:
+        """Forgets a prefix that was not computed; nothing happens if it was removed, or replaced, meanwhile."""
+        if self._known.get(prefix.name) is prefix:
+            del self._known[prefix.name]
+
+    def request(self, prefix: SharedPrefix) -> ProcessedRequest:
+        """The request that computes it and has it pinned."""
+        request = self._process(prefix.name, list(prefix.token_ids))
+        request.group.pin_as = prefix.name
+        return request
+
+    def check(self, prefix: SharedPrefix, output: RequestOutput) -> None:
+        """Forgets a prefix whose request has failed.
+
+        Raises:
+            ConfigError: it would leave too few blocks for a request of full length, or could never be computed.
+            WorkerError: it was not computed.
+        """
+        reason, error = output.outputs[0].finish_reason, output.outputs[0].error
+        if reason == SequenceStatus.FINISHED_LENGTH.value:
+            return
+        self.discard(prefix)
+        kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
+        raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")
+
+    def _process(self, name: str, prompt: Prompt) -> ProcessedRequest:
+        # With a seed of its own, the seeds of requests without one do not depend on the prefixes before them.
+        params = SamplingParams(max_tokens=0, seed=0, detokenize=False)
+        return self._inputs.process(request_id_of(name), prompt, params)
+
+
+def request_id_of(name: str) -> str:
+    """Id of the request that computes the prefix of this name."""
+    return f"shared prefix {name}"

@@ -1,0 +1,55 @@
+"""Prefixes whose blocks stay in the prefix cache until they are released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.memory.kv_group import KVGroup
+from octavo.memory.prefix_chain import PrefixChain
+
+
+class PinnedPrefixes:
+    """Owns the pins of shared prefixes (Kwon et al. 2023, section 4.4): by name, their blocks in each KV group.
+
+    A pinned block is found like any block of the prefix cache. It is never evicted or written, stays when the cache is
+    reset, and counts as pinned alone, whether sequences share it or not. In a group with an attention window, these are
+    the blocks in the window of the token after the prefix: only a prompt with the whole prefix finds them.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self._groups = groups
+        self._blocks: dict[str, list[list[int]]] = {}
+
+    @property
+    def capacity(self) -> str:
+        """How many blocks sequences can have, in words."""
+        first = self._groups[0]
+        beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
+        return f"{first.num_unpinned} blocks{beside}"
+
+    def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: int) -> bool:
+        """Pins the blocks of the chain, all of which the sequence ``seq_id`` has computed.
+
+        Returns:
+            False, and nothing is pinned, if ``beside`` blocks of one sequence would not fit beside the pinned ones.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self._blocks:
+            raise ValueError(f"a prefix {name!r} is pinned already")
+        self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
+        if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
+            return True
+        self.remove(name)
+        return False
+
+    def remove(self, name: str) -> None:
+        """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""
+        for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
+            group.device.unpin(blocks)
+
+    def clear(self) -> None:
+        """Releases all prefixes."""
+        for name in list(self._blocks):
+            self.remove(name)

@@ -1,0 +1,105 @@
+"""Options of vLLM that are no options here, from every source."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.parsing import Parser
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.config_sources import parse_option, resolve_config
+from octavo.core.errors import ConfigError
+from octavo.core.foreign_options import ALIASES, FOREIGN_OPTIONS, own_options
+from octavo.core.server_options import ServerOptions
+
+PLAIN = EngineConfig(model="m")
+
+
+def from_flags(*argv: str) -> EngineConfig:
+    parser = Parser(prog="octavo")
+    add_engine_flags(parser)
+    return read_engine_config(parser.read(argv), "m")
+
+
+def test_none_of_them_is_an_option_of_our_own() -> None:
+    assert FOREIGN_OPTIONS.keys().isdisjoint(EngineConfig.model_fields), "remove it from FOREIGN_OPTIONS"
+    assert FOREIGN_OPTIONS.keys().isdisjoint(ServerOptions.model_fields), "remove it from FOREIGN_OPTIONS"
+
+
+@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
+def test_what_is_accepted_changes_nothing_and_all_else_gives_a_reason(name: str) -> None:
+    option = FOREIGN_OPTIONS[name]
+    for value in (*option.accepted, None):
+        assert resolve_config({"model": "m", name: value}, environ={}) == PLAIN
+        assert make_config(model="m", **{name: value}) == PLAIN
+    if not option.accepted:
+        assert own_options({name: object()}) == {}
+    elif set(map(repr, option.accepted)) != {"False", "True"}:
+        with pytest.raises(ConfigError, match=rf"^{name} must be .*, not 'another': ...+ \(from argument\)$"):
+            resolve_config({"model": "m", name: "another"}, environ={})
+
+
+def test_a_number_is_no_switch_and_a_switch_no_number() -> None:
+    with pytest.raises(ConfigError, match="decode_context_parallel_size must be 1, not True"):
+        make_config(model="m", decode_context_parallel_size=True)
+    with pytest.raises(ConfigError, match="trust_remote_code must be False, not 0"):
+        make_config(model="m", trust_remote_code=0)
+
+
+def test_a_file_may_hold_them(tmp_path: Path) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text("model: m\ntensor-parallel-size: 1\ntrust_remote_code: false\nhf-overrides: {}\ndtype: half\n")
+    assert resolve_config({}, config_file=file, environ={}) == EngineConfig(model="m", dtype="float16")
+    file.write_text("model: m\ntensor-parallel-size: 2\n")
+    with pytest.raises(ConfigError, match=r"decode_context_parallel_size must be 1, not 2: .*octavo\.yaml"):
+        resolve_config({}, config_file=file, environ={})
+    assert resolve_config({"decode_context_parallel_size": 1}, config_file=file, environ={}) == PLAIN, "the later source counts"
+
+
+def test_variables_may_hold_them() -> None:
+    environ = {
+        "OCTAVO_TENSOR_PARALLEL_SIZE": "1",
+        "OCTAVO_TRUST_REMOTE_CODE": "false",
+        "OCTAVO_TASK": "generate",
+        "OCTAVO_SPECULATIVE_CONFIG": "none",
+        "OCTAVO_HF_OVERRIDES": "{}",
+        "OCTAVO_DTYPE": "float",
+    }
+    assert resolve_config({"model": "m"}, environ=environ) == EngineConfig(model="m", dtype="float32")
+    with pytest.raises(ConfigError, match=r"trust_remote_code must be False, not True.*OCTAVO_TRUST_REMOTE_CODE"):
+        resolve_config({"model": "m"}, environ={"OCTAVO_TRUST_REMOTE_CODE": "true"})
+    with pytest.raises(ConfigError, match="OCTAVO_Task"):
+        resolve_config({"model": "m"}, environ={"OCTAVO_Task": "generate"})
+
+
+def test_flags_take_them_and_help_leaves_them_out() -> None:
+    argv = "--no-trust-remote-code --disable-log-stats --decode-context-parallel-size 1 --task generate --hf-overrides {}"
+    assert from_flags(*argv.split(), "--max-seq-len-to-capture", "8192", "--dtype", "half").dtype == "float16"
+    for flag, reason in (
+        ("--trust-remote-code", "trust_remote_code must be False, not True: no code of a checkpoint is run"),
+        ("--decode-context-parallel-size=2", "decode_context_parallel_size must be 1, not 2"),
+        ("--speculative-config={method: ngram}", "speculative_config must be None, not {'method': 'ngram'}"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            from_flags(flag)
+    parser = Parser(prog="octavo")
+    add_engine_flags(parser)
+    assert not [name for name in FOREIGN_OPTIONS if "--" + name.replace("_", "-") + " " in parser.format_help()]
+    assert argparse.SUPPRESS not in parser.format_help()
+
+
+@pytest.mark.parametrize(("name", "alias", "value"), [(n, a, v) for n, m in ALIASES.items() for a, v in m.items()])
+def test_other_names_of_values(name: str, alias: str, value: str) -> None:
+    assert getattr(resolve_config({"model": "m", name: alias}, environ={}), name) == value
+    assert parse_option(name, alias) == value
+
+
+def test_none_gives_an_option_its_default() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(set(EngineConfig.model_fields) - {"model"})
+    config = resolve_config({"model": "m", **nothing}, environ={"OCTAVO_MAX_NUM_SEQS": "3"})
+    assert config.max_num_seqs == PLAIN.max_num_seqs
+    assert config.aging_limit is None, "where None is a value of its own"

@@ -1,0 +1,49 @@
+"""Options that are sizes: bytes with a unit, and lists of batch sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.config import make_config
+from octavo.core.config_sources import resolve_config
+from octavo.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("900MB", 900_000_000), ("1.5 GiB", 3 << 29), ("1048576", 1 << 20)]
+)
+def test_bytes_have_a_unit_or_not_in_every_source(text: str, size: int, tmp_path: Path) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text(f"model: m\nkv_cache_memory_bytes: {text}\n")
+    assert resolve_config({}, config_file=file, environ={}).kv_cache_memory_bytes == size
+    environ = {"OCTAVO_KV_CACHE_MEMORY_BYTES": text, "OCTAVO_MODEL": "m"}
+    assert resolve_config({}, environ=environ).kv_cache_memory_bytes == size
+    assert make_config(model="m", kv_cache_memory_bytes=text).kv_cache_memory_bytes == size
+
+
+def test_capture_sizes_are_a_list_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text("model: m\ncudagraph_capture_sizes: [1, 2, 16]\n")
+    assert resolve_config({}, config_file=file, environ={}).cudagraph_capture_sizes == [1, 2, 16]
+    environ = {"OCTAVO_CUDAGRAPH_CAPTURE_SIZES": "1,2, 16", "OCTAVO_MODEL": "m"}
+    assert resolve_config({}, environ=environ).cudagraph_capture_sizes == [1, 2, 16]
+    assert make_config(model="m", cudagraph_capture_sizes=[4]).cudagraph_capture_sizes == [4]
+    assert make_config(model="m").cudagraph_capture_sizes is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cudagraph_capture_sizes": []}, "at least 1 item"),
+        ({"cudagraph_capture_sizes": [0]}, "greater than or equal to 1"),
+        ({"cudagraph_capture_sizes": "1,two"}, "invalid literal"),
+        ({"cudagraph_capture_sizes": [8, 512]}, r"has 512, but no batch has more than max_num_seqs \(256\)"),
+        ({"cudagraph_capture_sizes": [8], "enforce_eager": True}, "enforce_eager turns CUDA graphs off"),
+    ],
+)
+def test_capture_sizes_that_cannot_be_used_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_config(model="m", **options)

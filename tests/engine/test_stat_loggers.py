@@ -1,0 +1,90 @@
+"""Offline statistics: a status line, and loggers of a user's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, ConfigError, SamplingParams, StepStats
+from octavo.engine.step_meter import StepMeter
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4}
+PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def log(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+
+class Broken:
+    def log(self, stats: StepStats) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_logger_gets_the_statistics_of_each_step(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    llm = LLM(str(tiny_model), stat_loggers=[Broken(), kept], **OPTIONS)
+    llm.generate(["one", "two and a half"], PARAMS, use_tqdm=False)
+    steps, total = kept.steps, llm.llm_engine.stats()
+    assert [s.steps for s in steps] == list(range(1, total.steps + 1))
+    assert sum(s.prefill_tokens for s in steps) == total.prefill_tokens > 0
+    assert sum(s.decode_tokens for s in steps) == total.decode_tokens == 8
+    assert all(s.seconds >= s.worker_seconds > 0 and s.num_blocks == 32 for s in steps)
+    assert steps[0].num_running == 2 and steps[-1].num_running == 0
+    with pytest.raises(AttributeError):
+        steps[0].steps = 7  # type: ignore[misc]
+    assert "stat logger Broken failed" in caplog.text and "the disk is full" in caplog.text
+
+
+def test_the_status_line_is_written_offline_if_asked_for(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "octavo"):
+        llm = LLM(str(tiny_model), log_stats_interval=1e-6, **OPTIONS)
+        llm.generate("one", PARAMS, use_tqdm=False)
+    lines = [m for m in caplog.messages if "prefix hits" in m]
+    assert len(lines) == 5
+    speed = r"[\d.]+ tokens/s"
+    line = rf"1 running, 0 waiting; prompts {speed}, output {speed}; KV cache 3\.1% used; prefix hits 0\.0%"
+    assert re.fullmatch(line, lines[0])
+
+
+def test_without_loggers_nothing_is_measured(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: StepMeter, core: object) -> None:
+        raise AssertionError("a step would be measured")
+
+    monkeypatch.setattr(StepMeter, "__init__", refuse)
+    LLM(str(tiny_model), disable_log_stats=True, **OPTIONS).generate("one", PARAMS, use_tqdm=False)
+    with pytest.raises(AssertionError, match="measured"):
+        LLM(str(tiny_model), disable_log_stats=False, **OPTIONS)
+    refused: list[dict[str, Any]] = [{"log_stats_interval": 0}, {"log_stats_interval": 5, "disable_log_stats": True}]
+    for wrong in refused:
+        with pytest.raises(ConfigError, match="log_stats_interval"):
+            LLM(str(tiny_model), **wrong, **OPTIONS)
+
+
+def test_the_documented_logger_of_json_lines_works(tiny_model: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = blocks[0].replace('"smollm2-135m"', f"{str(tiny_model)!r}, **OPTIONS").replace("steps.jsonl", "{}")
+    exec(code.replace("{}", str(tmp_path / "steps.jsonl"), 1), {"OPTIONS": OPTIONS, "__name__": "page"})
+    (first, *_) = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert first["steps"] == 1 and first["prefill_tokens"] > 0 and first["time"] > 0
+
+
+def test_the_documented_logger_for_prometheus_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(prometheus_client, "start_http_server", lambda port: None)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"StepStats": StepStats, "__name__": "page"}
+    exec(blocks[1], names)
+    names["Prometheus"](0).log(StepStats(num_running=3, decode_tokens=2))
+    assert prometheus_client.REGISTRY.get_sample_value("octavo_running") == 3
+    assert prometheus_client.REGISTRY.get_sample_value("octavo_tokens_total", {"phase": "decode"}) == 2

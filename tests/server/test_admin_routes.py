@@ -1,0 +1,68 @@
+"""Routes that free the engine's memory: off by default, behind the keys, and clear about what they refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import httpx
+
+from tests.busy_machine import eventually
+from tests.server.running_server import Running
+
+TEXT = "/v1/completions"
+BODY = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def test_without_the_option_there_are_no_such_routes(tiny_server: Running) -> None:
+    with tiny_server.http() as http:
+        for answer in (http.post("/sleep"), http.post("/wake_up"), http.get("/is_sleeping")):
+            assert answer.status_code == 404
+        assert not {"/sleep", "/wake_up", "/is_sleeping"} & set(http.get("/openapi.json").json()["paths"])
+
+
+def test_a_server_sleeps_and_wakes(serve: Callable[..., Running]) -> None:
+    flags = ("--enable-admin-routes", "--kernels", "reference", "--served-model-name", "tiny")
+    server = serve(*flags, env={"OCTAVO_API_KEYS": "key"})
+    with server.http() as http:
+        for path in ("/sleep", "/wake_up"):
+            assert http.post(path).status_code == 401
+        assert http.get("/is_sleeping").status_code == 401
+    with server.http(headers={"Authorization": "Bearer key"}) as http:
+        # Before the first step.
+        assert 'octavo_kv_cache_capacity_blocks{model_name="tiny"} 400.0' in http.get("/metrics").text
+        before = http.post(TEXT, json=BODY).json()["choices"]
+        for level in ("0", "3", "x"):
+            answer = http.post("/sleep", params={"level": level})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "level", answer.text
+        assert http.post("/sleep", headers={"Origin": "https://a.example"}).status_code == 403
+        _refused_while_a_request_runs(server, http)
+        for params in ({}, {"level": 1}):
+            assert http.post("/sleep", params=params).json() == {"is_sleeping": True}
+            assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+            for stream in (False, True):
+                answer = http.post(TEXT, json={**BODY, "stream": stream})
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_asleep"
+                assert "/wake_up" in answer.json()["error"]["message"]
+            assert http.get("/health").status_code == 200
+            for _ in range(2):
+                assert http.post("/wake_up").json() == {"is_sleeping": False}
+            assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+            assert http.post(TEXT, json=BODY).json()["choices"] == before
+
+
+def _refused_while_a_request_runs(server: Running, http: httpx.Client) -> None:
+    core = server.core_pid()
+    body = {"prompt": ["x"] * 200, "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with http.stream("POST", TEXT, json=body) as answer:
+        assert answer.status_code == 200
+        pieces = answer.iter_text()  # the stream is closed when this is dropped
+        next(pieces)
+        os.kill(core, signal.SIGSTOP)  # so that it does not end before
+        try:
+            refused = http.post("/sleep")
+        finally:
+            os.kill(core, signal.SIGCONT)
+    assert refused.status_code == 409 and "unfinished" in refused.json()["error"]["message"]
+    eventually(lambda: 'octavo_requests{model_name="tiny",state="running"} 0.0' in http.get("/metrics").text)

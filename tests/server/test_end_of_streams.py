@@ -1,0 +1,82 @@
+"""What the log says: how a stream ended, and at the start what an operator should know."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from octavo.server.run import is_loopback
+from tests.busy_machine import eventually
+from tests.server.running_server import Running
+
+TEXT = "/v1/completions"
+ROUTES: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+def access_line(server: Running, request_id: str) -> dict[str, Any]:
+    """The line of a request in the access log, once it is there."""
+
+    def found() -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line.get("request_id") == request_id and "status" in line]
+
+    eventually(lambda: bool(found()), lambda: f"no line of {request_id} in\n{server.log.read_text()}")
+    (line,) = found()
+    return line
+
+
+def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
+    threads = (len(os.sched_getaffinity(0)) or 1) + 1
+    server = serve("--log-format", "json", "--request-timeout", "5", "--host", "0.0.0.0", "--num-threads", str(threads))
+    assert "without API keys" in server.log.read_text()
+    assert f"num_threads is {threads}" in server.log.read_text()
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    long = {"prompt": ["x"] * 200, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with server.http(base_url=url) as http:
+        for route, fields in ROUTES.items():
+            body = {**fields, "max_tokens": 1, "stream": True}
+            assert "[DONE]" in http.post(route, json=body, headers={"X-Request-Id": f"whole-{route}"}).text
+            line = access_line(server, f"whole-{route}")
+            assert (line["status"], line["stream"], line["completion_tokens"]) == (200, "complete", 1)
+            assert "error" not in line
+        with http.stream("POST", TEXT, json=long, headers={"X-Request-Id": "left"}) as answer:
+            next(answer.iter_text())
+        line = access_line(server, "left")
+        assert (line["status"], line["stream"], line["prompt_tokens"]) == (200, "aborted", 200)
+        assert line["completion_tokens"] > 0
+        with http.stream("POST", TEXT, json=long, headers={"X-Request-Id": "late"}) as answer:
+            pieces = answer.iter_text()
+            next(pieces)
+            core = server.core_pid()
+            os.kill(core, signal.SIGSTOP)
+            try:
+                assert "request_timeout" in "".join(pieces)
+            finally:
+                os.kill(core, signal.SIGCONT)
+        line = access_line(server, "late")
+        assert (line["status"], line["stream"], line["error"]) == (200, "error", "request_timeout")
+        body = {"prompt": "x", "n": 0, "stream": True}
+        refused = http.post(TEXT, json=body, headers={"X-Request-Id": "no"})
+        assert refused.status_code == 400
+        assert "stream" not in access_line(server, "no")
+
+
+def test_a_server_of_this_machine_only_warns_of_nothing(tiny_server: Running) -> None:
+    assert "WARNING" not in tiny_server.log.read_text().split("serving")[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+     ("192.168.0.7", False), ("example.org", False)],
+)  # fmt: skip
+def test_addresses_of_this_machine(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
