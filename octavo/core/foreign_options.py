@@ -29,7 +29,7 @@ class ForeignOption(NamedTuple):
 ANY = ForeignOption(())
 ON_OR_OFF = ForeignOption((False, True))
 
-_ONE_WORKER = "a model runs on one worker"
+_ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
 _GENERATES = "Octavo generates text; pooling models are not supported"
 _NO_SPECULATION = "speculative decoding is not supported"

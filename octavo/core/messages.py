@@ -49,9 +49,8 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     folder: str
     #: Messages of logger "octavo" below this level are not sent back.
     log_level: int
-    #: Number of this core among those of its front end, and how many there are.
+    #: Number of this core among those of its front end.
     replica: int = 0
-    replicas: int = 1
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -83,8 +82,8 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
     call_id: int
-    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
-    args: list[int] = []
+    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc"]
+    args: list[Any] = []
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):

@@ -65,3 +65,10 @@ class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type
     #: Tokens computed in this step.
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    #: Number of the engine core, of several behind one server.
+    replica: int = 0
+
+
+def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
+    """The statistics of several engine cores together."""
+    return SchedulerStats(*map(sum, zip(*map(msgspec.structs.astuple, replicas), strict=True)))

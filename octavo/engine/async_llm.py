@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
@@ -15,18 +15,22 @@ from octavo.core.config_sources import resolve_config
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
-from octavo.core.messages import Abort, Add, Start, StepDone, Stop, Unpin, check_sendable
+from octavo.core.messages import StepDone, Stop, Unpin, check_sendable
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
+from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.core.stats import SchedulerStats
-from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.core.stats import SchedulerStats, sum_stats
+from octavo.engine.core_client import CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
+from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
+from octavo.engine.router import Router
 from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files, request_id_of
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
+from octavo.executor.worker import function_name
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling
 
@@ -37,8 +41,6 @@ MAX_SEQUENCES_AT_ONCE = 64
 #: Seconds without a step, while requests are open, after which the core is taken to hang. A step that fills the token
 #: budget (2,048 tokens) of a model of 7 billion parameters takes two minutes on a few processor cores.
 STEP_TIMEOUT = 300.0
-#: The same until a step has ended: on a GPU it compiles kernels, which takes minutes where none are cached.
-FIRST_STEP_TIMEOUT = 900.0
 
 logger = logging.getLogger("octavo")
 
@@ -62,7 +64,7 @@ class AsyncLLM:
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
     _outputs: OutputProcessor
-    _client: CoreClient
+    _replicas: Replicas
     _prefixes: SharedPrefixes
 
     def __init__(
@@ -92,9 +94,6 @@ class AsyncLLM:
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
-        #: Steps reported by the core.
-        self._num_steps = 0
-        self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -132,7 +131,7 @@ class AsyncLLM:
             except BaseException:
                 process.kill()
                 raise
-            self._watchdog = asyncio.create_task(self._watch(step_timeout))
+            self._replicas.watch(step_timeout)
             try:
                 for text, name in prefixes:
                     await self._compute_prefix(self._prefixes.add(text, name))
@@ -143,7 +142,10 @@ class AsyncLLM:
             self._loaded = True
 
     async def _load(self, process: CoreProcess) -> None:
-        config, client = self.config, CoreClient(process)
+        config = self.config
+        more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
+        router = Router(config.data_parallel_size, config.block_size, config.data_parallel_routing)
+        self._replicas = replicas = Replicas([process, *more], router)
         try:
             folder = await asyncio.to_thread(
                 resolve_model,
@@ -153,13 +155,11 @@ class AsyncLLM:
                 weights=config.load_format != "dummy",
             )
             defaults = default_sampling(config.generation_config, folder)
-            client.send(Start(config.model_dump(), str(folder), logger.getEffectiveLevel()))
+            replicas.start(config.model_dump(), str(folder), logger.getEffectiveLevel())
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
-            ready = await client.ready
-            if client.error is not None:
-                raise client.error
+            ready = await replicas.ready()
         except BaseException:
-            client.kill()
+            replicas.kill()
             raise
         self.tokenizer, self._outputs = tokenizer, OutputProcessor(tokenizer)
         self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
@@ -172,8 +172,7 @@ class AsyncLLM:
             default_sampling=defaults,
         )
         self._prefixes = SharedPrefixes(config, self.inputs)
-        self._client = client
-        client.on_step, client.on_death = self._receive, self._die
+        replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
 
     async def __aenter__(self) -> AsyncLLM:
         await self.ready()
@@ -272,13 +271,13 @@ class AsyncLLM:
         check_sendable(request.group)
         return self._send(request, streaming)
 
-    def _send(self, request: ProcessedRequest, streaming: bool) -> RequestStream:
-        message = self._client.encode(Add(request.group))
+    def _send(self, request: ProcessedRequest, streaming: bool, replica: int | None = None) -> RequestStream:
+        message = self._replicas.encode(request.group)
         stream = RequestStream(self._outputs.open(request, streaming=streaming), self._abandon)
         self._streams[request.request_id] = stream
         self._queued.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
-        self._client.send(message)
+        self._replicas.add(request.group, message, replica)
         return stream
 
     async def _tokenize(self, prompt: Prompt) -> Prompt:
@@ -295,19 +294,20 @@ class AsyncLLM:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
         request = self._outputs.abort(request_id) if self._loaded else None
         if request is not None:
-            self._client.send(Abort(request.group_id))
+            self._replicas.abort(request.group_id)
             self._notify(request)
 
     def _abandon(self, request: RequestState) -> None:
         """Aborts a request whose stream was closed."""
         stream = self._streams.get(request.request_id)
         if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
-            self._client.send(Abort(request.group_id))
+            self._replicas.abort(request.group_id)
             self._outputs.discard(request)
             self._forget(request)
 
     def _forget(self, request: RequestState) -> RequestStream:
         self._queued.remove(request.group_id)
+        self._replicas.forget(request.group_id)
         stream = self._streams.pop(request.request_id)
         if not self._streams:
             self._nothing_open.set()
@@ -317,13 +317,12 @@ class AsyncLLM:
 
     async def _receive(self, step: StepDone) -> None:
         """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
-        self._num_steps += 1
         for admission in step.outputs.admissions:
             self._queued.remove(admission.group_id)
         for part in _parts(step.outputs):
             ready, stopped = self._outputs.process(part)
             for group_id, index in stopped:
-                self._client.send(Stop(group_id, index))
+                self._replicas.send(group_id, Stop(group_id, index))
             for request in ready:
                 self._notify(request)
             await asyncio.sleep(0)
@@ -333,22 +332,18 @@ class AsyncLLM:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
         stream.notify()
 
-    async def _watch(self, step_timeout: float) -> None:
-        """Ends a core that does no step for too long while requests are open.
-
-        Checks ten times in that period and counts its own checks, so that a pause of this process does not count.
-        """
-        seen, quiet = -1, 0.0
-        while True:
-            await asyncio.sleep(step_timeout / 10)
-            if not self._streams or seen != self._num_steps:
-                seen, quiet = self._num_steps if self._streams else -1, 0.0
-                continue
-            quiet += step_timeout / 10
-            patience = step_timeout if self._num_steps else max(step_timeout, FIRST_STEP_TIMEOUT)
-            if quiet > patience:
-                self._client.give_up(EngineDeadError(f"the engine's process hangs: no step for {patience:g} s"))
-                return
+    def _lose(self, requests: list[EngineCoreRequest], error: EngineDeadError) -> None:
+        """A replica has died, but not the last: these of its requests fail, or start anew."""
+        for group in requests:
+            request = self._outputs.of_group(group.group_id)
+            stream = self._streams[request.request_id]
+            if self.config.data_parallel_retry and not stream.has_given:
+                stream.request = self._outputs.reopen(request)
+                self._queued.add(group.group_id, len(group.prompt_token_ids))
+                self._replicas.add(group, self._replicas.encode(group))
+            else:
+                self._outputs.discard(request)
+                self._forget(request).fail(error)
 
     def _die(self, error: OctavoError) -> None:
         """The core has died: every open request fails."""
@@ -386,14 +381,36 @@ class AsyncLLM:
         return self._queued.tokens
 
     async def stats(self) -> SchedulerStats:
-        """The state of queues and blocks between two steps, and totals."""
+        """The state of queues and blocks between two steps, and totals, of all replicas together."""
+        return sum_stats(await self.replica_stats())
+
+    async def replica_stats(self) -> list[SchedulerStats]:
+        """``stats`` of each replica that lives."""
         await self.ready()
-        return await self._client.call("stats", SchedulerStats)
+        return await self._replicas.call("stats", SchedulerStats)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """As ``LLM.collective_rpc``: the answers of all workers, replica by replica.
+
+        Raises:
+            OctavoError: see there.
+        """
+        await self.ready()
+        name = method if isinstance(method, str) else function_name(method)
+        answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
+        return [answer for replica in answers for answer in replica]
 
     async def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
         await self.ready()
-        await self._client.call("reset_prefix_cache", type(None))
+        await self._replicas.call("reset_prefix_cache", type(None))
+        self._replicas.router.forget_prefixes()
 
     async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
         """As ``LLM.add_shared_prefix``, beside the requests that run.
@@ -414,11 +431,13 @@ class AsyncLLM:
 
     async def _compute_prefix(self, prefix: SharedPrefix) -> None:
         try:
-            with contextlib.closing(self._send(self._prefixes.request(prefix), streaming=False)) as stream:
-                output = await anext(stream)
+            for replica in self._replicas.router.alive:  # each has a KV cache of its own
+                request = self._prefixes.request(prefix)
+                with contextlib.closing(self._send(request, streaming=False, replica=replica)) as stream:
+                    output = await anext(stream)
         except BaseException:  # such as a cancellation
             self._prefixes.discard(prefix)
-            self._client.send(Unpin(prefix.name))
+            self._replicas.send_all(Unpin(prefix.name))
             raise
         self._prefixes.check(prefix, output)
 
@@ -431,7 +450,7 @@ class AsyncLLM:
         await self.ready()
         self._prefixes.remove(name)
         await self.abort(request_id_of(name))
-        self._client.send(Unpin(name))
+        self._replicas.send_all(Unpin(name))
 
     def shared_prefixes(self) -> list[SharedPrefix]:
         """The shared prefixes, in the order in which they were added."""
@@ -449,7 +468,7 @@ class AsyncLLM:
             raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
         self.is_sleeping = True  # from now on requests are refused
         try:
-            await self._client.call("sleep", type(None), level)
+            await self._replicas.call("sleep", type(None), level)
         except OctavoError:
             self.is_sleeping = False
             raise
@@ -457,7 +476,7 @@ class AsyncLLM:
     async def wake_up(self) -> None:
         """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
         await self.ready()
-        await self._client.call("wake_up", type(None))
+        await self._replicas.call("wake_up", type(None))
         was_sleeping, self.is_sleeping = self.is_sleeping, False
         if was_sleeping:
             for prefix in self._prefixes:
@@ -476,9 +495,7 @@ class AsyncLLM:
                 await self._close()
 
     async def _close(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        await self._client.close()
+        await self._replicas.close()
 
 
 def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:

@@ -39,6 +39,7 @@ class EngineCore(StepLoop):
             OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
         """
         start = time.perf_counter()
+        self.replica = replica
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options)

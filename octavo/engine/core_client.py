@@ -170,7 +170,7 @@ class CoreClient:
         if self.error is None and not self._closing:
             self._out.send(message if isinstance(message, bytes) else self._encoder.encode(message))
 
-    async def call(self, method: Any, kind: type[T], *args: int) -> T:
+    async def call(self, method: Any, kind: type[T], *args: Any) -> T:
         """The core's answer to a ``Call``.
 
         Raises:

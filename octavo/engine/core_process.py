@@ -119,7 +119,7 @@ class CoreLoop:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
-        self._meter = StepMeter(core)
+        self._meter = StepMeter(core, core.replica)
 
     def run(self) -> None:
         """Runs until ``Shutdown``."""
@@ -153,20 +153,20 @@ class CoreLoop:
             case Call(call_id, method, args):
                 self._outbox.send(self._reply(call_id, method, args))
 
-    def _reply(self, call_id: int, method: str, args: list[int]) -> Reply:
-        value, error = None, None
+    def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
+        encoded, error = msgspec.msgpack.encode(None), None
         try:
-            if method == "stats":
-                value = self._core.scheduler.stats()
-            else:
-                {
-                    "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
-                    "sleep": self._core.sleep,
-                    "wake_up": self._core.wake_up,
-                }[method](*args)
+            value = {
+                "stats": self._core.scheduler.stats,
+                "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
+                "sleep": self._core.sleep,
+                "wake_up": self._core.wake_up,
+                "collective_rpc": self._core.executor.collective_rpc,
+            }[method](*args)
+            encoded = msgspec.msgpack.encode(value)
         except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
-        return Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), error)
+        return Reply(call_id, msgspec.Raw(encoded), error)
 
     def _step(self) -> None:
         self._outbox.send(StepDone(*self._meter.step()))

@@ -242,6 +242,26 @@ class LLM:
 
     embed = classify = score = reward = encode
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, or a function with each worker as its first argument: answers by rank.
+
+        Where workers run in other processes, arguments and answers are plain data, and a function is found there by
+        its name, so it must be importable. ``timeout`` in seconds.
+
+        Raises:
+            ConfigError: there is no such method, or something cannot be sent.
+            EngineDeadError: a worker is lost.
+            TimeoutError: not all have answered in time; the workers are ended.
+            Exception: the method failed on a worker.
+        """
+        return self.llm_engine.collective_rpc(method, args, kwargs, timeout)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds."""
         self.llm_engine.reset_prefix_cache()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
+from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, memory_errors
+from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
@@ -63,6 +64,11 @@ class LLMEngine:
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
+        if options.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
+                "make several engines, or use octavo.data"
+            )
         prefixes = read_files(options)  # a wrong name is refused before the model is loaded
         folder = resolve_model(
             options.model,
@@ -115,6 +121,8 @@ class LLMEngine:
             arrival_time=arrival_time,
             cache_salt=cache_salt,
         )
+        if not self.core.executor.in_process:
+            check_sendable(request.group)
         self._outputs.open(request, streaming=streaming)
         self.core.scheduler.add(request.group)
 
@@ -139,6 +147,16 @@ class LLMEngine:
             return None
         self.core.abort(request.group_id)
         return request.take()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, or a function with each worker; see ``LLM.collective_rpc``."""
+        return self.core.executor.collective_rpc(method, args, kwargs, timeout)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""

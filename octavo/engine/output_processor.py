@@ -199,6 +199,15 @@ class OutputProcessor:
             self._close(request, time.monotonic())
         return request
 
+    def of_group(self, group_id: int) -> RequestState:
+        """The open request that the engine core knows by this id."""
+        return self._groups[group_id]
+
+    def reopen(self, request: RequestState) -> RequestState:
+        """Begins an open request anew, as if nothing of it had been computed."""
+        self.discard(request)
+        return self.open(request.source, streaming=request.streaming)
+
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; output not yet taken stays in it."""
         del self._requests[request.request_id]

@@ -54,23 +54,23 @@ class Replicas:
 
     def __init__(self, processes: list[CoreProcess], router: Router) -> None:
         """Connects to the processes, which have no model yet."""
-        self._router = router
+        self.router = router
         self._cores = [_Core(CoreClient(process)) for process in processes]
         self._open: dict[int, _Open] = {}
         self._watchdog: asyncio.Task[None] | None = None
-        #: Called with the number of a core and each of its steps, and awaited before its next message is looked at.
-        self.on_step: Callable[[int, StepDone], Awaitable[None]] = _ignore
+        #: Called with each step of a core, and awaited before its next message is looked at.
+        self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
         #: Called with requests that were lost with a core.
-        self.on_lost: Callable[[list[int], EngineDeadError], None] = lambda groups, error: None
+        self.on_lost: Callable[[list[EngineCoreRequest], EngineDeadError], None] = lambda requests, error: None
         self.on_death: Callable[[OctavoError], None] = lambda error: None
         for number, core in enumerate(self._cores):
             core.client.on_step = partial(self._receive, number)
             core.client.on_death = partial(self._lose, number)
 
-    async def start(self, options: dict[str, Any], folder: str, log_level: int) -> None:
+    def start(self, options: dict[str, Any], folder: str, log_level: int) -> None:
         """Tells every core to load its model; ``ready`` waits for them."""
         for number, core in enumerate(self._cores):
-            core.client.send(Start(options, folder, log_level, number, len(self._cores)))
+            core.client.send(Start(options, folder, log_level, number))
 
     async def ready(self) -> Ready:
         """Waits until all have loaded; the longest sequence is that of the core with the smallest KV cache.
@@ -90,8 +90,8 @@ class Replicas:
         """The message that queues a request; see ``CoreClient.encode`` for errors."""
         return self._cores[0].client.encode(Add(request))
 
-    def add(self, request: EngineCoreRequest, message: bytes) -> None:
-        """Gives a request to a core.
+    def add(self, request: EngineCoreRequest, message: bytes, replica: int | None = None) -> None:
+        """Gives a request to the core ``replica``, or to the one that the router chooses.
 
         Raises:
             EngineDeadError: all cores have died.
@@ -99,7 +99,7 @@ class Replicas:
         limit = request.task.max_tokens
         work = len(request.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)
         try:
-            chosen = self._router.choose(request.prompt_token_ids, work, request.cache_context)
+            chosen = self.router.choose(request.prompt_token_ids, work, request.cache_context, replica)
         except LookupError:
             raise EngineDeadError("all replicas of the engine have ended") from None
         self._open[request.group_id] = _Open(chosen, work, request, message)
@@ -121,24 +121,24 @@ class Replicas:
         entry = self._open.pop(group_id, None)
         if entry is not None:
             self._cores[entry.replica].open.discard(group_id)
-            self._router.release(entry.replica, entry.work)
+            self.router.release(entry.replica, entry.work)
 
-    def replica_of(self, group_id: int) -> int | None:
-        """The core that an open request was given to."""
-        entry = self._open.get(group_id)
-        return None if entry is None else entry.replica
+    def send_all(self, message: ToCore) -> None:
+        """Sends a message to all cores."""
+        for core in self._cores:
+            core.client.send(message)
 
-    async def call(self, message: Callable[[CoreClient], Awaitable[T]]) -> list[T]:
-        """The answers of all cores that live to a call of ``CoreClient.call``, by number.
+    async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
+        """The answers of all cores that live to ``CoreClient.call``, by number.
 
         Raises:
             EngineDeadError: all have died.
             OctavoError: the call has failed on one.
         """
-        alive = [self._cores[i].client for i in self._router.alive]
+        alive = [self._cores[i].client for i in self.router.alive]
         if not alive:
             raise EngineDeadError("all replicas of the engine have ended")
-        return list(await asyncio.gather(*(message(client) for client in alive)))
+        return list(await asyncio.gather(*(client.call(method, kind, *args) for client in alive)))
 
     # --- the cores --------------------------------------------------------------------------------------------------
 
@@ -148,21 +148,22 @@ class Replicas:
             entry = self._open.get(admission.group_id)
             if entry is not None:
                 entry.message = None
-        await self.on_step(number, step)
+        await self.on_step(step)
 
     def _lose(self, number: int, error: OctavoError) -> None:
         """A core has died: its requests go to others or fail."""
-        self._router.remove(number)
-        alive = self._router.alive
+        self.router.remove(number)
+        alive = self.router.alive
         dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         if not alive:
             self.on_death(dead)
             return
-        lost, moved = [], 0
+        lost: list[EngineCoreRequest] = []
+        moved = 0
         for group_id in sorted(self._cores[number].open):  # in order of arrival
             entry = self._open.pop(group_id)
             if entry.message is None:
-                lost.append(group_id)
+                lost.append(entry.request)
             else:
                 self.add(entry.request, entry.message)
                 moved += 1
@@ -203,5 +204,5 @@ class Replicas:
             core.client.kill()
 
 
-async def _ignore(number: int, step: StepDone) -> None:
+async def _ignore(step: StepDone) -> None:
     """The default of ``on_step``."""

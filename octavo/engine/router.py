@@ -57,18 +57,19 @@ class Router:
         """The replicas that take requests."""
         return [i for i, replica in enumerate(self._replicas) if replica.is_alive]
 
-    def choose(self, prompt: list[int], work: int, context: str | bytes = "") -> int:
+    def choose(self, prompt: list[int], work: int, context: str | bytes = "", replica: int | None = None) -> int:
         """The replica for a request, which counts as given to it.
 
         Args:
             prompt: its token ids.
             work: tokens that it takes to compute, prompt and expected output.
             context: what its blocks depend on besides their tokens, such as a salt or an adapter.
+            replica: one that was chosen already.
 
         Raises:
             LookupError: no replica is alive.
         """
-        alive = self.alive
+        alive = [i for i in self.alive if replica in (None, i)]
         if not alive:
             raise LookupError("no replica is alive")
         if self._routing == "prefix":

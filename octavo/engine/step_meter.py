@@ -16,8 +16,9 @@ _state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 class StepMeter:
     """Runs the steps of a core and measures them."""
 
-    def __init__(self, core: StepLoop) -> None:
-        self._core = core
+    def __init__(self, core: StepLoop, replica: int = 0) -> None:
+        """``replica``: number of the core, for its statistics."""
+        self._core, self._replica = core, replica
         self._step_ended: float | None = None
         #: Totals at the last step: tokens of prompts and decodes, seconds in the worker and in kernels.
         self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
@@ -42,5 +43,14 @@ class StepMeter:
         computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
         prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
         self._computed = computed
-        fields = (*_state_of(counts), seconds, worker, kernels, between_seconds, int(prefill), int(decode))
+        fields = (
+            *_state_of(counts),
+            seconds,
+            worker,
+            kernels,
+            between_seconds,
+            int(prefill),
+            int(decode),
+            self._replica,
+        )
         return StepStats(*fields)

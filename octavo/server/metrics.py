@@ -40,11 +40,15 @@ class Metrics:
         self._dropped_logs = dropped_logs
         ProcessCollector(registry=self.registry)
         self._gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
+        #: Functions from label values to metrics, of the families with a series for each replica.
+        self._by_replica: dict[str, Any] = {}
+        self._replicas: dict[int, _ReplicaMetrics] = {}
         self._make_requests()
         self._make_latencies()
         self._make_cache()
         self._make_steps()
         self._make_http()
+        self._replica(0)
 
     def render(self) -> tuple[bytes, str]:
         """The page that Prometheus scrapes, and its content type."""
@@ -53,34 +57,25 @@ class Metrics:
 
     def log(self, stats: StepStats) -> None:
         """Adds the statistics of a step."""
+        replica = self._replica(stats.replica)
         if stats.seconds:
             self.step_seconds.observe(stats.seconds)
             self._worker_seconds.inc(stats.worker_seconds)
             self._between_seconds.inc(stats.between_seconds)
         if stats.kernel_seconds:
             self._kernel_seconds().inc(stats.kernel_seconds)
-        self._prefill_tokens.inc(stats.prefill_tokens)
-        self._decode_tokens.inc(stats.decode_tokens)
-        self.on_state(stats)
+        replica.prefill_tokens.inc(stats.prefill_tokens)
+        replica.decode_tokens.inc(stats.decode_tokens)
+        replica.show(stats)
 
-    def on_state(self, stats: SchedulerState) -> None:
-        """Shows queues, blocks and totals; also called before the first step, so that the capacity is never 0."""
-        for gauge, value in (
-            (self._running, stats.num_running),
-            (self._waiting, stats.num_waiting),
-            (self._swapped, stats.num_swapped),
-            (self._blocks_used, stats.blocks_used),
-            (self._blocks_cached, stats.blocks_cached),
-            (self._blocks_free, stats.blocks_free),
-            (self._blocks_pinned, stats.blocks_pinned),
-            (self._capacity, stats.num_blocks),
-            (self._host_blocks, stats.host_blocks_used),
-        ):
-            gauge.set(value)
-        self._recomputes.set_total(stats.preemptions_by_recompute)
-        self._swaps.set_total(stats.preemptions_by_swap)
-        self._queried.set_total(stats.prefix_queried_tokens)
-        self._hits.set_total(stats.prefix_hit_tokens)
+    def on_state(self, stats: SchedulerState, replica: int = 0) -> None:
+        """Shows queues, blocks and totals before the first step, so that the capacity is never 0."""
+        self._replica(replica).show(stats)
+
+    def _replica(self, number: int) -> _ReplicaMetrics:
+        if number not in self._replicas:
+            self._replicas[number] = _ReplicaMetrics(self._by_replica, str(number))
+        return self._replicas[number]
 
     def http_started(self) -> None:
         """Counts an HTTP request that has begun."""
@@ -99,8 +94,9 @@ class Metrics:
     # Families -------------------------------------------------------------------------------------------------------
 
     def _make_requests(self) -> None:
-        states = self._gauge("requests", "Requests in the engine now, by state.", ["state"])
-        self._running, self._waiting, self._swapped = (states(name) for name in ("running", "waiting", "swapped"))
+        self._by_replica["requests"] = self._gauge(
+            "requests", "Requests in the engine now, by state.", ["replica", "state"]
+        )
         self.finished = self._counter("requests_finished", "Requests that ended, by reason.", ["reason"])
         for reason in REASONS:
             self.finished(reason)
@@ -122,18 +118,21 @@ class Metrics:
         )
 
     def _make_cache(self) -> None:
-        blocks = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["state"])
-        self._blocks_used, self._blocks_cached, self._blocks_free, self._blocks_pinned = (
-            blocks(state) for state in ("used", "cached", "free", "pinned")
+        families = self._by_replica
+        families["blocks"] = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["replica", "state"])
+        families["capacity"] = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.", ["replica"])
+        families["host_blocks"] = self._gauge(
+            "kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.", ["replica"]
         )
-        self._capacity = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.")()
-        self._host_blocks = self._gauge("kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.")()
-        self._queried = _Total(
-            self._counter("prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.")()
+        families["queried"] = self._counter(
+            "prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.", ["replica"]
         )
-        self._hits = _Total(self._counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")())
-        preemptions = self._counter("preemptions", "Requests set back to make room, by kind.", ["kind"])
-        self._recomputes, self._swaps = _Total(preemptions("recompute")), _Total(preemptions("swap"))
+        families["hits"] = self._counter(
+            "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", ["replica"]
+        )
+        families["preemptions"] = self._counter(
+            "preemptions", "Requests set back to make room, by kind.", ["replica", "kind"]
+        )
 
     def _make_steps(self) -> None:
         self.step_seconds = self._histogram("step_duration", "Steps: schedule, execute, update.", STEP_BUCKETS)
@@ -145,8 +144,9 @@ class Metrics:
         self._kernel_seconds = self._counter(
             "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
         )
-        computed = self._counter("step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["phase"])
-        self._prefill_tokens, self._decode_tokens = computed("prefill"), computed("decode")
+        self._by_replica["step_tokens"] = self._counter(
+            "step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["replica", "phase"]
+        )
 
     def _make_http(self) -> None:
         self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()
@@ -169,6 +169,41 @@ class Metrics:
         """Makes a family; returns a function from its label values to the metric."""
         family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
+
+
+class _ReplicaMetrics:
+    """The series of one engine core."""
+
+    def __init__(self, families: dict[str, Any], replica: str) -> None:
+        """``families`` as ``Metrics`` made them, by a short name."""
+        requests, blocks, tokens, preemptions = (
+            families[name] for name in ("requests", "blocks", "step_tokens", "preemptions")
+        )
+        self._gauges = {
+            "num_running": requests(replica, "running"),
+            "num_waiting": requests(replica, "waiting"),
+            "num_swapped": requests(replica, "swapped"),
+            "blocks_used": blocks(replica, "used"),
+            "blocks_cached": blocks(replica, "cached"),
+            "blocks_free": blocks(replica, "free"),
+            "blocks_pinned": blocks(replica, "pinned"),
+            "num_blocks": families["capacity"](replica),
+            "host_blocks_used": families["host_blocks"](replica),
+        }
+        self._totals = {
+            "preemptions_by_recompute": _Total(preemptions(replica, "recompute")),
+            "preemptions_by_swap": _Total(preemptions(replica, "swap")),
+            "prefix_queried_tokens": _Total(families["queried"](replica)),
+            "prefix_hit_tokens": _Total(families["hits"](replica)),
+        }
+        self.prefill_tokens, self.decode_tokens = tokens(replica, "prefill"), tokens(replica, "decode")
+
+    def show(self, stats: SchedulerState) -> None:
+        """Takes queues, blocks and totals."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(stats, name))
+        for name, total in self._totals.items():
+            total.set_total(getattr(stats, name))
 
 
 class RequestObserver:

@@ -173,7 +173,8 @@ async def _serve_engine(
     metrics = Metrics(names[0], lambda: writer.dropped)
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     service = Service(llm, options, metrics, names, limit, tracer)
-    metrics.on_state(await llm.stats())
+    for replica, stats in enumerate(await llm.replica_stats()):
+        metrics.on_state(stats, replica)
     llm.stat_loggers.append(metrics)
     if llm.config.log_stats_interval is None:
         llm.stat_loggers.append(StatusLine(options.status_interval))

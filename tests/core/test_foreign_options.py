@@ -57,7 +57,9 @@ def test_a_file_may_hold_them(tmp_path: Path) -> None:
     file.write_text("model: m\ntensor-parallel-size: 2\n")
     with pytest.raises(ConfigError, match=r"decode_context_parallel_size must be 1, not 2: .*octavo\.yaml"):
         resolve_config({}, config_file=file, environ={})
-    assert resolve_config({"decode_context_parallel_size": 1}, config_file=file, environ={}) == PLAIN, "the later source counts"
+    assert resolve_config({"decode_context_parallel_size": 1}, config_file=file, environ={}) == PLAIN, (
+        "the later source counts"
+    )
 
 
 def test_variables_may_hold_them() -> None:
@@ -77,7 +79,9 @@ def test_variables_may_hold_them() -> None:
 
 
 def test_flags_take_them_and_help_leaves_them_out() -> None:
-    argv = "--no-trust-remote-code --disable-log-stats --decode-context-parallel-size 1 --task generate --hf-overrides {}"
+    argv = (
+        "--no-trust-remote-code --disable-log-stats --decode-context-parallel-size 1 --task generate --hf-overrides {}"
+    )
     assert from_flags(*argv.split(), "--max-seq-len-to-capture", "8192", "--dtype", "half").dtype == "float16"
     for flag, reason in (
         ("--trust-remote-code", "trust_remote_code must be False, not True: no code of a checkpoint is run"),

@@ -159,27 +159,27 @@ def test_steps() -> None:
     metrics = Metrics("m")
     metrics.log(StepStats(blocks_free=100))
     found = samples(metrics)
-    assert found["octavo_kv_cache_capacity_blocks"] == 100
+    assert found["octavo_kv_cache_capacity_blocks{replica=0}"] == 100
     assert found["octavo_step_duration_seconds_count"] == 0
     assert "octavo_step_kernel_seconds_total" not in found
     metrics.log(STEP)
     metrics.log(STEP)
     found = samples(metrics)
-    assert [found[f"octavo_requests{{state={s}}}"] for s in ("running", "waiting", "swapped")] == [8, 3, 1]
+    assert [found[f"octavo_requests{{replica=0,state={s}}}"] for s in ("running", "waiting", "swapped")] == [8, 3, 1]
     states = ("used", "cached", "free", "pinned")
-    assert [found[f"octavo_kv_cache_blocks{{state={s}}}"] for s in states] == [40, 10, 45, 5]
-    assert found["octavo_kv_cache_capacity_blocks"] == 100
-    assert found["octavo_kv_cache_host_used_blocks"] == 4
+    assert [found[f"octavo_kv_cache_blocks{{replica=0,state={s}}}"] for s in states] == [40, 10, 45, 5]
+    assert found["octavo_kv_cache_capacity_blocks{replica=0}"] == 100
+    assert found["octavo_kv_cache_host_used_blocks{replica=0}"] == 4
     assert found["octavo_step_duration_seconds_count"] == 2
     assert found["octavo_step_duration_seconds_sum"] == pytest.approx(0.08)
     assert found["octavo_step_kernel_seconds_total"] == pytest.approx(0.06)
     assert found["octavo_step_worker_seconds_total"] == pytest.approx(0.07)
-    assert found["octavo_step_tokens_total{phase=prefill}"] == 200
+    assert found["octavo_step_tokens_total{phase=prefill,replica=0}"] == 200
     # Totals are followed, not added up.
-    assert found["octavo_preemptions_total{kind=recompute}"] == 2
-    assert found["octavo_preemptions_total{kind=swap}"] == 1
-    assert found["octavo_prefix_cache_queried_tokens_total"] == 200
-    assert found["octavo_prefix_cache_hit_tokens_total"] == 64
+    assert found["octavo_preemptions_total{kind=recompute,replica=0}"] == 2
+    assert found["octavo_preemptions_total{kind=swap,replica=0}"] == 1
+    assert found["octavo_prefix_cache_queried_tokens_total{replica=0}"] == 200
+    assert found["octavo_prefix_cache_hit_tokens_total{replica=0}"] == 64
 
 
 def test_http_requests() -> None:
