@@ -54,11 +54,15 @@ class ParallelLinear(Layer):
     _gated = False
     #: Prefix of the stacked matrix's name in ``weights``, with a dot, if the layer is attached without a name.
     prefix = ""
-    #: Pieces in which this rank's K is summed; see ``Kernels.pack``.
-    _pieces = 1
 
     def __init__(
-        self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
+        self,
+        context: LayerContext,
+        parts: list[Part],
+        in_features: int,
+        local_in_features: int,
+        bias: bool,
+        pieces: int = 1,
     ) -> None:
         super().__init__()
         self.kernels = context.kernels
@@ -73,11 +77,13 @@ class ParallelLinear(Layer):
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
         dtype = context.quantization or context.dtype_name
-        self.holds.append(Weight(f"{self.prefix}weight", (self.out_features, local_in_features), "linear", dtype))
+        shape = (self.out_features, local_in_features)
+        self.holds.append(Weight(f"{self.prefix}weight", shape, "linear", dtype, pieces=pieces))
         if bias:
             self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype_name))
         self._context = context
         self._local_in_features = local_in_features
+        self._pieces = pieces
         self._weight: Tensor | None = None
         self._blocks: dict[str, GGUFRows] = {}
         self._bias: Tensor | None = None
@@ -208,9 +214,8 @@ class RowParallelLinear(ParallelLinear):
         columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
         share, size = columns.stop - columns.start, context.tp_size
         part = Part("", out_features, slice(0, out_features), columns)
-        super().__init__(context, [part], in_features, share, bias)
-        if in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features:
-            self._pieces = _PIECES // size
+        is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features
+        super().__init__(context, [part], in_features, share, bias, _PIECES // size if is_subtree else 1)
         #: float32 [out] if there are several ranks: added after the sum, by each of them.
         self._late_bias: Tensor | None = None
 
