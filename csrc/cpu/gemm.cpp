@@ -1,10 +1,10 @@
 // The matrix products' kernels.
 //
-// A register tile of R rows times G groups of 16 columns accumulates over a piece of k in order; x is broadcast element
-// by element, the weights are read in order, a cache line for two k of a group. For bfloat16 a vector holds 32-bit words of
-// two consecutive k: shifted left it is the even one in float32, masked the odd one; or one instruction multiplies and
-// adds both, and x is broadcast as such words too. All rows of a call are multiplied with a group while it is in the
-// cache, and the next group is prefetched meanwhile.
+// A register tile of R rows times G groups of 16 columns accumulates over a piece of k in order, then over the next; x
+// is broadcast element by element, the weights are read in order, a cache line for two k of a group. For bfloat16 a
+// vector holds 32-bit words of two consecutive k: shifted left it is the even one in float32, masked the odd one; or one
+// instruction multiplies and adds both, and x is broadcast as such words too. All rows of a call are multiplied with a
+// group while it is in the cache, and the next group is prefetched meanwhile.
 #include "gemm.hpp"
 
 #include "activations.hpp"
@@ -48,7 +48,7 @@ constexpr int most_sums() {
 struct Tile {
   const void* weights;  // of the first group
   int64_t group_bytes;
-  int64_t k;    // of a piece
+  int64_t k;  // of a piece
   int pieces;
   const float* x;  // of the first row
   int64_t x_stride;
@@ -161,10 +161,10 @@ OCTAVO_INLINE void for_sums(F32 (&sums)[R][V], const F& f) {
     for (int v = 0; v < V; ++v) f((r * V + v) * kLanes, sums[r][v]);
 }
 
-// sums [R][G * 16]
+// All pieces; sums [R][G * 16] to out.
 template <Dtype dtype, int R, int G, int Cache>
 void run_tile(const Tile& tile, float* out) {
-  // The sums of the last pieces: of one in the first row, joined ones of two in the second.
+  // What waits to be joined, as the bits of `piece` say: the sums of one piece, and those of two.
   alignas(64) float held[kMostLevels][R * G * kGroup];
   Tile rest = tile;
   for (int piece = 0;; ++piece) {
