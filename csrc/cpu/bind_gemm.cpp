@@ -151,11 +151,11 @@ OpPtr linear(Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uint
 }
 
 std::shared_ptr<PackedLinear> pack_linear(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
-                                          uintptr_t bias, bool gate_up) {
+                                          uintptr_t bias, bool gate_up, int pieces) {
   nb::gil_scoped_release release;
   return std::make_shared<PackedLinear>(reinterpret_cast<const void*>(weight), n, k, row_stride, dtype,
                                         reinterpret_cast<const float*>(bias),
-                                        gate_up ? PackedLinear::Order::gate_up : PackedLinear::Order::plain);
+                                        gate_up ? PackedLinear::Order::gate_up : PackedLinear::Order::plain, pieces);
 }
 
 }  // namespace
@@ -169,9 +169,9 @@ void bind_gemm(nb::module_& m) {
       .def_prop_ro("gate_up", [](const PackedLinear& p) { return p.order() == Order::gate_up; })
       .def_prop_ro("nbytes", &PackedLinear::nbytes);
   m.def("pack_linear", &pack_linear, nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"),
-        nb::arg("dtype"), nb::arg("bias") = 0, nb::arg("gate_up") = false,
+        nb::arg("dtype"), nb::arg("bias") = 0, nb::arg("gate_up") = false, nb::arg("pieces") = 1,
         "A packed copy of weight [n, k] and bias [n] (float32), given by address; with gate_up the first half of the "
-        "rows is the gate's, the second half up's.");
+        "rows is the gate's, the second half up's. Products sum k in so many equal pieces, joined as a binary tree.");
   m.def("linear", &linear, nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"),
         nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("add") = 0, nb::arg("add_stride") = 0,
         nb::arg("activation") = Activation::none,

@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kHeader = 64;
 // Looks at another rank's counter before the processor is offered to others, and before the clock is read.
 constexpr int kSpins = 1 << 10;
+// Floats that are summed at once, in the first cache.
+constexpr int64_t kSummedAtOnce = 1 << 10;
 
 }  // namespace
 
@@ -54,20 +56,36 @@ void Communicator::publish_and_wait() {
   }
 }
 
-void Communicator::all_reduce(float* x, int64_t count) {
+void Communicator::sum_ranks(int first, int last, uint64_t parity, int64_t offset, int64_t count, float* out) const {
+  if (last - first == 1) {
+    std::memcpy(out, slots_ + (2 * first + parity) * slot_floats_ + offset, count * sizeof(float));
+    return;
+  }
+  const int middle = first + (last - first + 1) / 2;
+  float others[kSummedAtOnce];
+  sum_ranks(first, middle, parity, offset, count, out);
+  sum_ranks(middle, last, parity, offset, count, others);
+  for (int64_t i = 0; i < count; ++i) out[i] += others[i];
+}
+
+void Communicator::all_reduce(float* x, int64_t rows, int64_t width, const float* bias, const float* add,
+                              int64_t add_stride) {
+  const int64_t count = rows * width;
   for (int64_t done = 0; done < count; done += slot_floats_) {
     const int64_t piece = std::min(slot_floats_, count - done);
-    float* part = x + done;
-    std::memcpy(slot(rank_), part, piece * sizeof(float));
+    std::memcpy(slot(rank_), x + done, piece * sizeof(float));
     const uint64_t parity = pieces_ & 1;
     publish_and_wait();
     for_row_ranges(piece, 2 * size_, [&](int64_t begin, int64_t end) {
-      for (int rank = 0; rank < size_; ++rank) {
-        const float* theirs = slots_ + (2 * rank + parity) * slot_floats_;
-        if (rank == 0)
-          std::memcpy(part + begin, theirs + begin, (end - begin) * sizeof(float));
-        else
-          for (int64_t i = begin; i < end; ++i) part[i] += theirs[i];
+      for (int64_t i = begin, part; i < end; i += part) {
+        const int64_t row = (done + i) / width, column = (done + i) % width;
+        part = std::min({end - i, width - column, kSummedAtOnce});
+        float* out = x + done + i;
+        sum_ranks(0, size_, parity, i, part, out);
+        if (bias != nullptr)
+          for (int64_t j = 0; j < part; ++j) out[j] += bias[column + j];
+        if (add != nullptr)
+          for (int64_t j = 0; j < part; ++j) out[j] += add[row * add_stride + column + j];
       }
     });
   }

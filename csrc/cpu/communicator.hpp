@@ -18,9 +18,10 @@ class Communicator {
   // Bytes of shared memory for slots of this many floats.
   static int64_t bytes_for(int size, int64_t slot_floats);
 
-  // x[i] becomes the sum over the ranks, added in the order of the ranks: the same bits on every rank.
-  // Throws std::runtime_error after the timeout.
-  void all_reduce(float* x, int64_t count);
+  // Each row of x [rows, width] becomes the sum over the ranks + bias [width] + the same row of `add`, which has rows
+  // `add_stride` floats apart; bias and add may be null. The ranks are joined as a binary tree, as even as possible,
+  // (0 + 1) + (2 + 3): the same bits on every rank. Throws std::runtime_error after the timeout.
+  void all_reduce(float* x, int64_t rows, int64_t width, const float* bias, const float* add, int64_t add_stride);
 
   // out [rows, size * width] becomes the ranks' x [rows, width] beside each other, in order of rank.
   void all_gather(const float* x, float* out, int64_t rows, int64_t width);
@@ -30,6 +31,8 @@ class Communicator {
     std::atomic<uint64_t> published;
   };
 
+  // out[0 .. count) becomes the sum of these ranks' slots from `offset` on.
+  void sum_ranks(int first, int last, uint64_t parity, int64_t offset, int64_t count, float* out) const;
   float* slot(int rank) const { return slots_ + (2 * rank + (pieces_ & 1)) * slot_floats_; }
   void publish_and_wait();
 

@@ -1,10 +1,10 @@
 // The matrix products' kernels.
 //
-// A register tile of R rows times G groups of 16 columns accumulates over all of k in order; x is broadcast element by
-// element, the weights are read in order, a cache line for two k of a group. For bfloat16 a vector holds 32-bit words of
-// two consecutive k: shifted left it is the even one in float32, masked the odd one; or one instruction multiplies and
-// adds both, and x is broadcast as such words too. All rows of a call are multiplied with a group while it is in the
-// cache, and the next group is prefetched meanwhile.
+// A register tile of R rows times G groups of 16 columns accumulates over a piece of k in order, then over the next; x
+// is broadcast element by element, the weights are read in order, a cache line for two k of a group. For bfloat16 a
+// vector holds 32-bit words of two consecutive k: shifted left it is the even one in float32, masked the odd one; or one
+// instruction multiplies and adds both, and x is broadcast as such words too. All rows of a call are multiplied with a
+// group while it is in the cache, and the next group is prefetched meanwhile.
 #include "gemm.hpp"
 
 #include "activations.hpp"
@@ -48,7 +48,8 @@ constexpr int most_sums() {
 struct Tile {
   const void* weights;  // of the first group
   int64_t group_bytes;
-  int64_t k;
+  int64_t k;  // of a piece
+  int pieces;
   const float* x;  // of the first row
   int64_t x_stride;
   const char* ahead;   // fetched into the cache meanwhile: from here and from the same place of the groups beside,
@@ -77,8 +78,9 @@ OCTAVO_INLINE void fetch_ahead(const char* line, int64_t group_bytes) {
   for (int g = 0; g < G; ++g) __builtin_prefetch(line + g * group_bytes, 0, Cache);
 }
 
+// The accumulate_ functions add one piece to the sums and move on to the next.
 template <int R, int G, int Cache>
-OCTAVO_INLINE void accumulate_bf16(const Tile& tile, F32 (&sums)[R][G * kVectors]) {
+OCTAVO_INLINE void accumulate_bf16(Tile& tile, F32 (&sums)[R][G * kVectors]) {
   const char* line = static_cast<const char*>(tile.weights);
   const char* ahead = tile.ahead;
   const float* x = tile.x;
@@ -97,11 +99,14 @@ OCTAVO_INLINE void accumulate_bf16(const Tile& tile, F32 (&sums)[R][G * kVectors
     ahead += tile.ahead_step;
     x += 2;
   }
+  tile.weights = line;
+  tile.ahead = ahead;
+  tile.x = x;
 }
 
 #if defined(OCTAVO_ISA_avx512_bf16)
 template <int R, int G, int Cache>
-OCTAVO_INLINE void accumulate_pairs(const Tile& tile, F32 (&sums)[R][G]) {
+OCTAVO_INLINE void accumulate_pairs(Tile& tile, F32 (&sums)[R][G]) {
   const char* line = static_cast<const char*>(tile.weights);
   const char* ahead = tile.ahead;
   const float* x = tile.x;
@@ -120,11 +125,14 @@ OCTAVO_INLINE void accumulate_pairs(const Tile& tile, F32 (&sums)[R][G]) {
     ahead += tile.ahead_step;
     ++x;
   }
+  tile.weights = line;
+  tile.ahead = ahead;
+  tile.x = x;
 }
 #endif
 
 template <int R, int G, int Cache>
-OCTAVO_INLINE void accumulate_f32(const Tile& tile, F32 (&sums)[R][G * kVectors]) {
+OCTAVO_INLINE void accumulate_f32(Tile& tile, F32 (&sums)[R][G * kVectors]) {
   const char* line = static_cast<const char*>(tile.weights);
   const char* ahead = tile.ahead;
   const float* x = tile.x;
@@ -139,28 +147,45 @@ OCTAVO_INLINE void accumulate_f32(const Tile& tile, F32 (&sums)[R][G * kVectors]
     ahead += tile.ahead_step;
     ++x;
   }
+  tile.weights = line;
+  tile.ahead = ahead;
+  tile.x = x;
 }
 
-// sums [R][G * 16]
+// Calls f(place in rows of G * 16 floats, the vector there) for each vector of the sums.
+template <int R, int V, typename F>
+OCTAVO_INLINE void for_sums(F32 (&sums)[R][V], const F& f) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) f((r * V + v) * kLanes, sums[r][v]);
+}
+
+// All pieces; sums [R][G * 16] to out.
 template <Dtype dtype, int R, int G, int Cache>
 void run_tile(const Tile& tile, float* out) {
-  F32 sums[R][G * kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < G * kVectors; ++v) sums[r][v] = F32{};
-  if constexpr (dtype == Dtype::f32)
-    accumulate_f32<R, G, Cache>(tile, sums);
-  else
+  // What waits to be joined, as the bits of `piece` say: the sums of one piece, and those of two.
+  alignas(64) float held[kMostLevels][R * G * kGroup];
+  Tile rest = tile;
+  for (int piece = 0;; ++piece) {
+    F32 sums[R][G * kVectors];
+    for_sums(sums, [](int, F32& sum) __attribute__((always_inline)) { sum = F32{}; });
+    if constexpr (dtype == Dtype::f32)
+      accumulate_f32<R, G, Cache>(rest, sums);
+    else
 #if defined(OCTAVO_ISA_avx512_bf16)
-    accumulate_pairs<R, G, Cache>(tile, sums);
+      accumulate_pairs<R, G, Cache>(rest, sums);
 #else
-    accumulate_bf16<R, G, Cache>(tile, sums);
+      accumulate_bf16<R, G, Cache>(rest, sums);
 #endif
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < G * kVectors; ++v) store(out + (r * G * kVectors + v) * kLanes, sums[r][v]);
+    int level = 0;
+    for (; piece >> level & 1; ++level)
+      for_sums(sums, [&](int place, F32& sum) __attribute__((always_inline)) { sum = load(held[level] + place) + sum; });
+    const bool last = piece + 1 == tile.pieces;
+    float* to = last ? out : held[level];
+    for_sums(sums, [&](int place, F32& sum) __attribute__((always_inline)) { store(to + place, sum); });
+    if (last) return;
+  }
 }
 
 using RunTile = void (*)(const Tile&, float*);
@@ -311,12 +336,14 @@ static void multiply_strip(const Product& p, int64_t group, int groups, int64_t 
   const int64_t ahead_part = group_bytes / tiling.tiles, ahead_step = 64 / tiling.tiles;
   const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
   const char* ahead = weights + groups * group_bytes;
+  const int64_t piece_k = p.weights.k / p.weights.pieces;
   const bool many = tiling.tiles >= kManyTiles;
   const RunTile larger = tile_kernel(p.weights.dtype, tiling.rows(0), groups, many);
   const RunTile smaller = tile_kernel(p.weights.dtype, tiling.least, groups, many);
   float sums[most_sums()];
   for (int64_t t = 0; t < tiling.tiles; ++t, ahead += ahead_part) {
-    const Tile tile{weights, group_bytes, p.weights.k, p.x + row * p.x_stride, p.x_stride, ahead, ahead_step};
+    const Tile tile{weights, group_bytes, piece_k, p.weights.pieces, p.x + row * p.x_stride, p.x_stride, ahead,
+                    ahead_step};
     (t < tiling.larger ? larger : smaller)(tile, sums);
     finish(p, row, tiling.rows(t), group, groups, sums);
     row += tiling.rows(t);

@@ -2,7 +2,8 @@
 //
 // Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., for any number of rows, register tile and
 // thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the order is 1, 0, 3, 2, ..., and subnormal numbers are
-// zero, as the instruction is defined.
+// zero, as the instruction is defined. Weights of 2 or 4 pieces have such a chain for each equal piece of k, joined as
+// a binary tree, (0 + 1) + (2 + 3): so ranks that hold a piece or two each compute parts of the same tree.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"
@@ -11,6 +12,9 @@ namespace octavo {
 
 // Output columns (rows of W) in a group of packed weights.
 constexpr int kGroup = 16;
+
+// The depth of the tree of pieces of k, at most.
+constexpr int kMostLevels = 2;
 
 // Packed weights, groups of 16 columns one after the other, columns past n and k past the matrix zero:
 //   bf16  [groups][pairs][16][2]: two neighbouring k of a column are one 32-bit word
@@ -22,6 +26,7 @@ struct WeightView {
   int64_t n = 0;       // columns of the product
   int64_t k = 0;       // as packed: even for bf16
   int64_t groups = 0;
+  int pieces = 1;      // of k, equal, each even for bf16
 };
 
 struct Product {

@@ -60,7 +60,7 @@ void pack_groups(const T* weight, int64_t row_stride, int64_t n, int64_t k, Pack
 }  // namespace
 
 PackedLinear::PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
-                           const float* bias, Order order)
+                           const float* bias, Order order, int pieces)
     : order_(order), k_(k) {
   if (n < 1 || k < 1)
     throw std::invalid_argument("a matrix of " + std::to_string(n) + " x " + std::to_string(k) + " cannot be packed");
@@ -71,6 +71,12 @@ PackedLinear::PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row
   if (order == Order::gate_up && n % 2 != 0)
     throw std::invalid_argument("gate and up must have equally many rows, and " + std::to_string(n) + " is odd");
   const bool bf16 = dtype == Dtype::bf16;
+  if (pieces != 1 && pieces != 2 && pieces != 4)
+    throw std::invalid_argument("k is summed in 1, 2 or 4 pieces, not " + std::to_string(pieces));
+  if (pieces > 1 && k % (bf16 ? 2 * pieces : pieces) != 0)
+    throw std::invalid_argument("k " + std::to_string(k) + " cannot be summed in " + std::to_string(pieces) +
+                                " equal pieces" + (bf16 ? " of pairs" : ""));
+  view_.pieces = pieces;
   view_.dtype = dtype;
   view_.n = n;
   view_.k = bf16 ? (k + 1) / 2 * 2 : k;

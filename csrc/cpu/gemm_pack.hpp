@@ -17,9 +17,9 @@ class PackedLinear {
   };
 
   // weight [n, k] of the given type (float32 or bfloat16), rows `row_stride` elements apart; bias [n] float32 or null.
-  // Both are copied. Throws std::invalid_argument.
+  // Both are copied. Products sum k in so many pieces, 1, 2 or 4. Throws std::invalid_argument.
   PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, const float* bias,
-               Order order);
+               Order order, int pieces);
 
   const WeightView& view() const { return view_; }
   Order order() const { return order_; }

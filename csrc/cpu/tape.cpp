@@ -87,14 +87,18 @@ class TakeSampled : public Op {
 
 class AllReduce : public Op {
  public:
-  AllReduce(std::shared_ptr<Communicator> group, float* x, int64_t width)
-      : group_(std::move(group)), x_(x), width_(width) {}
-  void run(const Step& step) override { group_->all_reduce(x_, step.tokens * width_); }
+  AllReduce(std::shared_ptr<Communicator> group, float* x, int64_t width, const float* bias, const float* add,
+            int64_t add_stride)
+      : group_(std::move(group)), x_(x), width_(width), bias_(bias), add_(add), add_stride_(add_stride) {}
+  void run(const Step& step) override { group_->all_reduce(x_, step.tokens, width_, bias_, add_, add_stride_); }
 
  private:
   std::shared_ptr<Communicator> group_;
   float* x_;
   int64_t width_;
+  const float* bias_;
+  const float* add_;
+  int64_t add_stride_;
 };
 
 class AllGather : public Op {
@@ -137,10 +141,12 @@ void bind_tape(nb::module_& m) {
         },
         "x"_a, "stride"_a, "out"_a, "bytes"_a);
   m.def("all_reduce",
-        [](std::shared_ptr<Communicator> group, uintptr_t x, int64_t width) -> OpPtr {
-          return std::make_shared<AllReduce>(std::move(group), pointer<float>(x), width);
+        [](std::shared_ptr<Communicator> group, uintptr_t x, int64_t width, uintptr_t bias, uintptr_t add,
+           int64_t add_stride) -> OpPtr {
+          return std::make_shared<AllReduce>(std::move(group), pointer<float>(x), width, pointer<float>(bias),
+                                             pointer<float>(add), add_stride);
         },
-        "group"_a, "x"_a, "width"_a);
+        "group"_a, "x"_a, "width"_a, "bias"_a = 0, "add"_a = 0, "add_stride"_a = 0);
   m.def("all_gather",
         [](std::shared_ptr<Communicator> group, uintptr_t x, uintptr_t out, int64_t width) -> OpPtr {
           return std::make_shared<AllGather>(std::move(group), pointer<float>(x), pointer<float>(out), width);

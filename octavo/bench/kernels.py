@@ -178,7 +178,7 @@ def _linear_cases(
     for _ in weights:
         values = _random(outputs, inputs, dtype=dtype, device=device)
         parts = values.chunk(2) if use == "gated" else [values]
-        packed.append(kernels.pack(parts, quantization=kind, gated=use == "gated"))
+        packed.append(kernels.pack(parts, quantization=kind, gated=use == "gated", pieces=weight.pieces))
     for count in rows:
         x = _random(count, inputs, dtype=dtype, device=device)
         options: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,10 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten and returned."""
+        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten.
+
+        The ranks are joined as a binary tree, as even as possible: (0 + 1) + (2 + 3), (0 + 1) + 2.
+        """
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -31,7 +35,7 @@ class Communicator(Protocol):
 
 
 class TorchCommunicator:
-    """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs. The library chooses the order of sums."""
+    """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs."""
 
     def __init__(self, group: Any = None) -> None:
         """``group`` of ``torch.distributed``, which is initialised; None: all processes."""
@@ -40,12 +44,25 @@ class TorchCommunicator:
         self.size: int = torch.distributed.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See ``Communicator``."""
+        """See ``Communicator``. More than two ranks gather all parts, as the library's order of sums is not known."""
+        if self.size > 2:
+            return sum_as_tree(self._gather(x))
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
+        return torch.cat(self._gather(x), dim=-1)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         torch.distributed.all_gather(parts, x, group=self._group)
-        return torch.cat(parts, dim=-1)
+        return parts
+
+
+def sum_as_tree(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of equal shapes, joined as a binary tree whose left half has the odd part more."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = (len(parts) + 1) // 2
+    return sum_as_tree(parts[:middle]) + sum_as_tree(parts[middle:])

@@ -99,9 +99,21 @@ class Kernels(ABC):
         """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
         return batch.token_ids.new_empty((len(batch.token_ids), width), dtype=torch.float32)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``; its memory may be reused."""
-        return x if self.group is None else self.group.all_reduce(x)
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
+
+        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
+
+        Args:
+            x: this rank's part.
+            bias: float32 [width].
+            add: float32 [T, width].
+        """
+        x = x if self.group is None else self.group.all_reduce(x)
+        for term in (bias, add):
+            if term is not None:
+                x += term
+        return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
@@ -154,6 +166,7 @@ class Kernels(ABC):
         quantization: str | None = None,
         *,
         gated: bool = False,
+        pieces: int = 1,
     ) -> PackedWeight:
         """Packs matrices with the same input for products; the caller then drops the unpacked ones.
 
@@ -164,6 +177,9 @@ class Kernels(ABC):
             quantization: "int8", "int4" or "fp8" quantises tensors; None or "gguf" does not.
             gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
                 both so that a tile of the product holds both inputs of the activation.
+            pieces: 1, 2 or 4: K is summed in so many equal pieces, which are joined as a binary tree. K is a multiple
+                of 2 * pieces. Backends whose ranks need not give the bits of one rank ignore it, as do quantised
+                products, whose scales depend on the rank's inputs.
 
         Raises:
             ConfigError: the backend does not support the format.

@@ -117,6 +117,7 @@ class ReferenceKernels(Kernels):
         quantization: str | None = None,
         *,
         gated: bool = False,
+        pieces: int = 1,
     ) -> PlainWeight:
         """Stacks the tensors."""
         tensors = [part for part in parts if isinstance(part, Tensor)]

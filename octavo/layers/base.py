@@ -27,6 +27,8 @@ class Weight(NamedTuple):
     dtype: str
     #: Whether it may share the memory of another weight, as a tied head does.
     is_tied: bool = False
+    #: Pieces in which a product sums the inputs; see ``Kernels.pack``.
+    pieces: int = 1
 
 
 class Layer:

@@ -55,12 +55,23 @@ class LayerContext:
             raise ConfigError(f"a pipeline stage has a run of the layers 0 to {num_layers - 1}, not {layers}")
         return layers
 
-    def share(self, size: int, what: str) -> int:
-        """``size / tp_size``; ``what`` names the quantity in the error.
+    def share(self, size: int, what: str, unit: int) -> slice:
+        """This rank's part of 0 to ``size``; the parts of the ranks follow each other.
+
+        They are equal if the number of ranks divides ``size``. Otherwise each has whole units (the last unit may be
+        smaller), and the first ranks one more than the others. ``what`` names the quantity in the error.
 
         Raises:
-            ConfigError: ``size`` is not divisible by ``tp_size``.
+            ConfigError: there are fewer units than ranks.
         """
-        if size % self.tp_size:
-            raise ConfigError(f"{what} ({size}) cannot be shared by {self.tp_size} tensor-parallel workers")
-        return size // self.tp_size
+        rank, ranks = self.tp_rank, self.tp_size
+        unit = unit if size % ranks else size // ranks
+        units = -(-size // unit)
+        if units < ranks:
+            raise ConfigError(
+                f"{what} ({size}) cannot be shared by {ranks} tensor-parallel workers: each needs at least {unit}"
+            )
+        each, larger = divmod(units, ranks)
+        start = rank * each + min(rank, larger)
+        stop = start + each + (rank < larger)
+        return slice(start * unit, min(stop * unit, size))

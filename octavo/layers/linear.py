@@ -18,6 +18,12 @@ from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
+#: Outputs and inputs that ranks cannot share equally are shared in this unit: values with a scale of quantised formats.
+_UNIT = 32
+#: K of a row-parallel product is summed in so many pieces, joined as a binary tree, on any number of ranks that divides
+#: it: a rank's share is a subtree, so 1, 2 and 4 ranks give the same bits (arXiv 2511.17826).
+_PIECES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -50,7 +56,13 @@ class ParallelLinear(Layer):
     prefix = ""
 
     def __init__(
-        self, context: LayerContext, parts: list[Part], in_features: int, local_in_features: int, bias: bool
+        self,
+        context: LayerContext,
+        parts: list[Part],
+        in_features: int,
+        local_in_features: int,
+        bias: bool,
+        pieces: int = 1,
     ) -> None:
         super().__init__()
         self.kernels = context.kernels
@@ -65,11 +77,13 @@ class ParallelLinear(Layer):
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
         dtype = context.quantization or context.dtype_name
-        self.holds.append(Weight(f"{self.prefix}weight", (self.out_features, local_in_features), "linear", dtype))
+        shape = (self.out_features, local_in_features)
+        self.holds.append(Weight(f"{self.prefix}weight", shape, "linear", dtype, pieces=pieces))
         if bias:
             self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype_name))
         self._context = context
         self._local_in_features = local_in_features
+        self._pieces = pieces
         self._weight: Tensor | None = None
         self._blocks: dict[str, GGUFRows] = {}
         self._bias: Tensor | None = None
@@ -104,7 +118,9 @@ class ParallelLinear(Layer):
                 start = self._offsets[name]
                 self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
             parts = self._weight.tensor_split(list(self._offsets.values())[1:])
-        self.packed = self.kernels.pack(parts, self._bias, self._context.quantization, gated=self._gated)
+        self.packed = self.kernels.pack(
+            parts, self._bias, self._context.quantization, gated=self._gated, pieces=self._pieces
+        )
         self._weight = self._bias = None
         self._blocks = {}
 
@@ -113,16 +129,16 @@ class ParallelLinear(Layer):
 
 
 class MergedColumnParallelLinear(ParallelLinear):
-    """Matrices with the same input in one product; each rank holds an equal share of the outputs of each matrix.
+    """Matrices with the same input in one product; each rank holds a share of the outputs of each matrix.
 
-    The outputs of the parts (name, outputs) follow each other in order.
+    The outputs of the parts (name, outputs) follow each other in order. For shares see ``LayerContext.share``; those
+    that are not equal are in units of 32.
     """
 
     def __init__(self, context: LayerContext, parts: list[tuple[str, int]], in_features: int, bias: bool) -> None:
         shares = []
         for name, out_features in parts:
-            share = context.share(out_features, f"outputs of {name or 'a linear layer'}")
-            rows = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
+            rows = context.share(out_features, f"outputs of {name or 'a linear layer'}", _UNIT)
             shares.append(Part(name, out_features, rows, slice(None)))
         super().__init__(context, shares, in_features, in_features, bias)
 
@@ -140,18 +156,18 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """activation(gate(x)) * up(x): x [T, hidden] to [T, inner / tp_size]."""
+        """activation(gate(x)) * up(x): x [T, hidden] to [T, this rank's share of inner]."""
         return self.packed(x, activation=self._activation)
 
 
 class QKVParallelLinear(ParallelLinear):
     """Query, key and value projections in one product; output [T, (heads + 2 * kv_heads) * head_dim].
 
-    Each rank holds an equal share of the query heads and the KV heads that they attend to; with more ranks than KV
-    heads, neighbouring ranks hold the same one.
+    Each rank holds a share of the KV heads, as even as possible, and the query heads that attend to them. With more
+    ranks than KV heads, neighbouring ranks hold the same one and equal shares of its query heads.
 
     Raises:
-        ConfigError: the ranks cannot share the heads equally.
+        ConfigError: there are more ranks than KV heads, and no multiple of them or no divisor of the query heads.
     """
 
     prefix = "qkv_proj."
@@ -160,18 +176,23 @@ class QKVParallelLinear(ParallelLinear):
         self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
     ) -> None:
         rank, size = context.tp_rank, context.tp_size
-        self.heads = context.share(heads, "query heads")
         if size <= kv_heads:
-            self.kv_heads = context.share(kv_heads, "KV heads")
-        elif size % kv_heads == 0:
-            self.kv_heads = 1
+            own_kv = context.share(kv_heads, "KV heads", 1)
+            own = slice(own_kv.start * heads // kv_heads, own_kv.stop * heads // kv_heads)
+        elif size % kv_heads == 0 and heads % size == 0:
+            own_kv = slice(rank * kv_heads // size, rank * kv_heads // size + 1)
+            own = context.share(heads, "query heads", 1)
         else:
-            raise ConfigError(f"KV heads ({kv_heads}) cannot be shared by {size} tensor-parallel workers")
-        first_kv_head = rank * kv_heads // size
-        q_rows = slice(rank * self.heads * head_dim, (rank + 1) * self.heads * head_dim)
-        kv_rows = slice(first_kv_head * head_dim, (first_kv_head + self.kv_heads) * head_dim)
+            raise ConfigError(
+                f"{heads} query heads and {kv_heads} KV heads cannot be shared by {size} tensor-parallel workers: "
+                "there can be at most as many as KV heads, or a multiple of them that divides the query heads"
+            )
+        self.heads, self.kv_heads = own.stop - own.start, own_kv.stop - own_kv.start
+        #: This rank's columns of q, and of the input of the projection after attention.
+        self.query_columns = slice(own.start * head_dim, own.stop * head_dim)
+        kv_rows = slice(own_kv.start * head_dim, own_kv.stop * head_dim)
         parts = [
-            Part("q_proj", heads * head_dim, q_rows, slice(None)),
+            Part("q_proj", heads * head_dim, self.query_columns, slice(None)),
             Part("k_proj", kv_heads * head_dim, kv_rows, slice(None)),
             Part("v_proj", kv_heads * head_dim, kv_rows, slice(None)),
         ]
@@ -179,29 +200,37 @@ class QKVParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Each rank holds an equal share of the inputs; the results are summed over the ranks.
+    """Each rank holds a share of the inputs; the results are summed over the ranks.
 
-    Rank 0 alone adds bias and residual, which would otherwise be summed once per rank.
+    1, 2 and 4 ranks give the same bits if float32 or bfloat16 inputs divide into that many pieces of pairs, on backends
+    with batch-invariant results: the product's pieces and ``all_reduce`` make one tree of sums, and bias and residual
+    are added after it.
     """
 
-    def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool) -> None:
-        share = context.share(in_features, "inputs of a linear layer")
-        columns = slice(context.tp_rank * share, (context.tp_rank + 1) * share)
+    def __init__(
+        self, context: LayerContext, in_features: int, out_features: int, bias: bool, columns: slice | None = None
+    ) -> None:
+        """``columns`` are this rank's inputs if they are not those of ``LayerContext.share`` in units of 32."""
+        columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
+        share, size = columns.stop - columns.start, context.tp_size
         part = Part("", out_features, slice(0, out_features), columns)
-        super().__init__(context, [part], in_features, share, bias)
-        self._adds_bias = context.tp_rank == 0
+        is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features
+        super().__init__(context, [part], in_features, share, bias, _PIECES // size if is_subtree else 1)
+        #: float32 [out] if there are several ranks: added after the sum, by each of them.
+        self._late_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in / tp_size] to float32 [T, out]."""
-        return self.kernels.all_reduce(self.packed(x, torch.float32))
+        """This rank's columns of x [T, in] to float32 [T, out]."""
+        return self.kernels.all_reduce(self.packed(x, torch.float32), self._late_bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
-        if self._adds_bias:  # rank 0
-            return self.kernels.all_reduce(self.packed(x, torch.float32, add=residual))
-        return self(x)
+        if self._context.tp_size == 1:
+            return self.packed(x, torch.float32, add=residual)
+        return self.kernels.all_reduce(self.packed(x, torch.float32), self._late_bias, residual)
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """As every linear layer does; ranks other than 0 ignore the bias."""
-        if shard != "bias" or self._adds_bias:
-            super().place(shard, tensor)
+    def complete(self) -> None:
+        """Packs the matrix, of several ranks without the bias."""
+        if self._context.tp_size > 1 and self._bias is not None:
+            self._late_bias, self._bias = self._bias.float(), None
+        super().complete()

@@ -139,7 +139,8 @@ class Attention(Layer):
         self.qkv = self.attach(
             "", QKVParallelLinear(context, hidden, heads, config.num_kv_heads, head_dim, config.qkv_bias)
         )
-        self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias))
+        out = RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, self.qkv.query_columns)
+        self.out = self.attach("o_proj", out)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = self.attach("q_norm", RMSNorm(context, head_dim, config.rms_norm_eps))

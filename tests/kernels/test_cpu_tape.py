@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import UnrecordableError
+from octavo.kernels.communicator import sum_as_tree
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
@@ -167,26 +168,36 @@ def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("slot_floats", [16, 1 << 12])
-def test_collectives_of_threads_in_the_order_of_the_ranks(size: int, slot_floats: int) -> None:
+def test_collectives_of_threads(size: int, slot_floats: int) -> None:
     import mmap
 
     memory = mmap.mmap(-1, Communicator.bytes_for(size, slot_floats))
     groups = [Communicator(memory, rank, size) for rank in range(size)]
     parts = [[torch.randn(n, 10) * 10.0**rank for n in (1, 7, 30)] for rank in range(size)]
+    bias, add = torch.randn(10), torch.randn(30, 10) * 10
 
-    def rank(group: Any, own: list[Tensor]) -> list[Tensor]:
-        return [r for x in own for r in (group.all_gather(x), group.all_reduce(x.clone()))]
+    def rank(kernels: Any, group: Any, own: list[Tensor]) -> list[Tensor]:
+        kernels.group = group
+        return [
+            result
+            for x in own
+            for result in (
+                kernels.all_gather(x),
+                kernels.all_reduce(x.clone()),
+                kernels.all_reduce(x.clone(), bias, add[: len(x)]),
+            )
+        ]
 
-    found = in_threads([partial(rank, g, own) for g, own in zip(groups, parts, strict=True)])
+    found = in_threads([partial(rank, make_kernels(), g, own) for g, own in zip(groups, parts, strict=True)])
     for results in found:
         for i in range(3):
-            assert torch.equal(results[2 * i], torch.cat([own[i] for own in parts], dim=1))
-            total = parts[0][i].clone()
-            for own in parts[1:]:
-                total += own[i]
-            assert torch.equal(results[2 * i + 1], total)
+            own = [each[i] for each in parts]
+            assert torch.equal(results[3 * i], torch.cat(own, dim=1))
+            total = sum_as_tree(own)
+            assert torch.equal(results[3 * i + 1], total)
+            assert torch.equal(results[3 * i + 2], total + bias + add[: len(total)])
 
 
 def test_a_missing_rank_times_out() -> None:

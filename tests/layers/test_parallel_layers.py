@@ -26,14 +26,15 @@ from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 
 class Apart:
-    """One rank of a group, without collectives: tests combine the parts."""
+    """One rank of a group, without collectives: tests combine the parts, unless ``others`` are those of other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.gathered: list[Tensor] = []
+        self.others: list[Tensor] = []
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+        return x + sum(self.others)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.gathered.append(x)
@@ -70,22 +71,28 @@ def test_column_parallel_parts_joined(size: int) -> None:
     close(torch.cat([layer(x) for layer in layers], dim=1), x @ weight.T + bias)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_row_parallel_parts_summed(size: int) -> None:
-    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
-    layers = ranks(size, lambda c: RowParallelLinear(c, 8, 5, bias=True), {"weight": weight, "bias": bias})
-    parts = [layer(share) for layer, share in zip(layers, x.chunk(size, dim=1), strict=True)]
-    close(torch.stack(parts).sum(0), x @ weight.T + bias)
+@pytest.mark.parametrize(("size", "inner"), [(1, 7), (2, 8), (4, 8), (2, 33), (3, 80), (4, 200)])
+def test_row_parallel_parts_are_summed_and_bias_and_residual_added_once(size: int, inner: int) -> None:
+    x, weight, bias, residual = torch.randn(3, inner), torch.randn(5, inner), torch.randn(5), torch.randn(3, 5)
+    layers = ranks(size, lambda c: RowParallelLinear(c, inner, 5, bias=True), {"weight": weight, "bias": bias})
+    shares = [x[:, context(rank, size).share(inner, "inputs", 32)] for rank in range(size)]
+    assert torch.equal(torch.cat(shares, dim=1), x)
+    parts = [layer.packed(share) for layer, share in zip(layers, shares, strict=True)]
+    for rank, (layer, share) in enumerate(zip(layers, shares, strict=True)):
+        if size > 1:
+            layer.kernels.group.others = parts[:rank] + parts[rank + 1 :]
+        close(layer(share), x @ weight.T + bias)
+        close(layer.add_to(residual.clone(), share), residual + x @ weight.T + bias)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_row_parallel_product_is_added_to_the_residual_once(size: int) -> None:
-    x, weight, bias, residual = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5), torch.randn(3, 5)
-    make = lambda c: RowParallelLinear(c, 8, 5, bias=True)  # noqa: E731
-    layers = ranks(size, make, {"weight": weight, "bias": bias})
-    shares = x.chunk(size, dim=1)
-    parts = [layer.add_to(residual.clone(), share) for layer, share in zip(layers, shares, strict=True)]
-    close(torch.stack(parts).sum(0), residual + x @ weight.T + bias)
+def test_shares_that_are_not_equal_are_whole_units() -> None:
+    def shares(size: int, inner: int) -> list[tuple[int, int]]:
+        found = [context(rank, size).share(inner, "outputs", 32) for rank in range(size)]
+        return [(part.start, part.stop) for part in found]
+
+    assert shares(2, 96) == [(0, 48), (48, 96)]
+    assert shares(2, 97) == [(0, 64), (64, 97)]
+    assert shares(3, 160) == [(0, 64), (64, 128), (128, 160)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -113,9 +120,11 @@ def test_gates_stay_with_what_they_gate(size: int, activation: Any) -> None:
     close(torch.cat([layer(x) for layer in layers], dim=1), function[activation](x @ gate.T) * (x @ up.T))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_query_heads_stay_with_their_kv_head(size: int) -> None:
-    heads, kv_heads, head_dim = 8, 2, 3
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads"), [(1, 8, 2), (2, 8, 2), (4, 8, 2), (8, 8, 2), (2, 9, 3), (3, 9, 3), (3, 4, 4)]
+)
+def test_query_heads_stay_with_their_kv_head(size: int, heads: int, kv_heads: int) -> None:
+    head_dim = 3
     x = torch.randn(4, 10)
     whole = {f"{n}_proj.weight": torch.randn((heads if n == "q" else kv_heads) * head_dim, 10) for n in "qkv"}
     whole |= {f"{n}_proj.bias": torch.randn((heads if n == "q" else kv_heads) * head_dim) for n in "qkv"}
@@ -127,6 +136,7 @@ def test_query_heads_stay_with_their_kv_head(size: int) -> None:
     for layer in layers:
         parts = layer(x).view(4, -1, head_dim).split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
         own_q, own_k, own_v = (part.unbind(1) for part in parts)
+        assert layer.query_columns == slice(len(seen) * head_dim, (len(seen) + layer.heads) * head_dim)
         for i, head in enumerate(own_q):
             number = len(seen)
             close(head, q[number])
@@ -170,8 +180,8 @@ def test_tied_head_uses_the_table_of_the_embedding() -> None:
     [
         (lambda c: MergedColumnParallelLinear(c, [("", 7)], 6, False), r"\(7\) cannot be shared by 2"),
         (lambda c: RowParallelLinear(c, 7, 6, False), r"\(7\) cannot be shared by 2"),
-        (lambda c: QKVParallelLinear(c, 6, 3, 1, 2, False), r"query heads \(3\) cannot be shared by 2"),
-        (lambda c: QKVParallelLinear(c, 6, 6, 3, 2, False), r"KV heads \(3\) cannot be shared by 2"),
+        (lambda c: GateUpParallelLinear(c, 6, 31, False), r"\(31\) cannot be shared by 2 .* at least 32"),
+        (lambda c: QKVParallelLinear(c, 6, 3, 1, 2, False), "3 query heads and 1 KV heads cannot be shared by 2"),
     ],
 )
 def test_sizes_that_cannot_be_shared_are_refused(make: Callable[[LayerContext], Layer], says: str) -> None:

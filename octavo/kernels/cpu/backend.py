@@ -123,10 +123,11 @@ class CpuKernels(Kernels):
         self._do(_cpu.host_call(lambda rows: function(x[:rows])), _cpu.Step(x.shape[0]), x)
         return x
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Through shared memory, summed in rank order."""
-        if self.group is not None:
-            self._do(self.group.all_reduce_op(x), _cpu.Step(x.shape[0]), x)
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        """Through shared memory, with bias and add in one pass."""
+        if self.group is None:
+            return super().all_reduce(x, bias, add)
+        self._do(self.group.all_reduce_op(x, bias, add), _cpu.Step(x.shape[0]), x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -167,6 +168,7 @@ class CpuKernels(Kernels):
         quantization: str | None = None,
         *,
         gated: bool = False,
+        pieces: int = 1,
     ) -> CpuWeight:
         """Packs for the register tiles: in the tensors' type, in 8 or 4 bits, or with the bits of GGUF blocks."""
         blocks = [part for part in parts if isinstance(part, GGUFRows)]
@@ -174,7 +176,7 @@ class CpuKernels(Kernels):
         if blocks:
             return QuantizedWeight(self, [codes_of_blocks(part) for part in blocks], bias, gated)
         if quantization in (None, "gguf"):
-            return DenseWeight(self, stack_rows(tensors), bias, gated)
+            return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
 
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:

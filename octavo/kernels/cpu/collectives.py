@@ -19,7 +19,7 @@ SLOT_FLOATS = 1 << 18
 
 
 class SharedMemoryCommunicator:
-    """One rank of a group (see ``kernels.communicator.Communicator``). Sums are in rank order."""
+    """One rank of a group (see ``kernels.communicator.Communicator``)."""
 
     def __init__(self, memory: Any, rank: int, size: int, *, timeout: float = 60.0) -> None:
         """Joins the group of the ranks that map ``memory``.
@@ -45,9 +45,13 @@ class SharedMemoryCommunicator:
         memory = mmap.mmap(-1, cls.bytes_for(size))
         return [cls(memory, rank, size, timeout=timeout) for rank in range(size)]
 
-    def all_reduce_op(self, x: Tensor) -> Any:
-        """The operation that sums x [T, width], float32 and contiguous, in place."""
-        return _cpu.all_reduce(self._group, x.data_ptr(), x.stride(0))
+    def all_reduce_op(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Any:
+        """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].
+
+        All are float32 and contiguous. The caller keeps them alive.
+        """
+        terms = (0 if term is None else term.data_ptr() for term in (bias, add))
+        return _cpu.all_reduce(self._group, x.data_ptr(), x.shape[1], *terms, 0 if add is None else add.stride(0))
 
     def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
         """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
@@ -72,13 +76,17 @@ class HostCommunicator:
         self._group = group
         self.rank, self.size = group.rank, group.size
 
-    def all_reduce_op(self, x: Tensor) -> Any:
+    def all_reduce_op(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Any:
         """See ``SharedMemoryCommunicator``."""
 
         @torch.inference_mode()
         def run(rows: int) -> None:
             part = x[:rows]
             total = self._group.all_reduce(part)
+            if bias is not None:
+                total = total.add_(bias)
+            if add is not None:
+                total = total.add_(add[:rows])
             if total is not part:
                 part.copy_(total)
 

@@ -77,8 +77,10 @@ class CpuWeight(PackedWeight):
 class DenseWeight(CpuWeight):
     """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
 
-    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
-        """Copies weight [N, K] and bias [N] (any float type).
+    def __init__(
+        self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, gated: bool = False, pieces: int = 1
+    ) -> None:
+        """Copies weight [N, K] and bias [N] (any float type). ``pieces``: see ``Kernels.pack``.
 
         Raises:
             ConfigError: the weight has another type.
@@ -93,7 +95,7 @@ class DenseWeight(CpuWeight):
         # The stride of a single row is undefined.
         row_stride = weight.stride(0) if rows > 1 else columns
         self.packed = _cpu.pack_linear(
-            weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated
+            weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated, pieces
         )
 
     def _operation(self, *arguments: Any) -> Any:

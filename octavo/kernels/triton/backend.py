@@ -120,6 +120,7 @@ class TritonKernels(Kernels):
         quantization: str | None = None,
         *,
         gated: bool = False,
+        pieces: int = 1,
     ) -> PackedWeight:
         """Stacks the tensors, or quantises them to "int8", "int4" or "fp8"."""
         tensors = [part for part in parts if isinstance(part, Tensor)]
