@@ -1,0 +1,124 @@
+"""Several engine cores behind one front end: the answers of one, and what becomes of requests when a core dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, AsyncLLM, SamplingParams
+from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.outputs import RequestOutput
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 4, "num_gpu_blocks_override": 160}
+WORK = [
+    (f"prompt {i} " * (1 + i % 3), SamplingParams(temperature=0.7, seed=i, max_tokens=20, n=1 + i % 2))
+    for i in range(8)
+]
+
+
+def run(model: Path, scenario: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
+    """Runs a scenario on two replicas."""
+
+    async def main() -> Any:
+        async with AsyncLLM(model, data_parallel_size=2, **{**OPTIONS, **options}) as llm:
+            return await scenario(llm)
+
+    return asyncio.run(main())
+
+
+async def last(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
+    """The last output of a request, which has all of it."""
+    outputs = [output async for output in llm.generate(name, prompt, params, **options)]
+    return outputs[-1]
+
+
+def process(llm: AsyncLLM, replica: int) -> Any:
+    return llm._replicas._cores[replica].client._process
+
+
+def test_replicas_share_the_work_and_give_the_answers_of_one(tiny_model: Path) -> None:
+    alone = LLM(str(tiny_model), **OPTIONS).generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)
+
+    async def scenario(llm: AsyncLLM) -> tuple[list[RequestOutput], list[Any], list[Any]]:
+        outputs = await asyncio.gather(*(last(llm, str(i), p, s) for i, (p, s) in enumerate(WORK)))
+        stats = await llm.replica_stats()
+        total = await llm.stats()
+        assert total.steps == sum(replica.steps for replica in stats)
+        return outputs, stats, await llm.collective_rpc("kv_groups")
+
+    outputs, stats, groups = run(tiny_model, scenario)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [[c.token_ids for c in o.outputs] for o in alone]
+    assert all(replica.steps > 0 and replica.num_running == 0 for replica in stats)
+    assert len(groups) == 2 and groups[0] == groups[1]
+
+
+def test_a_shared_prefix_is_computed_by_every_replica(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> list[int]:
+        await llm.add_shared_prefix("a system prompt for all", "system")
+        outputs = await asyncio.gather(
+            *(last(llm, str(i), f"a system prompt for all, {i}", SamplingParams(max_tokens=2)) for i in range(4))
+        )
+        assert [replica.blocks_pinned for replica in await llm.replica_stats()] == [5, 5]
+        return [output.metrics.num_cached_tokens for output in outputs if output.metrics]
+
+    assert min(run(tiny_model, scenario, data_parallel_routing="round_robin")) >= 20
+
+
+def long(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1, seed=seed, max_tokens=200, ignore_eos=True)
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_the_loss_of_a_replica_is_not_that_of_the_engine(retry: bool, tiny_model: Path) -> None:
+    """Each replica runs one request and has two that wait: a streaming and a whole one are started on the first."""
+    alone = LLM(str(tiny_model), **OPTIONS)
+    expected = [alone.generate("x" * 8, long(i), use_tqdm=False)[0].outputs[0].token_ids for i in range(8)]
+
+    async def scenario(llm: AsyncLLM) -> tuple[list[Any], list[Any]]:
+        started = asyncio.Event()
+
+        async def stream(name: str, seed: int) -> RequestOutput:
+            whole = None
+            async for output in llm.generate(name, "x" * 8, long(seed)):
+                whole = output
+                started.set()
+            assert whole is not None
+            return whole
+
+        # Round robin: even ones go to the first replica, where two run at once and the others wait.
+        tasks = [asyncio.ensure_future(stream("0", 0)), asyncio.ensure_future(last(llm, "1", "x" * 8, long(1)))]
+        await started.wait()
+        tasks.append(asyncio.ensure_future(last(llm, "2", "x" * 8, long(2), streaming=False)))
+        while (await llm.replica_stats())[0].num_running < 2:
+            await asyncio.sleep(0.005)
+        tasks += [asyncio.ensure_future(last(llm, str(i), "x" * 8, long(i))) for i in range(3, 8)]
+        await asyncio.sleep(0)
+        process(llm, 0).end()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not llm.died.is_set()
+        after = await last(llm, "after", "x" * 8, long(0))
+        process(llm, 1).end()
+        await asyncio.wait_for(llm.died.wait(), 20)
+        with pytest.raises(EngineDeadError):
+            await last(llm, "too late", "x", long(0))
+        return results, after.outputs[0].token_ids
+
+    results, after = run(
+        tiny_model, scenario, data_parallel_routing="round_robin", max_num_seqs=2, data_parallel_retry=retry
+    )
+    lost = [i for i, result in enumerate(results) if isinstance(result, EngineDeadError)]
+    assert lost == ([0] if retry else [0, 2]), "what was sent cannot be taken back"
+    assert all("replica 0 of the engine has ended" in str(results[i]) for i in lost)
+    for i, result in enumerate(results):
+        if i not in lost:
+            assert result.outputs[0].token_ids == expected[i]
+    assert after == expected[0]
+
+
+def test_replicas_are_for_servers(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data_parallel_size \(2\) is for AsyncLLM and octavo serve"):
+        LLM(str(tiny_model), data_parallel_size=2, **OPTIONS)
