@@ -1,0 +1,69 @@
+"""Tokens and logprobs of engines with 1, 2 and 4 workers, in bfloat16 with the compiled kernels, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM
+from tests.executor.test_workers import WORK, answers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("octavo._cpu") is None, reason="the compiled kernels were not built"),
+]
+#: Room for two or three requests at a time, in chunks of 16 tokens.
+TIGHT = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 36}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network whose sizes 4 workers divide, wide enough that another order of sums shows after rounding."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[Any]:
+    return answers(LLM(str(model), device="cpu", block_size=4, num_gpu_blocks_override=400), WORK)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+def test_the_number_of_workers_changes_no_bit(
+    ranks: int, stages: int, preemption: str, model: Path, alone: list[Any]
+) -> None:
+    llm = LLM(
+        str(model),
+        device="cpu",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        preemption_mode=preemption,
+        num_host_blocks_override=100,
+        **TIGHT,
+    )
+    assert answers(llm, WORK) == alone
+    llm.llm_engine.core.shutdown()
