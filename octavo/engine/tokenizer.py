@@ -267,7 +267,7 @@ class NoTokenizer(Tokenizer):
         """Refuses."""
         return [self.encode(text) for text in texts]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """Refuses."""
         raise self._refusal("a conversation cannot be made into tokens: give the prompt as token ids")
 

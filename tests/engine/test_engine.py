@@ -380,7 +380,7 @@ def test_an_arrival_time_orders_requests_and_counts_in_their_metrics(tiny_model:
     assert ended[0].metrics.time_in_queue >= 5
 
 
-@pytest.mark.parametrize("value", [time.time() + 1e9, float("nan"), float("-inf"), True, "5", 10**400])
+@pytest.mark.parametrize("value", [1e18, float("nan"), float("-inf"), True, "5", 10**400])
 def test_an_arrival_time_of_another_clock_is_refused(llm: LLM, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="arrival_time"):
         llm.llm_engine.add_request("a", "x", GREEDY, arrival_time=value)
