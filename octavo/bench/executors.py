@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +15,20 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult, TableChange
 from octavo.executor.executor import Executor, choose_executor
 from octavo.executor.worker import Worker
+
+#: Steps that are measured, and those before them.
+STEPS, WARM_UP = 300, 10
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a decode step."""
+
+    executor: str
+    workers: int
+    sequences: int
+    #: Median microseconds from the plan to the result.
+    step_us: float
 
 
 class EchoRunner:
@@ -43,32 +58,30 @@ def decode_plan(step: int, seqs: int, block_size: int = 16) -> StepPlan:
     return StepPlan(step, table_changes=changes, seq_ids=ids, num_tokens=[1] * seqs)
 
 
-def measure(executor: Executor, seqs: int, steps: int) -> float:
-    """Median seconds of a step of ``seqs`` sequences, of ``steps`` steps after the first few."""
-    seconds = []
-    for step in range(1, steps + 11):
-        plan = decode_plan(step, seqs)
-        start = time.perf_counter()
-        executor.execute(plan)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[10:])
-
-
-def run(options: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
-    """Microseconds of a step outside the model by number of sequences, with the workers of ``options``.
+def measure(options: EngineConfig, sizes: Sequence[int]) -> Iterator[StepCost]:
+    """The cost of a step of so many sequences each, with the workers of ``options``.
 
     Raises:
         OctavoError: the workers cannot be started.
     """
-    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, max(2, options.pipeline_parallel_size), 8, 8, 8, 256)
+    stages = max(2, options.pipeline_parallel_size)
+    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, stages, 8, 8, 8, 256)
     executor = choose_executor(options)(options, config, Path(), "float32", 0)
     try:
         executor.start_workers()
         executor.collective_rpc(install_echo)
-        return {
-            "executor": type(executor).__name__,
-            "workers": options.world_size,
-            "step_us": {n: round(measure(executor, n, steps) * 1e6, 1) for n in sizes},
-        }
+        for size in sizes:
+            name = type(executor).__name__.removesuffix("Executor").lower()
+            yield StepCost(name, options.world_size, size, 1e6 * _median_step(executor, size))
     finally:
         executor.shutdown()
+
+
+def _median_step(executor: Executor, seqs: int) -> float:
+    seconds = []
+    for step in range(1, STEPS + WARM_UP + 1):
+        plan = decode_plan(step, seqs)
+        start = time.perf_counter()
+        executor.execute(plan)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[WARM_UP:])

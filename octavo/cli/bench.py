@@ -1,4 +1,4 @@
-"""``octavo bench``: measures throughput, kernels, memory use, the scheduler, a server."""
+"""``octavo bench``: measures throughput, kernels, memory use, the scheduler, executors, a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
-KINDS = ("offline", "kernels", "memory", "scheduler", "serve")
+KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "serve")
 
 EXAMPLE = """\
 examples:
@@ -25,6 +25,7 @@ examples:
   octavo bench kernels llama-3.1-8b-shape --device cuda --rows 1,64,8192
   octavo bench memory smollm2-135m
   octavo bench scheduler --running 64,256,1024 --waiting 10000 --scheduling-policy sjf
+  octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
@@ -32,6 +33,7 @@ kernels    each kernel alone at the shapes of the model, and its share of the ma
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths, and savings by sharing
 scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
            and those of the blocks count, others are refused
+executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
@@ -81,14 +83,20 @@ def run(arguments: Arguments) -> int:
             raise ConfigError("'serve' must come right after 'octavo bench', before its options")
         return bench_serve.run(arguments)
     model = None
-    if kind == "scheduler":
+    if kind in ("scheduler", "executor"):
         refuse_words(arguments)
     else:
         model = take_model(arguments)
     for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
-    measure = {"offline": _offline, "kernels": _kernels, "memory": _memory, "scheduler": _scheduler}[kind]
+    measure = {
+        "offline": _offline,
+        "kernels": _kernels,
+        "memory": _memory,
+        "scheduler": _scheduler,
+        "executor": _executor,
+    }[kind]
     if arguments.json is None:
         measure(arguments, model, None)
     else:
@@ -246,6 +254,17 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
             f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
             f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
         ),
+    )
+
+
+def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    from octavo.bench.executors import measure
+
+    _show(
+        measure(read_engine_config(arguments, "none"), arguments.running),
+        stream,
+        "executor          workers  sequences  step us",
+        lambda f: f"{f.executor:16}  {f.workers:7}  {f.sequences:9}  {f.step_us:7.1f}",
     )
 
 
