@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import msgspec
@@ -100,16 +101,17 @@ class ResultFile:
         if result.key is not None:
             self.done[result.key] = result.failed
 
-    def drop_failed(self) -> None:
-        """Removes the rows that have failed, so that they are answered again; the file is replaced at once.
+    def drop_failed(self, index: Container[Key]) -> None:
+        """Removes those of the rows that have failed, so that they are answered again; the file is replaced at once.
 
         Raises:
             ConfigError: the file cannot be written.
         """
+        dropped = {key for key, failed in self.done.items() if failed and key in index}
         copy = self._path.with_name(self._path.name + ".tmp")
         try:
             with copy.open("wb") as stream:
-                stream.writelines(line for line, result in self._results() if result is not None and not result.failed)
+                stream.writelines(line for line, result in self._results() if result and result.key not in dropped)
                 stream.flush()
                 os.fsync(stream.fileno())
             copy.replace(self._path)
@@ -117,7 +119,8 @@ class ResultFile:
             raise ConfigError(f"cannot write {copy}: {e.strerror}") from None
         before, self._descriptor = self._descriptor, self._open()
         os.close(before)
-        self.done = {key: failed for key, failed in self.done.items() if not failed}
+        for key in dropped:
+            del self.done[key]
 
     def close(self) -> None:
         """Closes the file; its lines are then safe from a loss of power too."""
@@ -130,10 +133,15 @@ class ResultFile:
         except OSError as e:
             raise ConfigError(f"cannot write {self._path}: {e.strerror}") from None
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{self._path} must be a file, as it is read when a run goes on")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(f"another run writes to {self._path}") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def _load(self) -> None:

@@ -79,7 +79,7 @@ def run_batch(
     results = ResultFile(output_file)
     try:
         if retry_failed:
-            results.drop_failed()
+            results.drop_failed(index)
         if others := len(results.done.keys() - index.keys()):
             logger.warning("%s holds %d results of rows that %s does not have", output_file, others, input_file)
         summary = Summary(requests=len(index), skipped=len(index.keys() & results.done.keys()))

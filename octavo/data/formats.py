@@ -54,15 +54,14 @@ class JsonLines(Format):
         """See ``Format``."""
         found = [_parse(line) for line in _lines(path, start, rows)]
         good = [row for row in found if isinstance(row, dict)]
-        for row in good:
-            columns.check([columns.prompt, *row])  # a row without a prompt fails alone
-        answers = iter(generator.answer([row.get(columns.prompt) for row in good]))
+        for given in good:
+            columns.check([columns.prompt, *given])  # a row without a prompt fails alone
+        answers = iter(generator.answer([given.get(columns.prompt) for given in good]))
         failed = 0
         with target.open("wb") as stream:
-            line: dict[str, Any]
             for row in found:
                 if isinstance(row, str):
-                    line = {columns.output: None, columns.error: row}
+                    line: dict[str, Any] = {columns.output: None, columns.error: row}
                 else:
                     answer = next(answers)
                     line = {**row, columns.output: answer.text, columns.error: answer.error}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from octavo.batch.results import Result, ResultFile, RowError, new_id
 from octavo.cli.main import main
+from octavo.core.errors import OctavoError
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import TINY, running
 
@@ -181,6 +184,7 @@ def test_a_row_that_is_there_twice_is_refused_before_anything_runs(
         (lambda folder: (folder / "out.jsonl").write_text("a diary\n"), "line 1 of"),
         (lambda folder: (folder / "out.jsonl").write_text("a diary"), "line 1 of"),
         (lambda folder: (folder / "out.jsonl").mkdir(), "cannot write"),
+        (lambda folder: (folder / "out.jsonl").symlink_to("/dev/full"), "must be a file"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused_and_left_alone(
@@ -194,9 +198,41 @@ def test_files_that_cannot_be_used_are_refused_and_left_alone(
     assert not out.is_file() or out.read_text().startswith("a diary")
 
 
-def test_two_runs_do_not_write_to_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from octavo.batch.results import ResultFile
+def test_a_full_disk_ends_the_run_and_the_line_it_cut_short_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    made = [Result(new_id(), name, None, RowError("code", "failed", 1)) for name in "abc"]
+    output = ResultFile(path)
+    output.append(made[0])
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, before[1]))
+    try:
+        for result in made[1:]:
+            with pytest.raises(OctavoError, match="cannot write"):
+                output.append(result)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    output.close()
+    assert path.stat().st_size == size * 3 // 2
+    output = ResultFile(path)
+    assert output.done == {"a": True}
+    output.append(made[1])
+    output.close()
+    assert [result["custom_id"] for result in results(path)] == ["a", "b"]
 
+
+def test_results_of_other_rows_are_kept_when_failed_ones_are_answered_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    output = ResultFile(path)
+    for name in ("mine", "of another input"):
+        output.append(Result(new_id(), name, None, RowError("code", "failed", 1)))
+    output.drop_failed({"mine"})
+    output.append(Result(new_id(), "mine", None, None))
+    output.close()
+    assert [result["custom_id"] for result in results(path)] == ["of another input", "mine"]
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps(row("a", prompt="a")))
     other = ResultFile(tmp_path / "out.jsonl")
     try:
