@@ -17,12 +17,12 @@ from tqdm import tqdm
 from octavo.batch.results import Response, Result, ResultFile, RowError, new_id
 from octavo.batch.rows import Row, index_rows, read_rows
 from octavo.core.config import EngineConfig
+from octavo.core.server_options import ServerOptions
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
-from octavo.server.options import ServerOptions
 from octavo.server.queue_limit import QueueLimit
 from octavo.server.service import Service
 
@@ -163,14 +163,14 @@ class _Runner:
         """The result of a row.
 
         Raises:
-            EngineDeadError: the engine has died, so that what the route said is no answer.
+            EngineDeadError: the engine has died before it answered.
         """
         if row.error is not None:
             return Result(new_id(), row.custom_id, None, RowError("invalid_request", row.error, row.line))
         if self._streams(row.body):
             return Result(new_id(), row.custom_id, _refusal(unsupported("stream", "a batch cannot be streamed")), None)
-        response = await self._client.post(row.url, content=row.body, headers={"content-type": "application/json"})
-        self._llm.check_alive()
+        while (response := await self._post(row)).status_code == 503:  # the replica that had it has died
+            self._llm.check_alive()
         body = response.content
         if response.status_code == 200:
             usage = self._answer_decoder.decode(body).usage
@@ -178,6 +178,9 @@ class _Runner:
             self._summary.output_tokens += usage.completion_tokens
         content = Response(response.status_code, response.headers["x-request-id"], msgspec.Raw(body))
         return Result(new_id(), row.custom_id, content, None)
+
+    async def _post(self, row: Row) -> httpx.Response:
+        return await self._client.post(row.url, content=row.body, headers={"content-type": "application/json"})
 
     def _streams(self, body: bytes) -> bool:
         try:

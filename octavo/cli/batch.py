@@ -10,22 +10,22 @@ from typing import Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config
-from octavo.cli.parsing import (
-    EXIT_FAILED,
-    Arguments,
-    Parser,
-    add_json_flag,
-    json_stream,
-    refuse_words,
-    take_model,
-)
+from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
+from octavo.core.config_sources import resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.server.options import ServerOptions, make_options
+from octavo.core.server_options import ServerOptions
 
 PREFIX = "server"
 #: Options of the server that decide which requests are accepted.
-SERVER_FLAGS = ("served_model_name", "max_sequences_per_request", "max_prompt_chars", "step_timeout")
+SERVER_FLAGS = (
+    "served_model_name",
+    "max_sequences_per_request",
+    "max_prompt_chars",
+    "unknown_fields",
+    "trust_request_chat_template",
+    "step_timeout",
+)
 _NO_LIMIT = 1 << 31
 #: Options in which a batch differs from a server: no one waits for an answer, and the rows in flight are bounded.
 SERVER_OPTIONS: dict[str, Any] = {
@@ -43,8 +43,7 @@ examples:
 
 a line of in.jsonl, and the line of out.jsonl that answers it:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Two and two make"}}
-  {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}},
-   "error": null}
+  {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, ...}
 
 Each body is checked and answered as octavo serve would; url is /v1/completions or /v1/chat/completions. A request that
 cannot be served fails alone: the others are answered, and the exit code is 1. Answers come in any order. A run that was
@@ -56,7 +55,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = Parser(
         prog="octavo batch",
-        usage="octavo batch run -i FILE -o FILE [options] MODEL",
+        usage="octavo batch run -i FILE -o FILE [options] [MODEL]",
         description="Answers a file of requests in the OpenAI API's batch format.",
         epilog=EXAMPLE,
     )
@@ -65,7 +64,10 @@ def make_parser() -> Parser:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="answers are appended to this file"
     )
     parser.add_argument(
-        "--max-in-flight", type=int, metavar="N", help="most requests in the engine at once (default: 2 x max_num_seqs)"
+        "--max-in-flight",
+        type=int,
+        metavar="N",
+        help="most requests in the engine at once (default: twice max_num_seqs, for each replica)",
     )
     parser.add_argument("--retry-failed", action="store_true", help="answer those again whose answer is an error")
     add_json_flag(parser)
@@ -80,18 +82,19 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("octavo batch needs a word that says what to do: run")
     arguments.words.pop(0)
     config = read_engine_config(arguments, take_model(arguments))
-    refuse_words(arguments)
-    in_flight = 2 * config.max_num_seqs if arguments.max_in_flight is None else arguments.max_in_flight
+    in_flight = arguments.max_in_flight
+    if in_flight is None:
+        in_flight = 2 * config.max_num_seqs * config.data_parallel_size
     if in_flight < 1:
         raise ConfigError(f"--max-in-flight must be at least 1, not {in_flight}")
-    server_options = make_options(**arguments.group(PREFIX), **SERVER_OPTIONS)
+    options = resolve_server_options({**arguments.group(PREFIX), **SERVER_OPTIONS}, config_file=arguments.config)
     with ExitStack() as stack:
         json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
         from octavo.batch.runner import run_batch
 
         summary = run_batch(
             config,
-            server_options,
+            options,
             arguments.input,
             arguments.output,
             max_in_flight=in_flight,
