@@ -24,6 +24,8 @@ ORDER = (
     "engine",
     "simulate",
     "server",
+    "batch",
+    "data",
     "bench",
     "cli",
 )
@@ -33,8 +35,10 @@ ONLY = {
     "memory": {"core"},
     "scheduler": {"core", "memory"},
     "server": {"core", "engine"},
+    "batch": {"core", "engine", "server"},
+    "data": {"core", "engine"},
 }
-WITHOUT_TORCH = {"core", "memory", "scheduler", "server"}
+WITHOUT_TORCH = {"core", "memory", "scheduler", "server", "batch", "data"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, under the routes of the OpenAI API",
+    "batch": "answer a file of requests in the OpenAI API's batch format",
     "pull": "download a model, unless it is cached, and print its folder",
     "list": "show the models in the cache",
     "rm": "remove models from the cache",

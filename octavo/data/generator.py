@@ -1,0 +1,107 @@
+"""The model that an actor holds: a column of prompts in, texts and errors out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.errors import ConfigError
+from octavo.core.outputs import RequestOutput
+from octavo.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Params = SamplingParams | BeamSearchParams
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of prompts and those that are added."""
+
+    prompt: str
+    output: str
+
+    @property
+    def error(self) -> str:
+        """The column that says why there is no output; null where there is one."""
+        return f"{self.output}_error"
+
+    def check(self, there: Sequence[str]) -> None:
+        """Refuses rows without prompts, and those that have a column of these names already.
+
+        Raises:
+            ConfigError: with the names of the columns.
+        """
+        if self.prompt not in there:
+            raise ConfigError(f"there is no column {self.prompt!r} (prompt_column); there are: {', '.join(there)}")
+        for name in (self.output, self.error):
+            if name in there:
+                raise ConfigError(f"there is a column {name!r} already; choose another output_column")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a prompt; several texts if the parameters ask for several completions."""
+
+    text: str | list[str] | None
+    error: str | None = None
+
+
+class Generator:
+    """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template)."""
+
+    def __init__(self, engine_options: Mapping[str, Any], params: Params) -> None:
+        """Loads the model.
+
+        Raises:
+            OctavoError: it is unknown, unreadable, unsupported or too large.
+        """
+        from octavo.engine.llm import LLM
+
+        self._llm = LLM(**engine_options)
+        self._params = params
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer is a list of texts."""
+        return isinstance(self._params, BeamSearchParams) or self._params.n > 1
+
+    def answer(self, prompts: Sequence[Any]) -> list[Answer]:
+        """The answers, in order; a prompt that cannot be served fails alone."""
+        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+        answers = [
+            Answer(None, f"a prompt must be text, token ids or messages, not {prompt!r}"[:200]) for prompt in prompts
+        ]
+        chats = [i for i, prompt in enumerate(prompts) if _is_chat(prompt)]
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, (str, list)) and not _is_chat(prompt)]
+        for indices, complete in ((texts, self._llm.generate), (chats, self._llm.chat)):
+            if not indices:
+                continue
+            outputs = complete([prompts[i] for i in indices], self._params, use_tqdm=False)
+            for i, output in zip(indices, outputs, strict=True):
+                answers[i] = self._make_answer(output)
+        return answers
+
+    def add_columns(self, table: pa.Table, columns: Columns) -> pa.Table:
+        """The table with the columns of outputs and errors."""
+        import pyarrow as pa
+
+        columns.check(table.column_names)
+        answers = self.answer(table.column(columns.prompt).to_pylist())
+        kind = pa.list_(pa.string()) if self.several else pa.string()
+        table = table.append_column(columns.output, pa.array([answer.text for answer in answers], kind))
+        return table.append_column(columns.error, pa.array([answer.error for answer in answers], pa.string()))
+
+    def _make_answer(self, output: RequestOutput) -> Answer:
+        for completion in output.outputs:
+            if completion.finish_reason not in ("stop", "length"):
+                return Answer(None, completion.error or f"the request ended by {completion.finish_reason}")
+        texts = [completion.text for completion in output.outputs]
+        return Answer(texts if self.several else texts[0])
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

@@ -1,0 +1,200 @@
+"""Generation over files in parts: each is written once it is complete, so that a run goes on where it was stopped."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.core.errors import ConfigError
+from octavo.core.sampling_params import SamplingParams
+from octavo.data.formats import FORMATS, find_files
+from octavo.data.generator import Columns, Generator, Params
+from octavo.data.stage import BATCH_SIZE, default_resources, import_ray, make_engine_config, map_batches
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: File in the output folder that says what its parts were made of. Readers of folders pass over such names.
+DESCRIPTION = "_octavo_run"
+#: Begins the names of parts that are being written.
+_UNFINISHED = ".octavo-"
+#: Most tasks that parts are handed out in; each costs the cluster a millisecond.
+_MAX_TASKS = 4096
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of a run."""
+
+    rows: int
+    #: Answered by earlier runs.
+    skipped: int
+    #: Of this run, those that have an error.
+    failed: int
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """Rows ``first`` to ``first + rows`` of the whole input: ``rows`` rows of a file, from ``start`` on."""
+
+    file: str
+    start: int
+    first: int
+    rows: int
+
+    def path(self, folder: Path, suffix: str) -> Path:
+        """Where its rows are written: named by the numbers of the first and of the last."""
+        return folder / f"part-{self.first:012d}-{self.first + self.rows - 1:012d}{suffix}"
+
+
+def run(
+    input_path: str | Path | Sequence[str | Path],
+    output_path: str | Path,
+    *,
+    model: str,
+    sampling_params: Params | None = None,
+    prompt_column: str = "prompt",
+    output_column: str = "generated",
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = BATCH_SIZE,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> Counts:
+    """Completes the prompts of JSON lines or Parquet files and writes the rows, with their answers, to a folder.
+
+    >>> octavo.data.run("prompts.parquet", "answers/", model="smollm2-135m", concurrency=4)
+    >>> ray.data.read_parquet("answers/")
+
+    A row is identified by its number in the input, files of a folder taken by name. ``batch_size`` rows of a file are
+    a part: a file of the input's format, named by their numbers, that appears in the folder as a whole. After a stop,
+    also by kill -9, the same call does the parts that are missing: no row is lost, and none is there twice.
+
+    Args:
+        input_path: a file, a folder of files, or a list of these; on every machine under the same path.
+        output_path: a folder, likewise; it is made if there is none.
+        model, sampling_params, prompt_column, output_column, concurrency, ray_remote_args, engine_options: see
+            ``generate``.
+        batch_size: rows of a part, completed at once by an actor. More keep the engine fuller, a stop loses less with
+            fewer.
+
+    Raises:
+        ConfigError: Ray is not installed, an option is wrong, a file cannot be used, or the folder holds parts of
+            another input, model or other parameters.
+    """
+    ray_data = import_ray()
+    config = make_engine_config(model, engine_options)
+    params, columns = sampling_params or SamplingParams(), Columns(prompt_column, output_column)
+    given = [input_path] if isinstance(input_path, (str, Path)) else list(input_path)
+    files, suffix = find_files([Path(path).resolve() for path in given])
+    parts = _cut(files, suffix, batch_size)
+    folder = Path(output_path).resolve()
+    _prepare(folder, _describe(files, config.model, params, columns, batch_size))
+    missing = [part for part in parts if not part.path(folder, suffix).exists()]
+    failed = 0
+    if missing:
+        dataset = ray_data.from_items(
+            [{"part": msgspec.json.encode(part).decode()} for part in missing],
+            override_num_blocks=min(len(missing), _MAX_TASKS),
+        )
+        done = map_batches(
+            dataset,
+            _Parts,
+            (config.model_dump(), params, columns, folder, suffix),
+            batch_size=1,
+            concurrency=concurrency,
+            ray_remote_args=ray_remote_args or default_resources(config),
+        )
+        failed = sum(row["failed"] for row in done.iter_rows())
+    rows, remaining = sum(part.rows for part in parts), sum(part.rows for part in missing)
+    return Counts(rows, rows - remaining, failed)
+
+
+class _Parts:
+    """The actor of ``run``: answers parts, each a row of its table."""
+
+    def __init__(
+        self, engine_options: Mapping[str, Any], params: Params, columns: Columns, folder: Path, suffix: str
+    ) -> None:
+        self._generator = Generator(engine_options, params)
+        self._columns = columns
+        self._folder = folder
+        self._suffix = suffix
+
+    def __call__(self, table: pa.Table) -> dict[str, list[int]]:
+        return {"failed": [self._answer(text) for text in table.column("part").to_pylist()]}
+
+    def _answer(self, text: str) -> int:
+        part = msgspec.json.decode(text, type=_Part)
+        target = part.path(self._folder, self._suffix)
+        temporary = self._folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
+        try:
+            failed = FORMATS[self._suffix].answer(
+                Path(part.file), part.start, part.rows, self._generator, self._columns, temporary
+            )
+            _publish(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return failed
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Gives a file that is complete its name, in one step that a kill or a loss of power cannot divide."""
+    with temporary.open("rb") as stream:
+        os.fsync(stream.fileno())
+    temporary.replace(target)
+
+
+def _cut(files: list[Path], suffix: str, batch_size: int) -> list[_Part]:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+    parts: list[_Part] = []
+    first = 0
+    for path in files:
+        for start, rows in FORMATS[suffix].cut(path, batch_size):
+            parts.append(_Part(str(path), start, first, rows))
+            first += rows
+    return parts
+
+
+def _describe(files: list[Path], model: str, params: Params, columns: Columns, batch_size: int) -> bytes:
+    """What the parts of a folder have in common."""
+    content = {
+        "files": [[path.name, path.stat().st_size] for path in files],
+        "model": model,
+        "sampling_params": params,
+        "columns": columns,
+        "batch_size": batch_size,
+    }
+    return msgspec.json.encode(content, enc_hook=lambda value: getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _prepare(folder: Path, description: bytes) -> None:
+    """Makes the folder, or compares what its parts were made of, and removes what a stopped run has left behind.
+
+    Raises:
+        ConfigError: it holds parts of something else, or cannot be written.
+    """
+    known = folder / DESCRIPTION
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            left.unlink(missing_ok=True)
+        if not known.exists():
+            if any(folder.glob("part-*")):
+                raise ConfigError(f"{folder} holds parts of an unknown run; name another output_path")
+            temporary = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
+            temporary.write_bytes(description)
+            _publish(temporary, known)
+            return
+        there = known.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"cannot write to {folder}: {e.strerror}") from None
+    if there != description:
+        before, now = msgspec.json.decode(there), msgspec.json.decode(description)
+        changed = ", ".join(name for name in now if before.get(name) != now[name])
+        raise ConfigError(f"{folder} holds rows of a run with other {changed}; name another output_path")

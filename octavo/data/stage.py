@@ -1,0 +1,144 @@
+"""A stage of Ray Data that completes a column of prompts, in a pool of actors with a model each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import resolve_config
+from octavo.core.errors import ConfigError
+from octavo.core.sampling_params import SamplingParams
+from octavo.data.generator import Columns, Generator, Params
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those that are under way.
+BATCH_SIZE = 512
+
+
+def generate(
+    dataset: Any,
+    *,
+    model: str,
+    sampling_params: Params | None = None,
+    prompt_column: str = "prompt",
+    output_column: str = "generated",
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = BATCH_SIZE,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> Any:
+    """The data set (``ray.data.Dataset``) with the columns ``generated`` and ``generated_error``; lazy, as every stage.
+
+    >>> ds = ray.data.read_parquet("prompts/")
+    >>> ds = octavo.data.generate(ds, model="smollm2-135m", sampling_params=SamplingParams(max_tokens=64))
+    >>> ds.write_parquet("answers/")
+
+    Args:
+        dataset: has a column of texts, of token ids, or of conversations (lists of messages).
+        model: as for ``LLM``; a folder must be there on every machine.
+        sampling_params: for all prompts. The output is a list of texts if they ask for several completions.
+        prompt_column: name of that column.
+        output_column: name of the column of texts. A prompt that cannot be served fails alone: its output is null, and
+            the column ``{output_column}_error`` says why.
+        concurrency: actors, each with an engine of its own; (least, most) for a pool that grows and shrinks.
+        batch_size: prompts that an actor completes at once.
+        ray_remote_args: of the actors, such as ``{"num_cpus": 8}``. Default: a GPU for each worker of the engine
+            where the cluster has GPUs, else one CPU; none with ``distributed_executor_backend="ray"``, whose workers
+            take theirs themselves.
+        **engine_options: fields of ``EngineConfig``, such as ``num_threads`` or ``tensor_parallel_size``.
+
+    Raises:
+        ConfigError: Ray is not installed, or an option is wrong.
+    """
+    config = make_engine_config(model, engine_options)
+    return map_batches(
+        dataset,
+        _Batches,
+        (config.model_dump(), sampling_params or SamplingParams(), Columns(prompt_column, output_column)),
+        batch_size=batch_size,
+        concurrency=concurrency,
+        ray_remote_args=ray_remote_args or default_resources(config),
+    )
+
+
+class _Batches:
+    """The actor of ``generate``."""
+
+    def __init__(self, engine_options: Mapping[str, Any], params: Params, columns: Columns) -> None:
+        self._generator = Generator(engine_options, params)
+        self._columns = columns
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return self._generator.add_columns(table, self._columns)
+
+
+def import_ray() -> Any:
+    """The package ``ray.data``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray.data
+    except ImportError as e:
+        raise ConfigError(f"octavo.data needs Ray Data: pip install 'octavo[ray]' ({e})") from None
+    return ray.data
+
+
+def make_engine_config(model: str, engine_options: Mapping[str, Any]) -> EngineConfig:
+    """The options of the engines, resolved here, so that a wrong one fails before the job and all actors have the same.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    # An actor has another working directory.
+    folder = Path(model)
+    return resolve_config({**engine_options, "model": str(folder.resolve()) if folder.exists() else str(model)})
+
+
+def default_resources(config: EngineConfig) -> dict[str, float]:
+    """What an actor takes of the cluster."""
+    import_ray()
+    import ray
+
+    if config.distributed_executor_backend == "ray":
+        return {"num_cpus": 0}
+    if not ray.is_initialized():
+        ray.init()
+    if config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1):
+        return {"num_gpus": config.world_size}
+    return {"num_cpus": 1}
+
+
+def map_batches(
+    dataset: Any,
+    actor: type,
+    arguments: tuple[Any, ...],
+    *,
+    batch_size: int,
+    concurrency: int | tuple[int, int],
+    ray_remote_args: Mapping[str, Any],
+) -> Any:
+    """The data set with Arrow tables of ``batch_size`` rows passed through a pool of actors, made with the arguments.
+
+    Raises:
+        ConfigError: Ray is not installed, or a size is out of range.
+    """
+    ray_data = import_ray()
+    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
+    if not 1 <= least <= most:
+        raise ConfigError(f"concurrency must be at least 1, or (least, most), not {concurrency!r}")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, not {batch_size!r}")
+    return dataset.map_batches(
+        actor,
+        fn_constructor_args=arguments,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=ray_data.ActorPoolStrategy(min_size=least, max_size=most),
+        **ray_remote_args,
+    )

@@ -1,0 +1,194 @@
+"""``octavo.data``: prompts of a data set, completed by actors on Ray; runs over files that go on after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octavo.data
+from octavo import LLM, ConfigError, SamplingParams
+from octavo.data.formats import JsonLines, find_files
+from octavo.data.generator import Answer, Columns, Generator
+from tests.busy_machine import PATIENCE, eventually
+
+ENGINE: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+class Echo(Generator):
+    """Answers a text with itself, twice."""
+
+    def __init__(self) -> None:
+        pass
+
+    def answer(self, prompts: Sequence[Any]) -> list[Answer]:
+        return [Answer(p * 2) if isinstance(p, str) else Answer(None, "no text") for p in prompts]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_cut_into_parts_that_hold_every_row_once(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"prompt": "é" * i, "id": i}) for i in range(7)]
+    path.write_text("\n" + "\n\n".join(lines))
+    parts = list(JsonLines().cut(path, 3))
+    assert [rows for _, rows in parts] == [3, 3, 1]
+    found = []
+    for start, rows in parts:
+        assert JsonLines().answer(path, start, rows, Echo(), Columns("prompt", "out"), tmp_path / "part") == 0
+        found += json_lines(tmp_path / "part")
+    assert found == [{"prompt": "é" * i, "id": i, "out": "é" * 2 * i, "out_error": None} for i in range(7)]
+
+
+def test_a_line_that_is_no_row_fails_alone(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\nno JSON\n{"text": "b"}\n[1]\n{"prompt": "c"}\n')
+    assert JsonLines().answer(path, 0, 5, Echo(), Columns("prompt", "out"), tmp_path / "part") == 3
+    found = json_lines(tmp_path / "part")
+    assert [row["out"] for row in found] == ["aa", None, None, None, "cc"]
+    assert "JSON is malformed" in found[1]["out_error"]
+    assert found[2]["out_error"] == "no text"
+    assert "Expected `object`" in found[3]["out_error"]
+
+
+def test_a_column_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a", "out": 1}\n')
+    with pytest.raises(ConfigError, match="a column 'out' already"):
+        JsonLines().answer(path, 0, 1, Echo(), Columns("prompt", "out"), tmp_path / "part")
+
+
+def test_prompts_are_texts_token_ids_or_conversations_and_others_fail_alone(tiny_model: Path) -> None:
+    generator = Generator({"model": str(tiny_model), **ENGINE}, PARAMS)
+    chat = [{"role": "user", "content": "hi"}]
+    found = generator.answer(["Hello", [5, 6, 7], chat, 3, None, [10**6], [], "there"])
+    llm = LLM(str(tiny_model), **ENGINE)
+    prompts: list[Any] = ["Hello", [5, 6, 7], "there"]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    assert [found[0].text, found[1].text, found[7].text] == texts
+    assert found[2].text == llm.chat(chat, PARAMS, use_tqdm=False)[0].outputs[0].text
+    assert [answer.text for answer in found[3:7]] == [None] * 4
+    assert "not 3" in str(found[3].error) and "not None" in str(found[4].error)
+    assert found[5].error and found[6].error
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+        octavo.data.generate(None, model="smollm2-135m")
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+        octavo.data.run(tmp_path, tmp_path / "out", model="smollm2-135m")
+
+
+def test_input_of_several_formats_is_refused(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "_notes.jsonl", "readme.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_files([tmp_path])[0]] == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "c.parquet").touch()
+    for paths, said in (
+        ([tmp_path], "one format"),
+        ([tmp_path / "readme.txt"], "one format"),
+        ([tmp_path / "x"], "no file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_files(paths)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of this machine."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
+    context = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_model: Path) -> list[str]:
+    """The completions of the prompts "0" to "59"."""
+    outputs = LLM(str(tiny_model), **ENGINE).generate([str(i) for i in range(60)], PARAMS, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.slow
+def test_a_stage_of_ray_data_adds_the_completions(cluster: str, tiny_model: Path, texts: list[str]) -> None:
+    import ray.data
+
+    rows: list[dict[str, Any]] = [{"id": i, "question": str(i)} for i in range(60)]
+    rows.append({"id": 60, "question": "x" * 1000})
+    dataset = ray.data.from_items(rows, override_num_blocks=5)
+    answered = octavo.data.generate(
+        dataset,
+        model=str(tiny_model),
+        sampling_params=PARAMS,
+        prompt_column="question",
+        output_column="answer",
+        concurrency=2,
+        batch_size=16,
+        **ENGINE,
+    )
+    found = sorted(answered.take_all(), key=lambda row: row["id"])
+    assert [row["answer"] for row in found] == [*texts, None]
+    assert [row["answer_error"] for row in found[:-1]] == [None] * 60
+    assert "1000" in found[-1]["answer_error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(
+    suffix: str, cluster: str, tiny_model: Path, texts: list[str], tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source, out = tmp_path / f"in{suffix}", tmp_path / "out"
+    rows = [{"id": i, "prompt": str(i)} for i in range(60)]
+    if suffix == ".jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source, row_group_size=7)
+
+    def call(folder: Path, **options: Any) -> Any:
+        return octavo.data.run(source, folder, model=str(tiny_model), sampling_params=PARAMS, **(ENGINE | options))
+
+    program = (
+        "import octavo.data; from octavo import SamplingParams\n"
+        f"octavo.data.run({str(source)!r}, {str(out)!r}, model={str(tiny_model)!r}, batch_size=4, "
+        f"sampling_params=SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), **{ENGINE!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "RAY_ADDRESS": cluster})
+    eventually(lambda: process.poll() is not None or len(list(out.glob("part-*"))) >= 3)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+
+    counts = call(out, batch_size=4)
+    assert (counts.rows, counts.failed) == (60, 0)
+    assert 12 <= counts.skipped < 60, "it was to be killed half way"
+    files = sorted(out.glob("part-*"))
+    assert [file.name for file in files[:2]] == [
+        f"part-000000000000-000000000003{suffix}",
+        f"part-000000000004-000000000007{suffix}",
+    ]
+    found = [
+        row for file in files for row in (json_lines(file) if suffix == ".jsonl" else pq.read_table(file).to_pylist())
+    ]
+    assert found == [{**row, "generated": text, "generated_error": None} for row, text in zip(rows, texts, strict=True)]
+    assert {file.name for file in out.iterdir()} == {file.name for file in files} | {"_octavo_run"}
+
+    written = {file: file.stat().st_mtime_ns for file in files}
+    assert call(out, batch_size=4).skipped == 60
+    assert {file: file.stat().st_mtime_ns for file in files} == written
+    with pytest.raises(ConfigError, match="other batch_size"):
+        call(out, batch_size=5)
