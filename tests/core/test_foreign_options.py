@@ -52,7 +52,9 @@ def test_a_number_is_no_switch_and_a_switch_no_number() -> None:
 
 def test_a_file_may_hold_them(tmp_path: Path) -> None:
     file = tmp_path / "octavo.yaml"
-    file.write_text("model: m\ndecode-context-parallel-size: 1\ntrust_remote_code: false\nhf-overrides: {}\ndtype: half\n")
+    file.write_text(
+        "model: m\ndecode-context-parallel-size: 1\ntrust_remote_code: false\nhf-overrides: {}\ndtype: half\n"
+    )
     assert resolve_config({}, config_file=file, environ={}) == EngineConfig(model="m", dtype="float16")
     file.write_text("model: m\ndecode-context-parallel-size: 2\n")
     with pytest.raises(ConfigError, match=r"decode_context_parallel_size must be 1, not 2: .*octavo\.yaml"):

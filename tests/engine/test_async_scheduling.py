@@ -57,6 +57,8 @@ FREE = (0, 1, 2, 4, 6, 7, 9)
 class Watch(Executor):
     """Passes steps on and counts those that were submitted while another was in flight."""
 
+    in_process = True
+
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.in_flight = 0
