@@ -114,7 +114,7 @@ class AsyncLLM:
 
         Requests call it where nothing else has. A program whose own imports take time starts the ``CoreProcess`` before
         them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died
-        (see ``FIRST_STEP_TIMEOUT``).
+        (see ``replicas.FIRST_STEP_TIMEOUT``).
 
         Raises:
             OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.

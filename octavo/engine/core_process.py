@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,14 +157,14 @@ class CoreLoop:
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
         encoded, error = msgspec.msgpack.encode(None), None
         try:
-            value = {
+            methods: dict[str, Callable[..., Any]] = {
                 "stats": self._core.scheduler.stats,
                 "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
                 "sleep": self._core.sleep,
                 "wake_up": self._core.wake_up,
                 "collective_rpc": self._core.executor.collective_rpc,
-            }[method](*args)
-            encoded = msgspec.msgpack.encode(value)
+            }
+            encoded = msgspec.msgpack.encode(methods[method](*args))
         except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
         return Reply(call_id, msgspec.Raw(encoded), error)

@@ -37,7 +37,7 @@ from octavo import (
 from octavo.core.config import make_config
 from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.stats import StepStats
-from octavo.engine import async_llm
+from octavo.engine import async_llm, replicas
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.core_process import _check_messages
 from tests.busy_machine import PATIENCE, once_in_three
@@ -419,7 +419,7 @@ def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, 
             try:
                 request = llm.inputs.process("a", options.pop("prompt"), params, **options)
                 check_sendable(request.group)
-                data = llm._client.encode(Add(request.group))
+                data = llm._replicas.encode(request.group)
             except InvalidRequestError:
                 continue
             accepted += 1
@@ -558,7 +558,7 @@ def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.Mo
         stream = await llm.submit("a", "Hello", LONG)
         await asyncio.sleep(1.0)
         assert not llm.died.is_set()
-        monkeypatch.setattr(async_llm, "FIRST_STEP_TIMEOUT", 2.0)
+        monkeypatch.setattr(replicas, "FIRST_STEP_TIMEOUT", 2.0)
         with pytest.raises(EngineDeadError, match="no step for 2 s"):
             await anext(stream)
         await llm.shutdown()
@@ -572,7 +572,7 @@ def test_an_exception_in_the_loop_of_the_core_is_told(tiny_model: Path) -> None:
         async with started(tiny_model) as llm:
             await last(llm, "a", "Hello", SamplingParams(max_tokens=2))
             # A message that no front end sends: the core cannot go on.
-            llm._client._out.send(b"\xc1 garbage")
+            llm._replicas._cores[0].client._out.send(b"\xc1 garbage")
             with pytest.raises(EngineDeadError, match="DecodeError"):
                 await last(llm, "b", "Hello", LONG)
             assert llm.died.is_set()
@@ -658,7 +658,7 @@ def test_an_idle_engine_uses_no_processor_time(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
         await last(llm, "a", "Hello", SamplingParams(max_tokens=4))
         await asyncio.sleep(0.2)
-        processes = [psutil.Process(llm._client._process.pid), psutil.Process()]
+        processes = [psutil.Process(llm._replicas._cores[0].client._process.pid), psutil.Process()]
         before = [sum(p.cpu_times()[:2]) for p in processes]
         await asyncio.sleep(1.5)
         after = [sum(p.cpu_times()[:2]) for p in processes]

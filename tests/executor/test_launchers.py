@@ -109,7 +109,7 @@ def test_a_lost_actor_ends_the_engine(cluster: Any, tiny_model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_machine_ends_the_engine(cluster: Any, tiny_model: Path) -> None:
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     llm = LLM(str(tiny_model), distributed_executor_backend="ray", **sizes, **OPTIONS)
     cluster.remove_node(sorted(cluster.worker_nodes, key=str)[-1])
     with pytest.raises(EngineDeadError, match=r"is lost|closed its connection"):

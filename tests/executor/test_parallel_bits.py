@@ -17,7 +17,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("octavo._cpu") is None, reason="the compiled kernels were not built"),
 ]
 #: Room for two or three requests at a time, in chunks of 16 tokens.
-TIGHT = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 36}
+TIGHT: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 36,
+}
 
 
 @pytest.fixture(scope="module")

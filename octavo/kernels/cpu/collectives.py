@@ -100,3 +100,11 @@ class HostCommunicator:
             out[:rows].copy_(self._group.all_gather(x[:rows]))
 
         return _cpu.host_call(run)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        return self._group.all_gather(x)
