@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 TO_CORE, FROM_CORE = "to_core", "from_core"
 #: Steps that may be queued on either side for a slow front end; then the core waits.
 MAX_WAITING_STEPS = 64
+#: See ``CoreLoop``.
+HEALTH_INTERVAL = 1.0
 #: Milliseconds that the process waits at its end, at most, for its messages to be received.
 LINGER = 500
 
@@ -72,9 +74,9 @@ class Inbox:
         self._socket.bind(f"ipc://{folder / TO_CORE}")
         self._decoder = msgspec.msgpack.Decoder(ToCore)
 
-    def wait(self) -> None:
-        """Sleeps until there is a message."""
-        self._socket.poll()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleeps until there is a message, or for ``timeout`` seconds; whether there is one."""
+        return bool(self._socket.poll(None if timeout is None else timeout * 1e3))
 
     def receive(self) -> ToCore | None:
         """The next message, or None if there is none now."""
@@ -121,6 +123,8 @@ class CoreLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._meter = StepMeter(core, core.replica)
+        #: While there is nothing to do, seconds between two looks at workers in other processes.
+        self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
 
     def run(self) -> None:
         """Runs until ``Shutdown``."""
@@ -131,8 +135,8 @@ class CoreLoop:
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
         busy = self._core.scheduler.has_work
-        if not busy:
-            self._inbox.wait()
+        while not busy and not self._inbox.wait(self._health_interval):
+            self._core.executor.check_health()
         while (message := self._inbox.receive()) is not None:
             if isinstance(message, Shutdown):
                 return False

@@ -100,12 +100,6 @@ class MultiprocExecutor(RemoteExecutor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def check_health(self) -> None:
-        """See ``Executor``: also detects a process that has ended since the last step."""
-        super().check_health()
-        if any(process.poll() is not None for process in self._processes):
-            raise self._lose(self._exit_reason())
-
     def _exit_reason(self, rank: int | None = None) -> str:
         """How the process of a worker ended; without ``rank`` the first that has."""
         deadline = time.monotonic() + 1.0  # its socket closes some milliseconds before it has ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -167,8 +168,12 @@ class RemoteExecutor(Executor):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """See ``Executor``."""
+        """See ``Executor``: also detects a worker that has ended since it answered last."""
         self._alive()
+        idle = [rank for rank, count in enumerate(self._received) if count == self._sent]
+        with contextlib.suppress(TimeoutError):  # they have said nothing, as they should
+            if idle:
+                self._pump(idle, 0.0)
 
     def shutdown(self) -> None:
         """Closes the connections, at which the workers end, and ends those that do not."""

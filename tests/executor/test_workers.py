@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError, WeightError
 from octavo.executor.worker import Worker
+from tests.busy_machine import eventually
 
 #: Prompts of 2 to 60 tokens for a model of one token a byte, and what is asked of them.
 WORK: list[tuple[str, Any]] = [
@@ -192,3 +195,28 @@ def test_impossible_sizes_are_refused(options: dict[str, Any], message: str, tin
     with pytest.raises(ConfigError, match=message):
         make(tiny_model, **options)
     assert set(psutil.Process().children()) <= before
+
+
+def hang_in_steps(worker: Worker) -> None:
+    if worker.rank == 1:
+        runner: Any = worker.runner
+        runner.submit = lambda *args: time.sleep(600)
+
+
+def test_a_worker_that_hangs_in_a_step_ends_a_served_engine_after_the_step_timeout(tiny_model: Path) -> None:
+    async def scenario() -> list[psutil.Process]:
+        config = make_config(model=str(tiny_model), device="cpu", tensor_parallel_size=2, num_gpu_blocks_override=64)
+        llm = await AsyncLLM.start(config, step_timeout=2.0)
+        family = psutil.Process().children(recursive=True)
+        async for _ in llm.generate("a", "ab", SamplingParams(max_tokens=2)):
+            pass
+        await llm.collective_rpc(hang_in_steps)
+        with pytest.raises(EngineDeadError, match="the engine's process hangs: no step for 2 s"):
+            async for _ in llm.generate("b", "ab", SamplingParams(max_tokens=2)):
+                pass
+        await llm.shutdown()
+        return family
+
+    family = asyncio.run(scenario())
+    assert len(family) >= 3, "the engine's process and two workers"
+    eventually(lambda: not any(process.is_running() for process in family))
