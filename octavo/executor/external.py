@@ -66,6 +66,8 @@ class ExternalLauncherExecutor(Executor):
             )
         spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank, local_rank, local_size)
         self._worker: Worker | None = Worker(spec)
+        #: Why there is no worker any more.
+        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
         self._checks = options.check_plans and world > 1
 
     def start(self) -> None:
@@ -121,16 +123,15 @@ class ExternalLauncherExecutor(Executor):
         except Exception as e:
             if worker.layout.world_size == 1:
                 raise
-            self.shutdown()  # the other processes may wait for this one in a collective, which then fails
-            raise EngineDeadError(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
+            # The other processes may wait for this one in a collective, which fails when it has left the group.
+            raise self._lose(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
 
     def _compare(self, plan: StepPlan) -> None:
         digest = hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=16).digest()
         digests = _gather(digest)
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            self.shutdown()
-            raise EngineDeadError(
+            raise self._lose(
                 f"the plans of step {plan.step} differ: those of ranks {different} are not that of rank 0; every "
                 "process must get the same requests in the same order"
             )
@@ -149,9 +150,15 @@ class ExternalLauncherExecutor(Executor):
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _lose(self, reason: str) -> EngineDeadError:
+        """This process cannot go on: the error to raise."""
+        self.shutdown()
+        self._lost = EngineDeadError(reason)
+        return self._lost
+
     def _alive(self) -> Worker:
         if self._worker is None:
-            raise EngineDeadError("the executor was shut down; a new engine must be made")
+            raise self._lost
         return self._worker
 
 

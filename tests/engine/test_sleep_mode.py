@@ -83,7 +83,7 @@ def test_it_does_not_sleep_while_requests_are_unfinished(tiny_model: Path) -> No
 
 def test_level_1_frees_the_cache_and_level_2_the_weights_too(tiny_model: Path, kernels: str) -> None:
     llm = LLM(str(tiny_model), **{**OPTIONS, "kernels": kernels})
-    runner = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
+    runner = llm.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     caches = [weakref.ref(cache.key) for cache in runner._cache.device]
     packed, network = weakref.ref(runner.model.layers[0].mlp.down.packed), weakref.ref(runner.model)
     freed = runner.sleep(1)
@@ -100,7 +100,7 @@ def test_level_1_frees_the_cache_and_level_2_the_weights_too(tiny_model: Path, k
 
 def test_on_a_gpu_the_weights_wait_in_host_memory_or_are_dropped(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **OPTIONS)
-    runner = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
+    runner = llm.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     before = answer(llm)[:2]
     runner.device = torch.device("cuda")  # a pretence: tensors stay where they are
     table = runner.model.embed_tokens.table

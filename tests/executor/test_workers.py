@@ -219,4 +219,4 @@ def test_a_worker_that_hangs_in_a_step_ends_a_served_engine_after_the_step_timeo
 
     family = asyncio.run(scenario())
     assert len(family) >= 3, "the engine's process and two workers"
-    eventually(lambda: not any(process.is_running() for process in family))
+    eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in family))

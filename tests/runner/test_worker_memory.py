@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import pytest
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
-from octavo.layers.context import LayerContext
+from octavo.core.parallel import ParallelLayout
 from octavo.models.config import read_model_config
-from octavo.runner import memory, model_runner
+from octavo.runner import memory
 from octavo.runner.memory import WorkerShare
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.ranks import Ranks
 
 GIB = 1 << 30
 
@@ -144,12 +144,10 @@ def test_workers_of_one_machine_divide_the_swap_space(config: ModelConfig) -> No
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 1), (4, 1)])
-def test_the_kv_cache_is_that_of_the_ranks_own_heads(
-    ranks: int, kv_heads: int, network: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_runner, "LayerContext", partial(LayerContext, tp_rank=ranks - 1, tp_size=ranks))
+def test_the_kv_cache_is_that_of_the_ranks_own_heads(ranks: int, kv_heads: int, network: Path) -> None:
+    place = Ranks(ParallelLayout(ranks - 1, tensor_parallel_size=ranks))
     engine = make_config(model=str(network), kernels="reference", block_size=16, num_gpu_blocks_override=3)
-    runner = ModelRunner(engine, read_model_config(network), network, "float32")
+    runner = ModelRunner(engine, read_model_config(network), network, "float32", ranks=place)
     assert runner._block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
     layers = runner._make_layers([3])
     assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * runner._block_bytes()

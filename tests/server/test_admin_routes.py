@@ -31,7 +31,7 @@ def test_a_server_sleeps_and_wakes(serve: Callable[..., Running]) -> None:
         assert http.get("/is_sleeping").status_code == 401
     with server.http(headers={"Authorization": "Bearer key"}) as http:
         # Before the first step.
-        assert 'octavo_kv_cache_capacity_blocks{model_name="tiny"} 400.0' in http.get("/metrics").text
+        assert 'octavo_kv_cache_capacity_blocks{model_name="tiny",replica="0"} 400.0' in http.get("/metrics").text
         before = http.post(TEXT, json=BODY).json()["choices"]
         for level in ("0", "3", "x"):
             answer = http.post("/sleep", params={"level": level})
