@@ -69,14 +69,14 @@ def test_workers_give_the_answers_of_one_process(
         num_host_blocks_override=100,
     )
     core = llm.llm_engine.core
-    processes = [process.pid for process in psutil.Process().children()]
-    assert len(processes) >= stages * ranks
+    processes = workers_of(llm)
+    assert len(processes) == stages * ranks
     assert answers(llm) == alone
     stats = core.scheduler.stats()
     assert stats.preemptions_by_swap + stats.preemptions_by_recompute > 0, "the blocks were to be short"
     assert (stats.blocks_used, stats.num_running) == (0, 0)
     core.shutdown()
-    assert not any(psutil.pid_exists(pid) for pid in processes), "no process is left"
+    assert not any(process.is_running() for process in processes), "no process is left"
 
 
 # --- calls of workers ------------------------------------------------------------------------------------------------
