@@ -1,16 +1,17 @@
-"""What each process of a launcher runs in ``test_launchers``: prints its answers, then disagrees with the others."""
+"""What each process of a launcher runs in ``test_launchers``: writes its answers, and disagrees with the others."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import EngineDeadError
 
 
-def main(model: str) -> None:
+def main(model: str, folder: str) -> None:
     llm = LLM(
         model,
         device="cpu",
@@ -35,8 +36,10 @@ def main(model: str) -> None:
         llm.generate("x" * (3 + int(os.environ["RANK"])), use_tqdm=False)
     except EngineDeadError as e:
         error = str(e)
-    print(json.dumps({"rank": int(os.environ["RANK"]), "answers": answers, "error": error}), flush=True)
+    # A file of its own: lines of several processes on one stream may mix.
+    rank = os.environ["RANK"]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({"rank": int(rank), "answers": answers, "error": error}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -41,15 +41,14 @@ def alone(tiny_model: Path) -> list[Any]:
 
 
 def test_processes_of_torchrun_reach_the_same_answers_and_notice_when_they_disagree(
-    tiny_model: Path, alone: list[Any]
+    tiny_model: Path, alone: list[Any], tmp_path: Path
 ) -> None:
     script = Path(__file__).with_name("launched.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*command, str(script), str(tiny_model)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    words = [*command, str(script), str(tiny_model), str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    said = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert sorted(each["rank"] for each in said) == [0, 1], done.stderr[-2000:]
     for each in said:
         assert each["answers"] == alone

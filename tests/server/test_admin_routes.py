@@ -65,4 +65,6 @@ def _refused_while_a_request_runs(server: Running, http: httpx.Client) -> None:
         finally:
             os.kill(core, signal.SIGCONT)
     assert refused.status_code == 409 and "unfinished" in refused.json()["error"]["message"]
-    eventually(lambda: 'octavo_requests{model_name="tiny",replica="0",state="running"} 0.0' in http.get("/metrics").text)
+    eventually(
+        lambda: 'octavo_requests{model_name="tiny",replica="0",state="running"} 0.0' in http.get("/metrics").text
+    )
