@@ -101,10 +101,7 @@ class ExternalLauncherExecutor(Executor):
     ) -> list[Any]:
         """See ``Executor``; every process must make the same call. ``timeout`` is that of the process group."""
         worker = self._alive()
-        if callable(method):
-            answer = method(worker, *args, **(kwargs or {}))
-        else:
-            answer = worker.call(method, list(args), dict(kwargs or {}))
+        answer = worker.call(method, args, kwargs or {})
         if worker.layout.world_size == 1:
             return [answer]
         return [msgspec.msgpack.decode(data) for data in _gather(msgspec.msgpack.encode(answer))]

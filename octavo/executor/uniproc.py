@@ -38,9 +38,7 @@ class UniprocExecutor(Executor):
         """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
         worker = self._alive()
         with memory_errors():
-            if callable(method):
-                return [method(worker, *args, **(kwargs or {}))]
-            return [worker.call(method, list(args), dict(kwargs or {}))]
+            return [worker.call(method, args, kwargs or {})]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,13 +79,15 @@ class Worker:
             raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
         return self._runner
 
-    def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of the worker or of its runner, or the function ``module:name`` with the worker.
+    def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a method of the worker or of its runner, or a function (also as ``module:name``) with the worker.
 
         Raises:
             ConfigError: there is no such method or function.
             Exception: what it raises.
         """
+        if callable(method):
+            return method(self, *args, **kwargs)
         if ":" in method:
             return find_function(method)(self, *args, **kwargs)
         target = getattr(self, method, None) or getattr(self._runner, method, None)

@@ -1,0 +1,386 @@
+"""The parts of the engine's options: a room takes the type of its part alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, field_validator, model_validator
+
+#: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
+TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
+
+#: Default of ``max_logprobs``, and the most that kernels on a GPU name.
+MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers of a text such as "1,2,4"; anything else as it is."""
+    return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+
+
+#: A list of positive integers; in flags and variables with commas between.
+Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class ModelOptions(_Options):
+    """The network, its weights and its tokenizer."""
+
+    model: str = Field(
+        description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
+    )
+    tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    skip_tokenizer_init: bool = Field(
+        False,
+        description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
+        "stop strings and bad words are refused. Clients of the server find the ids among the logprobs (logprobs: 0).",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
+        "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
+    )
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf"] = Field(
+        "auto",
+        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
+        "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
+        "auto: gguf for a .gguf file on a CPU, else none; the built-in models are served in dtype.",
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto",
+        description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
+        "the right shapes (dummy), for measurements with a config.json alone.",
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
+    )
+    max_logprobs: int | None = Field(
+        None,
+        ge=-1,
+        description="Number of most likely tokens at each position whose logprobs a request may ask for; -1: the whole "
+        f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
+    )
+    generation_config: str = Field(
+        "auto",
+        description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "
+        "of the model (auto), of this folder, or nowhere (none).",
+    )
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _none_is_the_default(cls, value: object) -> object:
+        return "auto" if value is None else value
+
+    @model_validator(mode="after")
+    def _no_tokenizer_to_skip(self) -> Self:
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ValueError(f"skip_tokenizer_init loads no tokenizer; leave it out, or tokenizer ({self.tokenizer})")
+        return self
+
+
+class CacheOptions(_Options):
+    """The KV cache: its blocks on the device and on the host, and prefix caching."""
+
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
+        "auto",
+        description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
+        "a scale for each token and head.",
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens that a KV cache block holds.")
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="On a GPU: the share of its memory that the engine may take in all, for weights, the largest step "
+        "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
+        "for the KV cache alone (default 0.5).",
+    )
+    kv_cache_memory_bytes: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="Memory for the KV cache of each worker, in bytes or with a unit (4GiB, 900MB), instead of a share "
+        "of the free memory (gpu_memory_utilization).",
+    )
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
+    )
+    swap_space: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host memory for the KV cache blocks of preempted requests, in GiB, divided among the workers of a "
+        "machine; default: 4, or a tenth of the free memory if that is less; none if no option needs it.",
+    )
+    num_host_blocks_override: int | None = Field(
+        None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
+    )
+    watermark: float = Field(
+        0.01,
+        ge=0,
+        lt=1,
+        description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the blocks of ended requests for prompts that begin alike, until they are needed."
+    )
+    host_prefix_cache: bool = Field(
+        False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
+    )
+    shared_prefix: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
+        None,
+        description="File of text that many prompts begin with, such as a system prompt as the chat template renders "
+        "it; several in a list, or by repeating the flag. Its whole KV cache blocks are computed at start and stay in "
+        "the prefix cache.",
+    )
+
+    @model_validator(mode="after")
+    def _shared_prefixes_are_cached(self) -> Self:
+        if self.shared_prefix and not self.enable_prefix_caching:
+            raise ValueError(
+                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
+            )
+        return self
+
+    @property
+    def has_swap_space(self) -> bool:
+        """Whether the options allow host blocks; how many there are depends on the memory."""
+        if self.num_host_blocks_override is not None:
+            return self.num_host_blocks_override > 0
+        return self.swap_space is None or self.swap_space > 0
+
+    @model_validator(mode="after")
+    def _host_cache_has_a_source_and_a_place(self) -> Self:
+        if self.host_prefix_cache and not self.enable_prefix_caching:
+            raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
+        if self.host_prefix_cache and not self.has_swap_space:
+            raise ValueError("host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _one_size_of_the_cache(self) -> Self:
+        if self.kv_cache_memory_bytes is None:
+            return self
+        for name in ("gpu_memory_utilization", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"kv_cache_memory_bytes and {name} both size the KV cache: give one of them")
+        return self
+
+
+class SchedulerOptions(_Options):
+    """How a step is filled, in which order requests run, and which are preempted."""
+
+    max_num_seqs: int = Field(
+        256,
+        ge=1,
+        description="Most sequences that run at once; by default no more than a max_num_batched_tokens that is given.",
+    )
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Token budget: most tokens computed in one step, prompts and decodes together. Default: "
+        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; where prompts are computed whole, the "
+        "context length if that is more; never less than max_num_seqs.",
+    )
+    batching: Literal["mixed", "prefill_first"] = Field(
+        "mixed",
+        description="How a step is filled. mixed: decodes first, then prompt chunks, under one token budget; "
+        "prefill_first: whole prompts in steps of their own, which go before decodes.",
+    )
+    enable_chunked_prefill: bool = Field(
+        True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
+    )
+    scheduling_policy: str = Field(
+        "fcfs",
+        description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
+        "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), or "
+        "module:Class.",
+    )
+    aging_limit: float | None = Field(
+        60.0,
+        ge=0,
+        description="Seconds after which no later arrival goes before a request, whatever the policy; none: no limit.",
+    )
+    preemption_mode: Literal["auto", "recompute", "swap", "by_sequences"] = Field(
+        "auto",
+        description="What becomes of the blocks of a preempted request: given up and computed again, or moved to host "
+        "memory and back. by_sequences: swap for several sequences, recompute for one; auto: swap for several, for one "
+        "whichever has been observed to cost less time.",
+    )
+    preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
+        "last",
+        description="Which request is preempted of those that the policy puts after the one that needs blocks: the "
+        "last of them, or the one with the fewest computed tokens, or with the most blocks.",
+    )
+    priority_preemption: bool = Field(
+        False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."
+    )
+    scheduler_delay_factor: float = Field(
+        0.0,
+        ge=0,
+        description="With batching=prefill_first: waiting prompts are admitted when the first that arrived has waited "
+        "this many times the last prompt step's time, so that more arrive meanwhile.",
+    )
+    max_num_partial_prefills: int | None = Field(
+        None, ge=1, description="Most prompts being computed at once; default: as many as the token budget takes."
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="Prompts of more tokens are long: short ones pass them, and they get at most this many tokens a "
+        "step. 0: none is.",
+    )
+    max_long_partial_prefills: int | None = Field(
+        None, ge=1, description="Most long prompts being computed at once; default: 1."
+    )
+    async_scheduling: bool | None = Field(
+        None,
+        description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
+    )
+
+    @property
+    def token_budget(self) -> int:
+        """``max_num_batched_tokens``, once it is resolved (``with_token_budget``); before that, its general default."""
+        return self.max_num_batched_tokens or max(TOKEN_BUDGET, self.max_num_seqs)
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            if "max_num_seqs" in self.model_fields_set:
+                raise ValueError(
+                    f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): each "
+                    "running sequence decodes one token a step"
+                )
+            object.__setattr__(self, "max_num_seqs", budget)  # a default, so it does not become a given field
+        if self.scheduler_delay_factor and self.batching != "prefill_first":
+            raise ValueError(
+                f"scheduler_delay_factor ({self.scheduler_delay_factor:g}) needs batching 'prefill_first'; batching "
+                f"{self.batching!r} has no prompt steps that could be delayed"
+            )
+        if self.max_long_partial_prefills is not None and not self.long_prefill_token_threshold:
+            raise ValueError(
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold "
+                "above 0: without it no prompt is long"
+            )
+        if self.priority_preemption and self.scheduling_policy in ("fcfs", "sjf", "ldf", "lcfs"):
+            raise ValueError(
+                f"priority_preemption needs a policy that looks at priorities, such as static; scheduling_policy "
+                f"{self.scheduling_policy!r} does not"
+            )
+        return self
+
+
+class DeviceOptions(_Options):
+    """Where the model is computed, and by which kernels."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: on a CUDA GPU if there is one."
+    )
+    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+        "auto", description="Kernel backend; auto takes the fastest that the device can run."
+    )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: products and attention in one fixed order, so that a request's tokens and logprobs are "
+        "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
+    )
+    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
+    graph_capture: Literal["lazy", "start"] = Field(
+        "lazy",
+        description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
+    )
+    cudagraph_capture_sizes: Sizes | None = Field(
+        None,
+        description="On a GPU: decode batch sizes that have a CUDA graph (1,2,4,8), each for the batches up to it; "
+        "larger batches run without. Default: 1, 2, 4, then every 8th and further apart up to max_num_seqs.",
+    )
+    time_kernels: bool = Field(
+        False, description="Time every kernel call, so that a step's share of time outside kernels is known."
+    )
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads that compute, divided among the workers of a machine; default: all cores.",
+    )
+    log_stats_interval: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds between two status lines in the log (logger octavo, level info) while the engine is busy: "
+        "requests, tokens a second, KV cache, prefix hits; default: none, except for octavo serve (status_interval).",
+    )
+    pin_threads: bool = Field(
+        False,
+        description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
+    )
+
+
+class ParallelOptions(_Options):
+    """How many workers share the network, and what runs them."""
+
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, description="Workers that divide the matrices and heads of every layer among them."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=1024, description="Stages of workers that divide the layers among them, one after the other."
+    )
+    pipeline_layer_partition: list[int] | None = Field(
+        None, description="Layers of each pipeline stage, such as [8, 8, 14]; default: divided evenly."
+    )
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = Field(
+        None,
+        description="What runs the workers: this process (uni), processes of this machine (mp), actors on a Ray "
+        "cluster (ray), or a launcher such as torchrun that has started a process for each (external_launcher). "
+        "Default: uni for one worker, mp for as many as this machine has devices for, else ray.",
+    )
+
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Replicas of the engine behind one server, each with workers and a KV cache of its own. They "
+        "divide the machine's threads and memory.",
+    )
+    data_parallel_routing: Literal["prefix", "least_loaded", "round_robin"] = Field(
+        "prefix",
+        description="Which replica gets a request: the one that probably has its prefix cached, unless it has many "
+        "more tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
+    )
+    data_parallel_retry: bool = Field(
+        False,
+        description="Start requests of a replica that has died anew on another if nothing of their answer was sent "
+        "yet; those of which nothing was computed always are.",
+    )
+    check_plans: bool = Field(
+        False, description="With external_launcher: compare the plans of all processes at every step, to find errors."
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def _partition_has_all_stages(self) -> Self:
+        partition, stages = self.pipeline_layer_partition, self.pipeline_parallel_size
+        if partition is not None and (len(partition) != stages or min(partition) < 1):
+            raise ValueError(
+                f"pipeline_layer_partition ({partition}) must have a positive number for each of the {stages} stages "
+                "of pipeline_parallel_size"
+            )
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='uni' runs one worker, but tensor_parallel_size x "
+                f"pipeline_parallel_size is {self.world_size}; use mp, ray or external_launcher"
+            )
+        return self
