@@ -82,7 +82,7 @@ class Zoo:
                 assert (rounded - expected).square().mean().sqrt() < 0.12 * expected.std()
 
     def check_engine(self, model: Any, tight: Mapping[str, Any]) -> None:
-        """Greedy tokens and logprobs of the engine, alone and in chunks while others preempt; on the default kernels."""
+        """Greedy tokens and logprobs of the engine: alone, and in chunks while others preempt."""
         alone = self._llm(enable_prefix_caching=False)
         wanted = [answers(alone, [prompt])[0] for prompt in PROMPTS]
         for prompt, (tokens, logprobs) in zip(PROMPTS, wanted, strict=True):
