@@ -58,7 +58,7 @@ def _tiling(context: Context) -> Tiling:
         return Tiling(32, 32, 8, 1)
     if context.dim > 128:
         return Tiling(128, 32, 8, 2)
-    if context.constants["QUANTIZED"]:
+    if context.constants["QUANTIZED"] or context.constants["ALIBI"]:
         return Tiling(128, 64, 8, 3)
     return Tiling(128, 128, 8, 3 if context.dim <= 64 else 2)
 
