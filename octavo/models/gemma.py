@@ -1,9 +1,9 @@
-"""The Gemma family: Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786).
+"""The Gemma family: Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118), the text part of Gemma 3 (arXiv 2503.19786).
 
 All scale the embeddings by the root of their size, hold norm weights as their difference from one, and gate the MLP by
-gelu. Gemma 2 also norms what attention and MLP add to the residual stream, caps scores and logits, and every other layer
-sees a window only. Gemma 3 has norms on queries and keys instead of caps, five windowed layers for each global one, and
-rotates the two kinds by bases of their own.
+gelu. Gemma 2 also norms what attention and MLP add to the residual stream, caps scores and logits, and gives a window
+to every other layer. Gemma 3 has norms on queries and keys instead of caps, five layers with a window for each global
+one, and rotates the two kinds by bases of their own.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class GemmaForCausalLM(Network):
         # "gelu" in the first Gemma's files means what it was trained with, which is by tanh.
         refuse_activations(reader, "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
         if reader.flag("use_bidirectional_attention"):
-            raise UnsupportedModelError("use_bidirectional_attention=true is not supported: tokens attend to earlier ones")
+            raise UnsupportedModelError("use_bidirectional_attention=true is not supported: attention is causal")
         heads, kv_heads = reader.positive("num_attention_heads"), reader.positive("num_key_value_heads")
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
