@@ -1,4 +1,4 @@
-"""config.json of Gemma models as they are published, and checkpoints that also see images."""
+"""The Gemma family against transformers, its config.json as it is published, and checkpoints that also see images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,36 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.models.gemma import GemmaConfig
+from tests.models.zoo import SMALL, Zoo
+
+#: Heads of other sizes than hidden / heads.
+SHAPE = SMALL | {"head_dim": 16}
+
+
+def test_gemma(zoo: Zoo) -> None:
+    from transformers import GemmaConfig
+
+    zoo(GemmaConfig(**SHAPE))
+
+
+def test_gemma2(zoo: Zoo) -> None:
+    from transformers import Gemma2Config
+
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    zoo(Gemma2Config(**SHAPE, **caps, sliding_window=7, query_pre_attn_scalar=24))
+
+
+def test_gemma3(zoo: Zoo) -> None:
+    from transformers import Gemma3TextConfig
+
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    }
+    shape = SHAPE | {"num_hidden_layers": 4}
+    options = {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
+    zoo(Gemma3TextConfig(**shape, **options, rope_parameters=ropes))
+
 
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 #: Published files, without what does not say how to compute.
