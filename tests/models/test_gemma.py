@@ -90,7 +90,7 @@ GEMMA2_27B = SPECIAL | {
     "vocab_size": 256000,
 }
 #: Its text part names no vocabulary, no lengths and no ends: they are the defaults.
-GEMMA3_27B = {
+GEMMA3_27B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255999,
     "eos_token_id": [1, 106],
