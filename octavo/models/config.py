@@ -202,6 +202,21 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
     return RopeConfig(theta=theta, rope_type=rope_type, partial_rotary_factor=partial, scaling=scaling)
 
 
+def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
+    """layer_types, a name for each layer: full_attention or sliding_attention; None when absent."""
+    types = reader.raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
+    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    return types
+
+
 def longest_context(rope: RopeConfig) -> int:
     """Longest context in tokens that a model supports.
 

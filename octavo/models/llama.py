@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
@@ -21,7 +21,14 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Entry
-from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
+from octavo.models.config import (
+    ConfigReader,
+    common_fields,
+    longest_context,
+    read_layer_types,
+    read_rope,
+    refuse_activations,
+)
 from octavo.models.network import Network
 
 
@@ -200,17 +207,10 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     if "sliding_window" in raw and raw["sliding_window"] is None:
         return (None,) * layers
     window = reader.positive("sliding_window", 4096)
-    types = raw.get("layer_types")
+    types = read_layer_types(reader, layers)
     if types is None:
         first = raw.get("max_window_layers", 28)
         if not isinstance(first, int):
             raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
-        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
-    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(
-            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
-        )
     return tuple(window if name == "sliding_attention" else None for name in types)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
+    "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma2ForCausalLM": ("gemma2", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "GemmaForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
