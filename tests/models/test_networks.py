@@ -56,9 +56,6 @@ def llama_tied_with_biases() -> Any:
 
     return LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
 
-    return MistralConfig(**SMALL, sliding_window=7, head_dim=12)
-
-
 def qwen2() -> Any:
     from transformers import Qwen2Config
 
