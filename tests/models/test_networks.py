@@ -56,6 +56,7 @@ def llama_tied_with_biases() -> Any:
 
     return LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
 
+
 def qwen2() -> Any:
     from transformers import Qwen2Config
 
