@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
+    "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
+    "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
 }
