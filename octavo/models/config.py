@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,15 @@ class ConfigReader:
     file: Path
     #: The content of generation_config.json.
     generation: dict[str, Any] = field(default_factory=dict)
+
+    def with_defaults(self, **values: Any) -> ConfigReader:
+        """The same object, with these values where it has none."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return replace(self, raw={**values, **given})
+
+    def named(self, *names: str) -> str:
+        """The first of several names of one value that the object has; the last one if it has none of them."""
+        return next((name for name in names if self.raw.get(name) is not None), names[-1])
 
     def positive(self, name: str, default: int | None = None) -> int:
         """A positive integer; without a default it must be there."""

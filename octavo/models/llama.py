@@ -5,8 +5,6 @@ A network is a stack of layers; a layer is attention and an MLP, each with a nor
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
@@ -18,7 +16,7 @@ from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import rotary_table
+from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Entry
 from octavo.models.config import (
@@ -36,7 +34,7 @@ class LlamaForCausalLM(Network):
     """A decoder-only transformer with its language-model head."""
 
     # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
+    checkpoint_map: tuple[Entry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -63,9 +61,7 @@ class LlamaForCausalLM(Network):
 
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary table anew if it is shorter."""
-        if positions > len(self._cos_sin):
-            table = rotary_table(self.config, self._cos_sin.device, positions)
-            self._cos_sin.set_(table.untyped_storage(), 0, table.shape, table.stride())
+        extend_rotary_table(self._cos_sin, self.config, positions)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""
