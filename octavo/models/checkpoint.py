@@ -125,7 +125,12 @@ class Transform:
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
-            yield name, self.function(_values(tensor)) if re.search(self.pattern, name) else tensor
+            if not re.search(self.pattern, name):
+                yield name, tensor
+            elif self.function is transpose:  # which leaves GGUF blocks as they are
+                yield name, tensor.t()
+            else:
+                yield name, self.function(_values(tensor))
 
 
 def transpose(tensor: Tensor) -> Tensor:
