@@ -175,11 +175,7 @@ class TritonKernels(Kernels):
         return x.div_(cap).tanh_().mul_(cap)
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses ALiBi and attention that is not causal."""
-        if spec.alibi_slopes is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no attention with ALiBi slopes; use kernels='reference'"
-            )
+        """Refuses attention that is not causal."""
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 
