@@ -22,13 +22,15 @@ from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
+from octavo.kernels.cpu.experts import CpuExperts, route_op
 from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_blocks, codes_of_tensor
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
+from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import stack_rows
+from octavo.kernels.packed_weight import PackedWeight, stack_rows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -178,6 +180,19 @@ class CpuKernels(Kernels):
         if quantization in (None, "gguf"):
             return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> CpuExperts:
+        """Takes the packed matrices as they are."""
+        return CpuExperts(self, gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See ``Kernels``."""
+        shape = (logits.shape[0], spec.top_k + spec.shared)
+        experts, weights = self._new(logits, shape, torch.int32), self._new(logits, shape, torch.float32)
+        self._do(route_op(logits, spec, bias, experts, weights), _cpu.Step(logits.shape[0]), logits)
+        return experts, weights
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
