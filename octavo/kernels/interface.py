@@ -17,8 +17,8 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
 
 
@@ -161,7 +161,7 @@ class Kernels(ABC):
     @abstractmethod
     def pack(
         self,
-        parts: Sequence[Tensor | GGUFRows],
+        parts: Sequence[Tensor | QuantizedRows],
         bias: Tensor | None = None,
         quantization: str | None = None,
         *,
@@ -171,8 +171,8 @@ class Kernels(ABC):
         """Packs matrices with the same input for products; the caller then drops the unpacked ones.
 
         Args:
-            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are GGUF blocks, which
-                are not requantised.
+            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are in a checkpoint's
+                own bits, of which ``has_products`` is true.
             bias: [sum of n_i].
             quantization: "int8", "int4" or "fp8" quantises tensors; None or "gguf" does not.
             gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
@@ -184,6 +184,10 @@ class Kernels(ABC):
         Raises:
             ConfigError: the backend does not support the format.
         """
+
+    def has_products(self, rows: QuantizedRows) -> bool:
+        """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
+        return False
 
     @abstractmethod
     def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
