@@ -1,7 +1,7 @@
-"""Writes quantised checkpoints in the published layouts, integer by integer; every packer is written from its format alone.
+"""Writes quantised checkpoints in the published layouts; every packer is written from its format alone.
 
-A packer takes a matrix [N, K] and a group size, and gives the tensors of the checkpoint (by the part of their name after
-the matrix's) and the values that they stand for, in float64.
+A packer takes a matrix [N, K] and gives the tensors of the checkpoint, by the part of their name after the matrix's,
+and the values that they stand for, in float64.
 """
 
 from __future__ import annotations
@@ -48,20 +48,16 @@ def quantize(
     zeros = np.zeros((n, groups), dtype=np.int64)
     codes = np.zeros((n, k), dtype=np.int64)
     values = np.zeros((n, k))
-    for row in range(n):
-        for group in range(groups):
-            mine = group_of == group
-            part = weight[row, mine]
-            if symmetric:
-                scales[row, group] = float(np.abs(part).max()) * 2 / top
-                zeros[row, group] = 2 ** (bits - 1)
-            else:
-                low, high = min(float(part.min()), 0.0), max(float(part.max()), 0.0)
-                scales[row, group] = (high - low) / top
-                zeros[row, group] = round(-low / float(scales[row, group]))
-            scale, zero = float(scales[row, group]), int(zeros[row, group])
-            codes[row, mine] = np.clip(np.rint(part / scale) + zero, 0, top)
-            values[row, mine] = (codes[row, mine] - zero) * np.float64(scale)
+    for group in range(groups):
+        mine = group_of == group
+        part = weight[:, mine].astype(np.float64)
+        low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
+        scales[:, group] = torch.from_numpy(np.abs(part).max(1) * 2 if symmetric else high - low) / top
+        scale = scales[:, group].double().numpy()
+        zeros[:, group] = 2 ** (bits - 1) if symmetric else np.rint(-low / scale)
+        zero = zeros[:, group, None]
+        codes[:, mine] = np.clip(np.rint(part / scale[:, None]) + zero, 0, top)
+        values[:, mine] = (codes[:, mine] - zero) * scale[:, None]
     return codes, scales, zeros, values
 
 

@@ -233,6 +233,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE_FILE: set()}
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder)
+    if len(others := [*folder.glob("*.safetensors")]) == 1:  # such as AutoGPTQ's gptq_model-4bit-128g.safetensors
+        return {others[0]: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise WeightError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +16,14 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.core.config import make_config
+from octavo.core.errors import ConfigError, OctavoError, WeightError
+from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
-from octavo.models.network import Network
+from octavo.loader.resolve import weight_quantization
+from octavo.models.config import ConfigReader, read_model_config
+from octavo.models.quantization import read_quantization
 from tests import quantized_checkpoints as packers
 from tests.quantized_checkpoints import Packer, write
 
@@ -25,6 +32,7 @@ _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not b
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 16, "num_threads": 1}
+Q = "model.layers.0.self_attn.q_proj"
 PROMPT = [5, 99, 200, 17, 42, 42, 250, 3, 120, 77]
 
 
@@ -76,7 +84,7 @@ CASES = {
     "gptq 32, zeros": gptq(4, 32, "q4_1", symmetric=False),
     "gptq 128, zeros, v2": gptq(4, 128, "q4_1", symmetric=False, version=2),
     "gptq whole rows": gptq(4, -1, "q4_128"),
-    "gptq 8 bits": gptq(8, 128, "q8_128"),
+    "gptq 8 bits": gptq(8, 64, "q8_32"),
     "gptq 8 bits, whole rows": gptq(8, -1, "q8_channel"),
     "gptq act-order": gptq(4, 32, None, symmetric=False, desc_act=True),
     "gptq small groups": gptq(4, 16, None),
@@ -143,7 +151,7 @@ def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtype = torch.float32) -> Network:
+def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtype = torch.float32) -> Any:
     config = read_model_config(folder)
     return load_model(folder, config, LayerContext(kernels, dtype, quantization=quantization))
 
@@ -184,13 +192,13 @@ def test_matrices_keep_their_bits_where_the_kernels_have_them(name: str, source:
     values = write(source, tmp_path, case.quantization, case.pack, plain=("down_proj",))
     config = read_model_config(tmp_path)
     assert config.quantization is not None
-    network = load(tmp_path, CpuKernels(), config.quantization.name, torch.bfloat16)
-    layer: Any = network.layers[0]
+    kept = weight_quantization(make_config(model=str(tmp_path)), "cpu", config.quantization)
+    network = load(tmp_path, CpuKernels(), kept, torch.bfloat16)
+    layer = network.layers[0]
     prefix = "model.layers.0.self_attn"
     matrix = torch.cat([values[f"{prefix}.{part}_proj.weight"] for part in "qkv"]).double()
-    assert [part.format for part in getattr(layer.attention.qkv.packed, "parts", [])] == [case.format] * 3 * bool(
-        case.format
-    )
+    formats = [part.format for part in getattr(layer.attention.qkv.packed, "parts", [])]
+    assert formats == ([] if case.format is None else [case.format] * 3)
     assert not hasattr(layer.mlp.down.packed, "parts"), "it was not quantised"
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     got, want = layer.attention.qkv.packed(x, torch.float32).double(), x.double() @ matrix.T
@@ -210,3 +218,125 @@ def test_groups_as_they_are_give_the_same_bits_in_any_company(source: Path, tmp_
     for prompt, output in zip(prompts, together, strict=True):
         alone = llm.generate([prompt], params, use_tqdm=False)[0]
         assert alone.outputs[0].logprobs == output.outputs[0].logprobs
+
+
+def narrow(tensors: dict[str, Tensor]) -> None:
+    """Half of the outputs."""
+    for part, columns in (("qweight", 64), ("qzeros", 8), ("scales", 64)):
+        tensors[f"{Q}.{part}"] = tensors[f"{Q}.{part}"][:, :columns]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("gptq 64, v2", lambda t: t.pop(f"{Q}.scales"), f"matrix '{Q}': the checkpoint lacks scales"),
+        ("awq 128", lambda t: t.pop(f"{Q}.qzeros"), "lacks qzeros; a matrix of awq-int4 is stored as qweight, qzeros"),
+        ("awq 128", lambda t: t.update({f"{Q}.g_idx": torch.zeros(128)}), "the checkpoint has g_idx"),
+        ("gptq 64, v2", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:8]}), "qzeros has shape [2, 16]"),
+        ("gptq 64, v2", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].long()}), "scales is of type I64"),
+        ("gptq 64, v2", lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"] + 1}), "group outside 0 to 1"),
+        ("gptq 64, v2", narrow, "its shape is [64, 128], expected [128, 128]"),
+        ("packed 128", lambda t: t.pop(f"{Q}.weight_shape"), "lacks weight_shape"),
+        ("packed 8 bits", lambda t: t.update({f"{Q}.weight_shape": torch.tensor([128, 90])}), "weight_shape says"),
+        ("int8", lambda t: t.pop(f"{Q}.weight_scale"), "lacks weight_scale"),
+        ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "expected [3, 2]"),
+        ("fp8 blocks", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), "is of type F32; expected F8"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    name: str, edit: Callable[[dict[str, Tensor]], Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    write(source, tmp_path, CASES[name].quantization, CASES[name].pack, edit=edit)
+    with pytest.raises(WeightError, match=re.escape(message)) as error:
+        load(tmp_path, ReferenceKernels(), None)
+    assert Q in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq 64, v2", {"bits": 8}, "int8 in groups of 64 as config.json says"),
+        ("gptq 64, v2", {"group_size": 32}, "expected [8, 16], for int4 in groups of 32"),
+        ("gptq 64, v2", {"bits": 3}, "weights of 3 bits are not supported; supported: 4, 8"),
+        ("gptq 64, v2", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq 64, v2", {"dynamic": {"-:lm_head": {}}}, "(dynamic) is not read"),
+        ("gptq 64, v2", {"group_size": 0}, "group_size must be a positive integer"),
+        ("awq 128", {"version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
+        ("packed 128", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity 'sparse-24-bitmask'"),
+        ("packed 128", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ("packed 128", {"config_groups": {}}, "config.json says of no matrix that it is quantised"),
+        ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size must be a list of two"),
+        ("fp8 blocks", {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ("int8", {"quant_method": "bitsandbytes"}, "with quantization='int8' or 'int4'"),
+        ("int8", {"quant_method": None, "load_in_4bit": True}, "'bitsandbytes', which cannot be read"),
+        ("int8", {"quant_method": "hqq"}, "'hqq', which cannot be read; supported: awq, compressed-tensors, fp8, gptq"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(
+    name: str, change: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    write(source, tmp_path, {**CASES[name].quantization, **change}, CASES[name].pack)
+    with pytest.raises(OctavoError, match=re.escape(message)):
+        load(tmp_path, ReferenceKernels(), None)
+
+
+def test_older_folders_say_it_in_a_file_of_their_own(source: Path, tmp_path: Path) -> None:
+    """AutoGPTQ's quantize_config.json and file name, and its biases of zero for matrices without one."""
+    case = CASES["gptq 128"]
+
+    def add_biases(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name.replace("qweight", "bias"): torch.zeros(4) for name in tensors if "qweight" in name}
+
+    write(source, tmp_path, {}, case.pack, edit=add_biases)
+    fields = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(fields))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    quantization = read_model_config(tmp_path).quantization
+    assert quantization is not None and quantization.name == "gptq-int4" and quantization.zeros_minus_one
+    load(tmp_path, ReferenceKernels(), None)
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}.bias"] = torch.ones(4)
+
+    write(source, tmp_path / "other", case.quantization, case.pack, edit=spoil)
+    with pytest.raises(WeightError, match=f"'{Q}.bias' belongs to no layer"):
+        load(tmp_path / "other", ReferenceKernels(), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kernels", "expected"),
+    [
+        ("gptq 128", {}, "cpu", "gptq-int4"),
+        ("gptq 128", {"quantization": "gptq"}, "cpu", "gptq-int4"),
+        ("gptq 128", {"quantization": "gptq"}, "triton", None),
+        ("gptq 128", {}, "reference", None),
+        ("gptq 128", {"quantization": "none"}, "cpu", None),
+        ("gptq 128", {"quantization": "int8"}, "cpu", "int8"),
+        ("gptq 128", {"load_format": "dummy"}, "cpu", None),
+        ("gptq act-order", {}, "cpu", None),
+        ("gptq 8 bits", {}, "cpu", "gptq-int8"),
+        ("int8", {}, "cpu", "compressed-tensors-int8"),
+        ("fp8 rows", {}, "cpu", None),
+        ("fp8 blocks", {}, "cpu", None),
+    ],
+)
+def test_what_the_option_means(
+    name: str, options: dict[str, Any], kernels: str, expected: str | None, tmp_path: Path
+) -> None:
+    checkpoint = read_quantization(ConfigReader(CASES[name].quantization, Path("config.json")))
+    assert weight_quantization(make_config(**{"model": str(tmp_path), **options}), kernels, checkpoint) == expected
+
+
+def test_a_method_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    checkpoint = read_quantization(ConfigReader(CASES["awq 128"].quantization, Path("config.json")))
+    options = make_config(model=str(tmp_path), quantization="gptq")
+    with pytest.raises(ConfigError, match="'gptq', but the checkpoint is quantized with 'awq'"):
+        weight_quantization(options, "cpu", checkpoint)
+    with pytest.raises(ConfigError, match="not quantized"):
+        weight_quantization(options, "cpu", None)
+
+
+def test_requantised_it_has_the_bits_that_were_asked_for(source: Path, tmp_path: Path) -> None:
+    write(source, tmp_path, CASES["awq 128"].quantization, CASES["awq 128"].pack)
+    layer = load(tmp_path, CpuKernels(), "int8", torch.bfloat16).layers[0]
+    assert [part.format for part in layer.attention.qkv.packed.parts] == ["q8_channel"] * 3

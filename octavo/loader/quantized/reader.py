@@ -112,6 +112,9 @@ def _parts_by_matrix(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored
         prefix, _, part = name.rpartition(".")
         if part in _PARTS or (part == "weight" and tensor.dtype in _INTEGERS_AND_FP8):
             found.setdefault(prefix, {})[part] = tensor
+    for prefix, parts in found.items():  # whatever its type
+        if (weight := stored.get(f"{prefix}.weight")) is not None:
+            parts["weight"] = weight
     return found
 
 
