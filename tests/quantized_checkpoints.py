@@ -186,7 +186,7 @@ def write(
         save_file(tensors, folder / "model.safetensors")
         return values
     names = sorted(tensors, key=lambda name: name[::-1])  # all of one part, then all of the next
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(files):
         mine = names[i::files]
         weight_map |= dict.fromkeys(mine, f"model-{i}.safetensors")
