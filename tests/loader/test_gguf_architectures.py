@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from octavo.core.errors import UnsupportedModelError, WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.loader.gguf_architectures import ARCHITECTURES
 from octavo.loader.gguf_convert import convert_gguf, read_gguf
+from octavo.loader.gguf_file import GGUFFile
 from tests.loader.conftest import add_tokenizer, finish, interleave
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
@@ -241,3 +244,96 @@ def test_a_model_computes_the_same_after_conversion(tmp_path: Path, case: str) -
     ids = torch.arange(100)[None] * 7 % 272 if "long" in case else torch.arange(30)[None] * 7 % 272
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, again(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt2", "gptneox"])
+def test_matrices_come_in_the_files_own_blocks(tmp_path: Path, case: str) -> None:
+    """Of experts one by one, reordered by rows, and with rows and columns exchanged."""
+    write(tmp_path / "m.gguf", case, kind=gguf.GGMLQuantizationType.Q8_0)
+    wanted = load_file(convert(tmp_path / "m.gguf") / "model.safetensors")
+    read = dict(read_gguf(tmp_path / "m.gguf"))
+    assert read.keys() == wanted.keys()
+    matrices = 0
+    for name, tensor in read.items():
+        if isinstance(tensor, GGUFRows):
+            matrices += 1
+            assert torch.equal(tensor.take(slice(0, 64), slice(0, 32)).dequantize(), wanted[name][:64, :32]), name
+            tensor = tensor.t().dequantize().t()
+        assert tuple(tensor.shape) == tuple(wanted[name].shape)
+        assert torch.equal(tensor, wanted[name]), name
+    assert matrices >= {"mixtral": 2 * (4 + 4 * 3), "gpt2": 2 * 4, "gptneox": 2 * 4}[case]
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "says"),
+    [
+        (lambda t: t.pop("blk.1.ffn_up_exps.weight"), WeightError, r"no tensor 'blk\.1\.ffn_up_exps\.weight'"),
+        (
+            lambda t: t.update({"blk.1.ffn_up_exps.weight": np.zeros((3, 96, 64), np.float32)}),
+            WeightError,
+            r"ffn_up_exps\.weight' has shape \[3, 96, 64\], expected \[4, 96, 64\]",
+        ),
+        (
+            lambda t: t.update({"blk.0.ffn_gate_exps.bias": np.zeros((4, 96), np.float32)}),
+            UnsupportedModelError,
+            r"a mixtral model does not: blk\.0\.ffn_gate_exps\.bias",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, edit: Callable[[dict[str, np.ndarray]], None], error: type[Exception], says: str
+) -> None:
+    write(tmp_path / "m.gguf", "mixtral", edit=edit)
+    with pytest.raises(error, match=says):
+        convert(tmp_path / "m.gguf")
+
+
+def test_every_architecture_has_a_model_here() -> None:
+    tested = {"llama", "qwen2", "qwen3"}  # in test_gguf_convert.py
+    assert {name for name in ARCHITECTURES if " " not in name} == tested | {arch for arch, _, _ in CASES.values()}
+
+
+def split(path: Path, parts: int) -> list[Path]:
+    """The file in parts as llama.cpp's gguf-split makes them: all settings are in the first."""
+    reader = gguf.GGUFReader(path)
+    paths = [path.with_name(f"s-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
+    for i, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, "llama")
+        if i == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    kind = field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=kind)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[i::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer)
+    return paths
+
+
+def test_a_split_model_is_opened_by_any_of_its_files(tmp_path: Path, tiny_llama: Any) -> None:
+    whole = tiny_llama(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+    paths = split(whole, 3)
+    wanted = load_file(convert(whole) / "model.safetensors")
+    for path in (paths[0], paths[2]):
+        folder = convert(path)
+        assert json.loads((folder / "config.json").read_text())["hidden_size"] == 256
+        got = load_file(folder / "model.safetensors")
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_parts_of_a_split_model_that_do_not_fit_are_named(tmp_path: Path, tiny_llama: Any) -> None:
+    first, second, third = split(tiny_llama(tmp_path / "m.gguf"), 3)
+    second.rename(tmp_path / "kept")
+    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf is missing: .* split into 3 files"):
+        convert(first)
+    (tmp_path / "s-00002-of-00003.gguf").write_bytes(third.read_bytes())
+    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf says that it is part 2 of 3"):
+        GGUFFile(first)
+    alone = tmp_path / "renamed.gguf"
+    alone.write_bytes(first.read_bytes())
+    with pytest.raises(WeightError, match=r"one of 3 parts of a model: expected a name such as model-00001-of-00003"):
+        GGUFFile(alone)
