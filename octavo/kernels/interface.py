@@ -193,18 +193,51 @@ class Kernels(ABC):
         """Packs a matrix for each head, weight [H, N, K] of the activations' type; the caller then drops it."""
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of table [rows, E] for ids int64 [T]: float32 [T, E].
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        """scale * rows of table [rows, E] + add, for ids int64 [T]: float32 [T, E].
 
-        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, give zeros.
+        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros. ``ids`` may be
+        the batch's token ids or its positions. The memory of ``add``, float32 [T, E], may be reused.
         """
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
         """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-        x has any float type, and any strides over the other dimensions; the result has the weight's.
+        x has any float type, and any strides over the other dimensions; the result has ``out_dtype``, by default the
+        weight's. With ``add``, contiguous float32 of x's shape, the result is float32: add + norm; its memory may be
+        reused.
         """
+
+    @abstractmethod
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Layer norm over the last dimension (Ba et al. 2016), computed in float32.
+
+        x [T, E], or [T, heads, D] with any strides over the first two, of any float type; the result has ``out_dtype``,
+        by default the weight's.
+        """
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.

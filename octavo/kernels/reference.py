@@ -54,6 +54,7 @@ class PlainWeight(PackedWeight):
     ) -> Tensor:
         """Computed in float32 and rounded once, except a plain product in the type of x."""
         out_dtype = out_dtype or x.dtype
+        x = x.to(self.weight.dtype)
         if out_dtype == x.dtype and add is None and activation is None:
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
@@ -151,13 +152,44 @@ class ReferenceKernels(Kernels):
         """As it is."""
         return PlainHeads(weight)
 
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
         """Rows of the table, float32 [T, E]."""
-        return masked_embedding(ids, table, first)
+        rows = masked_embedding(ids, table, first)
+        rows = rows if scale == 1.0 else rows.mul_(scale)
+        return rows if add is None else rows.add_(add)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Computed in float32, rounded to the weight's type."""
-        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(weight.dtype)
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """Computed in float32, rounded once."""
+        normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight
+        return normed.to(out_dtype or weight.dtype) if add is None else normed.float() + add
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Computed in float32, rounded once."""
+        floats = None if bias is None else bias.float()
+        normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
+        return normed.to(out_dtype or weight.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """In place."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
@@ -268,7 +300,7 @@ def _decode_slice(
     scores = torch.matmul(query, key.transpose(2, 3)).unsqueeze(3)
     distance = columns - positions.unsqueeze(1)
     weights = _weights(scores, distance[:, None, None, None], beyond[:, None, None, None], spec).squeeze(3)
-    return torch.matmul(weights, value).view(sequences, heads, -1).to(q.dtype)
+    return torch.matmul(weights, value).view(sequences, heads, value.shape[-1]).to(q.dtype)
 
 
 def _prefill(
@@ -303,7 +335,7 @@ def _prefill(
         weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, columns >= seq_len, spec)
         attended = torch.matmul(weights.view_as(scores), value[:, seen])
         out[:, :, start:end] = attended.view(kv_heads, -1, end - start, value.shape[-1])
-    return out.view(heads, length, -1).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
+    return out.view(heads, length, value.shape[-1]).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
 
 
 def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec) -> Tensor:
