@@ -84,7 +84,7 @@ class PlainHeads(PackedHeads):
 
     def __call__(self, x: Tensor) -> Tensor:
         """A batch of products."""
-        return torch.einsum("thk,hnk->thn", x, self.weight)
+        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
 
     @property
     def nbytes(self) -> int:

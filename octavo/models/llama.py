@@ -40,15 +40,19 @@ class LlamaForCausalLM(Network):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
         cos_sin = rotary_table(config, context.device, context.positions)
         self._cos_sin = cos_sin
-        windows = config.sliding_windows or (None,) * config.num_layers
         self.layers = [
-            self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, windows[i])) for i in stage
+            self.attach(f"model.layers.{i}", self.make_layer(i, config, context, cos_sin)) for i in stage
         ]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         if self.is_last:
             self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
             head = ParallelLMHead(context, vocab, hidden, self.embed_tokens if tied else None)
             self.head = self.attach("lm_head", head)
+
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> DecoderLayer:
+        """Layer ``index`` of the network."""
+        windows = config.sliding_windows
+        return DecoderLayer(config, context, cos_sin, windows[index] if windows else None)
 
     def position_bytes(self) -> int:
         """Bytes of a row of the rotary table."""

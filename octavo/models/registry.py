@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
