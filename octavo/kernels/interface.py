@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
+from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight
@@ -187,6 +188,34 @@ class Kernels(ABC):
         Raises:
             ConfigError: the backend does not support the format.
         """
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
+
+        Args:
+            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
+            down: of each expert, without bias, all with the same ``pieces``.
+            shared: the last so many are experts that every token has.
+
+        Raises:
+            ConfigError: the backend has no products of experts in that format.
+        """
+        return PlainExperts(gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
+
+        A token whose logits have a NaN gets some experts, with NaN as their weights.
+
+        Args:
+            logits: float32 [T, experts + shared].
+            spec: checked against the number of experts by ``RoutingSpec.check``.
+            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
+                section 2.1.2).
+        """
+        return plain_route(logits, spec, bias)
 
     @abstractmethod
     def pack_heads(self, weight: Tensor) -> PackedHeads:

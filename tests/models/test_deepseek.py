@@ -8,7 +8,14 @@ import pytest
 
 from tests.models.zoo import SMALL, Zoo
 
-LATENT = {**SMALL, "num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,

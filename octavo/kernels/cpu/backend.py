@@ -22,13 +22,22 @@ from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
-from octavo.kernels.cpu.linear import CpuWeight, DenseHeads, DenseWeight, QuantizedWeight, codes_of_blocks, codes_of_tensor
+from octavo.kernels.cpu.experts import CpuExperts, route_op
+from octavo.kernels.cpu.linear import (
+    CpuWeight,
+    DenseHeads,
+    DenseWeight,
+    QuantizedWeight,
+    codes_of_blocks,
+    codes_of_tensor,
+)
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
+from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import PackedHeads, stack_rows
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -154,7 +163,9 @@ class CpuKernels(Kernels):
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""
-        return spec.vectors * attention.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, torch_dtype(spec.dtype))
+        return spec.vectors * attention.block_bytes(
+            spec.num_kv_heads, spec.head_dim, block_size, torch_dtype(spec.dtype)
+        )
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values in the layout that ``paged_attention`` reads."""
@@ -183,6 +194,19 @@ class CpuKernels(Kernels):
     def pack_heads(self, weight: Tensor) -> DenseHeads:
         """Packs each head's matrix for the register tiles."""
         return DenseHeads(self, weight)
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> CpuExperts:
+        """Takes the packed matrices as they are."""
+        return CpuExperts(self, gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See ``Kernels``."""
+        shape = (logits.shape[0], spec.top_k + spec.shared)
+        experts, weights = self._new(logits, shape, torch.int32), self._new(logits, shape, torch.float32)
+        self._do(route_op(logits, spec, bias, experts, weights), _cpu.Step(logits.shape[0]), logits)
+        return experts, weights
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
@@ -271,9 +295,7 @@ class CpuKernels(Kernels):
         assert isinstance(absorb, DenseHeads)
         (tokens, heads, width), rope, rank = q.shape, k_rope.shape[1], latent.shape[1]
         out = self._new(q, (tokens, heads, rank + rope), q.dtype)
-        step = _cpu.Step(
-            tokens, positions=batch.positions.data_ptr(), slots=batch.slot_mapping[cache.group].data_ptr()
-        )
+        step = _cpu.Step(tokens, positions=batch.positions.data_ptr(), slots=batch.slot_mapping[cache.group].data_ptr())
         self._do(absorb.operation(q[:, :, : width - rope], out[:, :, :rank]), step, q)
         q_rope, rotated = q[:, :, width - rope :], out[:, :, rank:]
         rotary = _cpu.rotary(

@@ -179,14 +179,10 @@ class TritonKernels(Kernels):
         return x.div_(cap).tanh_().mul_(cap)
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses ALiBi, latent caches, and attention that is not causal."""
+        """Refuses latent caches, and attention that is not causal."""
         if spec.value_dim is not None:
             raise UnsupportedModelError(
                 "the triton kernels have no multi-head latent attention; use kernels='reference'"
-            )
-        if spec.alibi_slopes is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no attention with ALiBi slopes; use kernels='reference'"
             )
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
