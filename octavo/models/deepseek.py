@@ -125,7 +125,7 @@ class DeepseekLayer(Layer):
 
 
 def as_halves(weight: Tensor, head: int, rope: int) -> Tensor:
-    """Reorders the last ``rope`` of every ``head`` rows, from neighbouring pairs to the layout of ``Kernels.rotary``."""
+    """Reorders the last ``rope`` of every ``head`` rows from neighbouring pairs to the halves of ``Kernels.rotary``."""
     if len(weight) % head:
         return weight  # the layer refuses its shape
     rows = torch.arange(len(weight)).view(-1, head)
