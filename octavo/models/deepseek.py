@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
-from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
-from octavo.layers.base import Layer
+from octavo.kernels.experts import RoutingSpec
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention, LatentShape
-from octavo.layers.norm import RMSNorm
+from octavo.layers.moe import SparseMoE
 from octavo.models.checkpoint import Drop, Transform
 from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
-from octavo.models.llama import MLP, LlamaForCausalLM
+from octavo.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,22 @@ class DeepseekConfig(ModelConfig):
     """``head_dim`` is the dimensions of a head that are rotated, and the one KV head the latent."""
 
     latent: LatentShape
-    #: Factor on the scores beside that of the head size.
-    score_scale: float = 1.0
+    #: Scores are query * key * this.
+    attention_scale: float
     #: Whether the checkpoint's rotary dimensions are neighbouring pairs.
-    rope_interleave: bool = True
+    rope_interleave: bool
     #: Layers after the last one, which predict further tokens and are not used.
-    prediction_layers: int = 0
+    prediction_layers: int
+    #: Routed experts of each layer but the first ``dense_layers``, which have a feed-forward network of
+    #: ``intermediate_size``; 0: all layers have.
+    num_experts: int
+    dense_layers: int
+    routing: RoutingSpec
+    #: Whether a bias of each expert takes part in the choice.
+    choice_bias: bool
+    #: Experts that every token has.
+    shared_experts: int
+    expert_intermediate_size: int
 
     @property
     def attention_width(self) -> int:
@@ -60,10 +69,13 @@ class DeepseekForCausalLM(LlamaForCausalLM):
                 Transform(r"\.kv_a_proj_with_mqa\.weight$", key),
             )
 
-    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> Layer:
-        """Latent attention and a feed-forward network or a mixture of them."""
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> DecoderLayer:
+        """Latent attention, and a feed-forward network or, after the first layers, a mixture of them."""
         assert isinstance(config, DeepseekConfig)
-        return DeepseekLayer(config, context, cos_sin)
+        attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, cos_sin)
+        sparse = config.num_experts > 0 and index >= config.dense_layers
+        mlp = SharedAndRouted(config, context) if sparse else MLP(config, context)
+        return DecoderLayer(config, context, attention, mlp)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -99,29 +111,34 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             mlp_bias=reader.flag("mlp_bias"),
             rope=rope,
             latent=shape,
-            score_scale=_score_scale(rope),
+            attention_scale=(shape.nope + shape.rope) ** -0.5 * _score_scale(rope),
             rope_interleave=not v3 or reader.raw.get("rope_interleave") is None or reader.flag("rope_interleave"),
-            prediction_layers=int(reader.raw.get("num_nextn_predict_layers") or 0),
+            prediction_layers=_count(reader, "num_nextn_predict_layers"),
+            **_experts(reader, v3),
             **common_fields(reader),
         )
 
 
-class DeepseekLayer(Layer):
-    """Attention, then the feed-forward network, each with the norm of the residual stream as its input."""
+class SharedAndRouted(SparseMoE):
+    """Experts that every token has, as one feed-forward network, and routed ones (DeepSeek-V2, section 2.2)."""
 
-    def __init__(self, config: DeepseekConfig, context: LayerContext, cos_sin: Tensor) -> None:
-        super().__init__()
-        hidden, eps, shape = config.hidden_size, config.rms_norm_eps, config.latent
-        scale = config.score_scale * (shape.nope + shape.rope) ** -0.5
-        self.attention_norm = self.attach("input_layernorm", RMSNorm(context, hidden, eps))
-        self.attention = self.attach("self_attn", LatentAttention(context, hidden, shape, scale, cos_sin))
-        self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
-        self.mlp = self.attach("mlp", MLP(config, context))
+    def __init__(self, config: DeepseekConfig, context: LayerContext) -> None:
+        super().__init__(
+            context,
+            config.hidden_size,
+            config.expert_intermediate_size,
+            config.num_experts,
+            config.routing,
+            choice_bias=config.choice_bias,
+        )
+        self.shared = None
+        if config.shared_experts:
+            inner = config.shared_experts * config.expert_intermediate_size
+            self.shared = self.attach("shared_experts", MLP(replace(config, intermediate_size=inner), context))
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
-        residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + the results of all experts for x, both [T, E]."""
+        return super().add_to(self.shared.add_to(residual, x) if self.shared else residual, x)
 
 
 def as_halves(weight: Tensor, head: int, rope: int) -> Tensor:
@@ -131,6 +148,46 @@ def as_halves(weight: Tensor, head: int, rope: int) -> Tensor:
     rows = torch.arange(len(weight)).view(-1, head)
     rows[:, -rope:] = rows[:, -rope:].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
     return weight[rows.flatten()]
+
+
+def _experts(reader: ConfigReader, v3: bool) -> dict[str, Any]:
+    """The fields of ``DeepseekConfig`` that describe the mixture.
+
+    V2 scores experts by a softmax, and a group by its best expert. V3 scores them by a sigmoid, chooses by the sum of
+    score and bias, compares groups by their best two, and divides the weights by their sum.
+    """
+    method = reader.raw.get("topk_method") or ("noaux_tc" if v3 else "greedy")
+    known = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
+    normalised = reader.flag("norm_topk_prob") or (v3 and reader.raw.get("norm_topk_prob") is None)
+    if method not in known or (normalised and not v3) or reader.positive("moe_layer_freq", 1) != 1:
+        raise UnsupportedModelError(
+            f"{reader.file}: routing with topk_method={method!r}, norm_topk_prob={normalised} and moe_layer_freq="
+            f"{reader.raw.get('moe_layer_freq', 1)} is not supported; supported: {' or '.join(known)}, "
+            f"{'any' if v3 else 'false'} and 1"
+        )
+    grouped = method != "greedy"
+    routing = RoutingSpec(
+        reader.positive("num_experts_per_tok", 8 if v3 else 6),
+        "sigmoid" if v3 else "softmax",
+        renormalize=normalised,
+        scale=reader.number("routed_scaling_factor", 2.5 if v3 else 1.0),
+        num_groups=reader.positive("n_group", 8) if grouped else 1,
+        top_groups=reader.positive("topk_group", 4) if grouped else 1,
+        best_of_group=2 if v3 else 1,
+    )
+    return {
+        "num_experts": _count(reader, "n_routed_experts"),
+        "dense_layers": _count(reader, "first_k_dense_replace"),
+        "routing": routing,
+        "choice_bias": v3,
+        "shared_experts": _count(reader, "n_shared_experts"),
+        "expert_intermediate_size": reader.positive("moe_intermediate_size", 2048 if v3 else 1407),
+    }
+
+
+def _count(reader: ConfigReader, name: str) -> int:
+    """A number of things of which there may be none; absent and null are 0."""
+    return 0 if reader.raw.get(name) in (None, 0) else reader.positive(name)
 
 
 def _score_scale(rope: RopeConfig) -> float:
