@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.zoo import SMALL, Zoo
 
@@ -26,18 +27,49 @@ YARN = {
 }
 
 
-def v2_dense() -> Any:
+MIXTURE = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
+
+def v2_lite() -> Any:
     from transformers import DeepseekV2Config
 
-    return DeepseekV2Config(**LATENT, q_lora_rank=None, first_k_dense_replace=3)
+    return DeepseekV2Config(**LATENT, **MIXTURE, q_lora_rank=None, n_shared_experts=2)
+
+
+def v2() -> Any:
+    from transformers import DeepseekV2Config
+
+    limited = {**MIXTURE, "topk_method": "group_limited_greedy"}
+    return DeepseekV2Config(**LATENT, **limited, q_lora_rank=20, n_shared_experts=1, rope_parameters=YARN)
+
+
+def v3() -> Any:
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(**LATENT, **MIXTURE, q_lora_rank=20, n_shared_experts=1, rope_parameters=YARN)
 
 
 def v3_dense() -> Any:
     from transformers import DeepseekV3Config
 
-    return DeepseekV3Config(**LATENT, q_lora_rank=20, first_k_dense_replace=3, rope_parameters=YARN)
+    return DeepseekV3Config(**LATENT, first_k_dense_replace=3, q_lora_rank=None, rope_interleave=False)
 
 
-@pytest.mark.parametrize("config", [v2_dense, v3_dense])
+def with_biases(model: Any) -> None:
+    """Biases of the experts that change the choice."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
+
+
+@pytest.mark.parametrize("config", [v2_lite, v2, v3, v3_dense])
 def test_deepseek(config: Any, zoo: Zoo) -> None:
-    zoo(config())
+    zoo(config(), change=with_biases)
