@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.models.zoo import SMALL, Zoo
+from octavo import LLM
+from octavo.core.errors import ConfigError, OctavoError, WeightError
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model
+from octavo.models.config import read_model_config
+from octavo.models.deepseek import DeepseekConfig
+from octavo.models.sizes import outline
+from tests.models.test_networks import tensor_parallel_logits
+from tests.models.zoo import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    Zoo,
+    answer_of,
+    answers,
+    assert_same,
+    edit_config,
+    logits_of,
+    prompts_of,
+)
 
 LATENT = {
     **SMALL,
@@ -73,3 +97,76 @@ def with_biases(model: Any) -> None:
 @pytest.mark.parametrize("config", [v2_lite, v2, v3, v3_dense])
 def test_deepseek(config: Any, zoo: Zoo) -> None:
     zoo(config(), change=with_biases)
+
+
+def test_latent_blocks_are_swapped_shared_and_half_as_large(save_model: Any, tmp_path: Path) -> None:
+    save_model(v3(), change=with_biases)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "max_model_len": 64}
+    alone = LLM(str(tmp_path), **options, num_gpu_blocks_override=100, enable_prefix_caching=False)
+    [(block_bytes, _)] = alone.llm_engine.core.executor.kv_groups()
+    assert block_bytes == 3 * 4 * 4 * 32  # layers, tokens, bytes, and 24 + 8 numbers, which need no padding
+    wanted = [answers(alone, [prompt])[0] for prompt in PROMPTS]
+    tight = LLM(
+        str(tmp_path),
+        **options,
+        num_gpu_blocks_override=24,
+        num_host_blocks_override=100,
+        preemption_mode="swap",
+        max_num_batched_tokens=16,
+        watermark=0.0,
+    )
+    assert answers(tight, PROMPTS) == wanted
+    stats = tight.llm_engine.core.scheduler.stats()
+    assert stats.preemptions_by_swap > 0 and stats.swapped_in_blocks > 0
+    assert stats.blocks_used == stats.host_blocks_used == 0
+    [again] = tight.generate(prompts_of(PROMPTS[-1:]), PARAMS, use_tqdm=False)
+    assert again.num_cached_tokens == 39 and answer_of(again) == wanted[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_give_the_bits_of_one(dtype: torch.dtype, save_model: Any, tmp_path: Path, driver: Any) -> None:
+    config = v3()
+    config.update({"v_head_dim": 16, "moe_intermediate_size": 24})  # what is summed divides into pieces
+    save_model(config, change=with_biases)
+    alone = tensor_parallel_logits(tmp_path, driver, 1, dtype)
+    assert torch.equal(tensor_parallel_logits(tmp_path, driver, 2, dtype), alone)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(save_model: Any, tmp_path: Path, driver: Any) -> None:
+    file = tmp_path / "model.safetensors"
+    expected = logits_of(save_model(v3(), change=with_biases), PROMPT)
+    tensors = load_file(file)
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.embed_tokens.weight": torch.ones(2)}
+    save_file({**tensors, **extra}, file)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    context = LayerContext(ReferenceKernels(), torch.float32)
+    assert_same(driver(load_model(tmp_path, read_model_config(tmp_path), context)).run("s", PROMPT, [13, 1]), expected)
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(WeightError, match="'model.layers.3.eh_proj.weight' belongs to no layer"):
+        load_model(tmp_path, read_model_config(tmp_path), context)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+        ({"topk_method": "greedy"}, r"topk_method='greedy'.* is not supported; supported: noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({"kv_lora_rank": 25}, r"kv_lora_rank \(25\) and qk_rope_head_dim \(8\) must be even"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be a positive integer, not 0"),
+        ({"n_routed_experts": "many"}, "n_routed_experts must be a positive integer, not 'many'"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}))
+    assert isinstance(read_model_config(tmp_path), DeepseekConfig)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(OctavoError, match=says):
+        read_model_config(tmp_path)
+
+
+def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:
+    content = {**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"], "n_group": 3}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="8 experts cannot be limited to 2 of 3 equal groups"):
+        outline(read_model_config(tmp_path), "float32")
