@@ -218,7 +218,8 @@ class RowParallelLinear(ParallelLinear):
         self, context: LayerContext, in_features: int, out_features: int, bias: bool, columns: slice | None = None
     ) -> None:
         """``columns`` are this rank's inputs if they are not those of ``LayerContext.share`` in units of 32."""
-        columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
+        #: This rank's inputs.
+        self.columns = columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
         share, size = columns.stop - columns.start, context.tp_size
         part = Part("", out_features, slice(0, out_features), columns)
         is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features

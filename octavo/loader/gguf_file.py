@@ -55,6 +55,8 @@ SUPPORTED_TYPES = frozenset(
         GGMLQuantizationType.Q4_K,
         GGMLQuantizationType.Q5_K,
         GGMLQuantizationType.Q6_K,
+        GGMLQuantizationType.IQ4_NL,
+        GGMLQuantizationType.IQ4_XS,
     ]
 )
 
@@ -149,29 +151,31 @@ class GGUFFile:
             raise WeightError(f"{self.path} is truncated: tensor {name!r} ends at byte {end} of {self.size}")
         self.tensors[name] = tensor
 
-    def read_pieces(self, tensor: GGUFTensor, group: int = 1) -> Iterator[np.ndarray]:
-        """The tensor's rows dequantized, float32 [rows, columns], in pieces of a multiple of ``group`` rows."""
-        from gguf.quants import dequantize
-
-        wanted = max(group, _PIECE // max(1, tensor.row_bytes) // group * group)
+    def read_rows(self, tensor: GGUFTensor, rows: slice | None = None) -> np.ndarray:
+        """Rows of a tensor, by default all, in the file's format: uint8 [rows, bytes of a row]."""
+        first, last, _ = (rows or slice(None)).indices(tensor.rows)
+        count = (last - first) * tensor.row_bytes
         with self.path.open("rb") as f:
-            f.seek(tensor.offset)
-            for first in range(0, tensor.rows, wanted):
-                rows = min(wanted, tensor.rows - first)
-                data = np.fromfile(f, dtype=np.uint8, count=rows * tensor.row_bytes)
-                if data.size != rows * tensor.row_bytes:
-                    raise WeightError(f"{self.path} became shorter while tensor {tensor.name!r} was read")
-                with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
-                    yield dequantize(data.reshape(rows, tensor.row_bytes), tensor.type)
-
-    def read_rows(self, tensor: GGUFTensor) -> np.ndarray:
-        """The tensor's rows in the file's format, uint8 [rows, bytes of a row]."""
-        with self.path.open("rb") as f:
-            f.seek(tensor.offset)
-            data = np.fromfile(f, dtype=np.uint8, count=tensor.rows * tensor.row_bytes)
-        if data.size != tensor.rows * tensor.row_bytes:
+            f.seek(tensor.offset + first * tensor.row_bytes)
+            data = np.fromfile(f, dtype=np.uint8, count=count)
+        if data.size != count:
             raise WeightError(f"{self.path} became shorter while tensor {tensor.name!r} was read")
-        return data.reshape(tensor.rows, tensor.row_bytes)
+        return data.reshape(last - first, tensor.row_bytes)
+
+    def read_pieces(self, tensor: GGUFTensor, rows: slice | None = None) -> Iterator[np.ndarray]:
+        """Rows of a tensor, by default all, dequantized: float32 [rows, columns], in pieces of a few MB."""
+        first, last, _ = (rows or slice(None)).indices(tensor.rows)
+        step = max(1, _PIECE // max(1, tensor.row_bytes))
+        for start in range(first, last, step):
+            yield dequantized(self.read_rows(tensor, slice(start, min(start + step, last))), tensor.type)
+
+
+def dequantized(blocks: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The values of rows in a file's format [rows, bytes of a row]: float32 [rows, columns]."""
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
+        return dequantize(blocks, kind)
 
 
 class _Header:
