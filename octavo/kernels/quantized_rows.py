@@ -23,6 +23,10 @@ class QuantizedRows(ABC):
             ConfigError: the columns begin or end where the format cannot be divided.
         """
 
+    def t(self) -> Tensor | QuantizedRows:
+        """The transposed matrix; its values, if the format has no other way."""
+        return self.dequantize().t()
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """The values, float32 [N, K]."""

@@ -82,6 +82,31 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Unstack:
+    """Splits a tensor [experts, rows, columns] by experts, and each of them by rows into equal parts.
+
+    ``Unstack("gate_up_proj", ("gate_proj", "up_proj"))`` makes ``experts.0.gate_proj.weight`` and so on of
+    ``experts.gate_up_proj``.
+    """
+
+    whole: str
+    parts: tuple[str, ...]
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+        """The parts of all experts, in order."""
+        for name, tensor in pairs:
+            before, found, _ = _partition(name, f"experts.{self.whole}")
+            if not found or not isinstance(tensor, Tensor) or tensor.dim() != 3:
+                yield name, tensor
+                continue
+            if tensor.shape[1] % len(self.parts):
+                raise WeightError(f"tensor {name!r} has {tensor.shape[1]} rows, no multiple of {len(self.parts)}")
+            for index, expert in enumerate(tensor):
+                for part, rows in zip(self.parts, expert.chunk(len(self.parts)), strict=True):
+                    yield f"{before}experts.{index}.{part}.weight", rows
+
+
+@dataclass(frozen=True)
 class Join:
     """Concatenates the rows of several tensors of the checkpoint, in the order of ``parts``.
 

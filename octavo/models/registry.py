@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
     "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "FalconForCausalLM": ("falcon", "octavo.models.falcon", "FalconForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
     "GPTJForCausalLM": ("gptj", "octavo.models.gptj", "GPTJForCausalLM"),
@@ -25,10 +27,14 @@ NETWORKS = {
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
+    "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
 }
 
 

@@ -85,5 +85,5 @@ def prefill_operations(network: Network, tokens: int) -> int:
     """Operations (a multiply-add is two) to prefill one prompt: matrices, causal attention, one row of logits."""
     c, pairs = network.config, tokens * (tokens + 1) // 2
     products = 2 * layer_weights(network) * tokens
-    attention = 4 * c.num_layers * c.num_heads * c.head_dim * pairs
+    attention = 4 * c.num_heads * sum(spec.head_dim for spec in network.kv_specs) * pairs
     return products + attention + 2 * c.vocab_size * c.hidden_size

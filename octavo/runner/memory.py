@@ -75,8 +75,7 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
 
     Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
     """
-    heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
-    row = 4 * config.hidden_size + heads + 3 * config.intermediate_size
+    row = 4 * config.hidden_size + config.attention_width + 3 * config.intermediate_size
     logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
     return 4 * (options.token_budget * row + logits)
 
