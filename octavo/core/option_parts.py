@@ -36,7 +36,7 @@ class ModelOptions(_Options):
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
-    tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    tokenizer: str | None = Field(None, description="Folder with a tokenizer, if not the model's own.")
     skip_tokenizer_init: bool = Field(
         False,
         description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
