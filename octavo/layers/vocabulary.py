@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
@@ -24,8 +24,8 @@ class _VocabularyShare(Layer):
         self.start = min(context.tp_rank * rows, vocab_size)
         self.end = min(self.start + rows, vocab_size)
 
-    def _take(self, tensor: Tensor | GGUFRows) -> Tensor:
-        if isinstance(tensor, GGUFRows):
+    def _take(self, tensor: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(tensor, QuantizedRows):
             tensor = tensor.dequantize()
         table = torch.empty((self.rows, self._hidden_size), dtype=self._context.dtype, device=self._context.device)
         held = self.end - self.start
@@ -35,10 +35,11 @@ class _VocabularyShare(Layer):
 
 
 class VocabParallelEmbedding(_VocabularyShare):
-    """Token embedding."""
+    """Token embedding, multiplied by ``scale``."""
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         super().__init__(context, vocab_size, hidden_size)
+        self._scale = scale
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
         self.table: Tensor | None = None
@@ -51,23 +52,52 @@ class VocabParallelEmbedding(_VocabularyShare):
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids int64 [T] to float32 [T, E]."""
         assert self.table is not None
-        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start))
+        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self._scale))
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""
         self.table = self._take(tensor)
         for head in self._heads:
             head.pack(self.table, tensor)
 
 
+class PositionEmbedding(Layer):
+    """Learned embedding of positions, of which every rank holds all; row ``offset`` is that of position 0."""
+
+    def __init__(self, context: LayerContext, rows: int, hidden_size: int, offset: int = 0) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self._first = -offset
+        self.expected["weight"] = (rows, hidden_size)
+        self.holds.append(Weight("weight", (rows, hidden_size), "embedding", context.dtype_name))
+        self.table = torch.empty((rows, hidden_size), dtype=context.dtype, device=context.device)
+
+    def add_to(self, residual: Tensor, positions: Tensor) -> Tensor:
+        """residual float32 [T, E] + the rows of positions int64 [T]; the residual's memory may be reused."""
+        return self.kernels.embedding(positions, self.table, self._first, add=residual)
+
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+        """Copies the table."""
+        self.table.copy_(tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor)
+
+
 class ParallelLMHead(_VocabularyShare):
-    """The language-model head; with ``tied`` its matrix is the embedding's and no tensor is expected."""
+    """The language-model head; with ``tied`` its matrix is the embedding's, and no tensor is expected."""
 
     def __init__(
-        self, context: LayerContext, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        hidden_size: int,
+        tied: VocabParallelEmbedding | None,
+        *,
+        bias: bool = False,
     ) -> None:
+        """``bias`` is for heads that are not tied."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
+        self._placed: tuple[Tensor, Tensor | QuantizedRows] | None = None
+        self._bias: Tensor | None = None
         self._vocab_size = vocab_size
         # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
         self._quantization = {"int8": "int8", "int4": "int8", "gguf": "gguf"}.get(context.quantization or "")
@@ -78,20 +108,34 @@ class ParallelLMHead(_VocabularyShare):
             self.expected["weight"] = (vocab_size, hidden_size)
         else:
             tied.tie(self)
+        if bias:
+            self.expected["bias"] = (vocab_size,)
+            self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
         logits = self.kernels.all_gather(self.packed(hidden, torch.float32))
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """Copies and packs this rank's rows."""
-        self.pack(self._take(tensor), tensor)
-
-    def pack(self, table: Tensor, source: Tensor | GGUFRows) -> None:
-        """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
-        if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
-            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))])
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+        """Copies this rank's rows."""
+        if shard == "bias":
+            assert isinstance(tensor, Tensor)
+            self._bias = torch.zeros(self.rows, dtype=self._context.dtype, device=self._context.device)
+            self._bias[: self.end - self.start] = tensor[self.start : self.end]
         else:
-            quantized = isinstance(source, GGUFRows) or self._context.quantization in ("int8", "int4")
-            self.packed = self.kernels.pack([table], quantization="int8" if quantized else None)
+            self._placed = (self._take(tensor), tensor)
+
+    def complete(self) -> None:
+        """Packs the matrix."""
+        assert self._placed is not None
+        self.pack(*self._placed)
+        self._placed = self._bias = None
+
+    def pack(self, table: Tensor, source: Tensor | QuantizedRows) -> None:
+        """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
+        if isinstance(source, QuantizedRows) and self.end - self.start == self.rows:
+            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))], self._bias)
+        else:
+            quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
+            self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)
