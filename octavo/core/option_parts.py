@@ -249,6 +249,11 @@ class SchedulerOptions(_Options):
     )
 
     @property
+    def cuts_prompts(self) -> bool:
+        """Whether a prompt may be computed in chunks of any length."""
+        return self.enable_chunked_prefill and self.batching == "mixed"
+
+    @property
     def token_budget(self) -> int:
         """``max_num_batched_tokens``, once it is resolved (``with_token_budget``); before that, its general default."""
         return self.max_num_batched_tokens or max(TOKEN_BUDGET, self.max_num_seqs)
