@@ -13,7 +13,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BloomConfig(DecoderConfig):
     residual_after_norm: bool = False
 
 
-class BloomLayer(PreNormLayer):
+class BloomLayer(DecoderLayer):
     """x + attention(norm(x)), and then x + mlp(norm(x)); or norm(x) + attention(norm(x)) and so on."""
 
     def __init__(self, config: BloomConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Rename, Split, Transform, transpose
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields, read_activation
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GPT2Config(DecoderConfig):
     scale_by_layer: bool = False
 
 
-class GPT2Layer(PreNormLayer):
+class GPT2Layer(DecoderLayer):
     """x + attention(norm(x)), and then x + mlp(norm(x))."""
 
     def make_attention(

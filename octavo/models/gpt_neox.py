@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
-
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields, read_activation, rotary_fields
-
-
-@dataclass(frozen=True)
-class GPTNeoXConfig(DecoderConfig):
-    """How a layer's two parts follow each other."""
-
-    parallel_residual: bool = True
-
-
-class GPTNeoXLayer(PreNormLayer):
-    """x + attention(norm(x)) + mlp(other norm(x)), or one after the other."""
-
-    def __init__(self, config: GPTNeoXConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
-        super().__init__(config, context, index, cos_sin)
-        self.parallel_residual = config.parallel_residual
-
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """See ``DecoderLayer``."""
-        if not self.parallel_residual:
-            return super().__call__(residual, cache, batch)
-        x, y = self.attention_norm(residual), self.mlp_norm(residual)
-        return self.mlp.add_to(self.attention.add_to(residual, x, cache, batch), y)
+from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
 
 
 class GPTNeoXForCausalLM(Decoder):
     """GPT-NeoX; in its checkpoints, the rows of queries, keys and values are grouped by head."""
 
-    layer_class = GPTNeoXLayer
-
-    def __init__(self, config: GPTNeoXConfig, context: LayerContext) -> None:
+    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.checkpoint_map = (
             Drop(r"\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)$"),
@@ -68,7 +38,7 @@ class GPTNeoXForCausalLM(Decoder):
         reader = reader.with_defaults(use_parallel_residual=True, attention_bias=True, **rope)
         bias = reader.flag("attention_bias")
         fields = decoder_fields(reader)
-        return GPTNeoXConfig(
+        return DecoderConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=bias,
@@ -76,7 +46,7 @@ class GPTNeoXForCausalLM(Decoder):
             mlp_bias=True,
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
             activation=read_activation(reader, "hidden_act", "gelu"),
-            parallel_residual=reader.flag("use_parallel_residual"),
+            layout="parallel, two norms" if reader.flag("use_parallel_residual") else "sequential",
             **rotary_fields(reader, fields["head_dim"]),
             **fields,
         )
