@@ -11,7 +11,7 @@ from typing import Literal
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
+from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.config import ConfigReader
 from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
 
@@ -33,9 +33,7 @@ class FalconForCausalLM(Decoder):
             Rename(r"\.self_attention\.", ".self_attn."),
             Rename(r"\.dense_h_to_4h\.", ".fc1."),
             Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Transform(
-                r"\.query_key_value\.", ungroup_heads(config.num_kv_heads, config.num_heads // config.num_kv_heads)
-            ),
+            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
             Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
+from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.config import ConfigReader
 from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
 
@@ -17,6 +17,7 @@ class GPTNeoXForCausalLM(Decoder):
         self.checkpoint_map = (
             Drop(r"\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)$"),
             Rename(r"^embed_out\.", "lm_head."),
+            Drop(r"^lm_head\.weight$"),
             Rename(r"^(gpt_neox\.)?embed_in\.", "model.embed_tokens."),
             Rename(r"^(gpt_neox\.)?final_layer_norm\.", "model.norm."),
             Rename(r"^(gpt_neox\.)?layers\.", "model.layers."),
@@ -24,7 +25,7 @@ class GPTNeoXForCausalLM(Decoder):
             Rename(r"\.attention\.", ".self_attn."),
             Rename(r"\.dense_h_to_4h\.", ".fc1."),
             Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Transform(r"\.query_key_value\.", ungroup_heads(config.num_kv_heads, 1)),
+            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
             Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Rename, Transform, halve_pairs
+from octavo.models.checkpoint import Drop, Permute, Rename, halve_pairs
 from octavo.models.config import ConfigReader
 from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation
 
@@ -26,7 +26,7 @@ class GPTJForCausalLM(Decoder):
             Rename(r"\.attn\.", ".self_attn."),
             Rename(r"\.mlp\.fc_in\.", ".mlp.fc1."),
             Rename(r"\.mlp\.fc_out\.", ".mlp.fc2."),
-            Transform(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
+            Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
         )
 
     @classmethod
