@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
@@ -129,7 +130,7 @@ class Transform:
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
-            elif self.function is transpose:  # which leaves GGUF blocks as they are
+            elif self.function is transpose and isinstance(tensor, GGUFRows):  # whose blocks stay as they are
                 yield name, tensor.t()
             else:
                 yield name, self.function(_values(tensor))
@@ -146,13 +147,12 @@ class Permute:
     pattern: str
     order: Callable[[int], np.ndarray]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
-        """The reordered tensors under the same names; GGUF blocks keep their bits."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+        """The reordered tensors under the same names; quantised rows keep their bits."""
         for name, tensor in pairs:
             if re.search(self.pattern, name):
                 with suppress(ValueError):
-                    order = self.order(tensor.shape[0])
-                    tensor = tensor.reorder(order) if isinstance(tensor, GGUFRows) else tensor[torch.from_numpy(order)]
+                    tensor = _reordered(tensor, self.order(tensor.shape[0]))
             yield name, tensor
 
 
@@ -200,3 +200,7 @@ def _rows(tensor: Tensor | QuantizedRows, rows: slice) -> Tensor | QuantizedRows
 
 def _values(tensor: Tensor | QuantizedRows) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+
+
+def _reordered(tensor: Tensor | QuantizedRows, order: np.ndarray) -> Tensor | QuantizedRows:
+    return tensor.reorder(order) if isinstance(tensor, QuantizedRows) else tensor[torch.from_numpy(order)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
@@ -188,15 +189,18 @@ def test_other_tensors_pass_unchanged(entry: Entry) -> None:
     assert all(ours is theirs for (_, ours), (_, theirs) in zip(out, pairs, strict=True))
 
 
-def test_rows_are_permuted_with_the_blocks_that_hold_them() -> None:
+def test_rows_are_permuted_in_their_own_bits() -> None:
     """Two KV heads of two dimensions, each with two query heads; then pairs of neighbours in one head of six rows."""
     order = ungroup_heads(4, 2)(16).tolist()
     assert order == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
     assert halve_pairs(1, 4)(6).tolist() == [0, 2, 1, 3, 4, 5]
-    blocks = GGUFRows("Q8_0", np.random.default_rng(0).integers(0, 60, (16, 34), dtype=np.uint8), 32, 32)
-    ((_, permuted),) = Permute("qkv", ungroup_heads(4, 2)).apply([("qkv", blocks)], {})
-    assert isinstance(permuted, GGUFRows)
-    assert torch.equal(permuted.dequantize(), blocks.dequantize()[order])
+    numbers = np.random.default_rng(0).integers(0, 60, (16, 34), dtype=np.uint8)
+    codes = torch.from_numpy(numbers[:, :32])
+    groups = GroupQuantizedRows(8, codes, torch.arange(32.0).view(16, 2), codes[:, :2])
+    for rows in (GGUFRows("Q8_0", numbers, 32, 32), groups):
+        ((_, permuted),) = Permute("qkv", ungroup_heads(4, 2)).apply([("qkv", rows)], {})
+        assert isinstance(permuted, type(rows))
+        assert torch.equal(permuted.dequantize(), rows.dequantize()[order])
 
 
 def test_other_model_types_are_refused_with_what_is_supported(fused: Path) -> None:
