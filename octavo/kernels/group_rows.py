@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,12 @@ class GroupQuantizedRows(QuantizedRows):
         scales = taken.scales.repeat_interleave(divided, 1)[:, groups]
         zeros = None if taken.zeros is None else taken.zeros.repeat_interleave(divided, 1)[:, groups]
         return replace(taken, scales=scales, zeros=zeros)
+
+    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
+        """The rows ``order``, int64."""
+        rows = torch.from_numpy(order)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [N, K], rounded to ``dtype``."""
