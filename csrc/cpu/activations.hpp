@@ -1,4 +1,4 @@
-// The activations of feed-forward networks, in float32.
+// The activations of feed-forward networks and the soft cap of scores, in float32.
 #pragma once
 #include "ops.hpp"
 #include "vec.hpp"
@@ -35,6 +35,12 @@ OCTAVO_INLINE F32 gelu_tanh(F32 x) {
 }
 
 OCTAVO_INLINE F32 relu(F32 x) { return x < 0.0f ? F32{} : x; }  // NaN of NaN
+
+// cap * tanh(x / cap)
+OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
+  const F32 e = exp(x * (2.0f / cap));
+  return cap * (1.0f - 2.0f / (e + 1.0f));
+}
 
 // Calls f with the function that the activation is.
 template <typename F>

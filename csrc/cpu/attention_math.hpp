@@ -2,6 +2,7 @@
 #pragma once
 #include <limits>
 
+#include "activations.hpp"
 #include "attention.hpp"
 #include "vec.hpp"
 
@@ -33,12 +34,6 @@ OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
 }
 
 OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }
-
-// cap * tanh(x / cap)
-OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
-  const F32 e = exp(x * (2.0f / cap));
-  return cap * (1.0f - 2.0f / (e + 1.0f));
-}
 
 // Positions begin .. end - 1.
 struct Range {

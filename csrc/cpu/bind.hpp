@@ -9,4 +9,5 @@ void bind_pointwise(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_moe(nanobind::module_& m);
 }  // namespace octavo

@@ -54,12 +54,13 @@ T* pointer(uintptr_t address) {
 }
 
 OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dtype dtype,
-                std::optional<Dtype> out_dtype, int64_t first, bool by_position) {
+                std::optional<Dtype> out_dtype, int64_t first, bool by_position, double scale, uintptr_t add) {
   const Dtype result = out_dtype.value_or(dtype);
   require_float(dtype);
   require_float(result);
   return row_op(&PointwiseTable::embedding,
-                Embedding{pointer<void>(table), dtype, width, first, rows, by_position, pointer<void>(out), result},
+                Embedding{pointer<void>(table), dtype, width, first, rows, by_position, pointer<void>(out), result,
+                          static_cast<float>(scale), pointer<float>(add)},
                 width);
 }
 
@@ -86,14 +87,16 @@ Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uin
   norm.heads = rows_per_token;
   norm.width = width;
   norm.eps = static_cast<float>(eps);
+  norm.add = nullptr;
   return norm;
 }
 
 OpPtr rms_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, Dtype w_dtype, uintptr_t out,
                Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
-               int64_t out_stride, int64_t out_head_stride) {
-  const Norm norm = norm_of(x, x_dtype, x_stride, weight, 0, w_dtype, out, out_dtype, width, eps, rows_per_token,
+               int64_t out_stride, int64_t out_head_stride, uintptr_t add) {
+  Norm norm = norm_of(x, x_dtype, x_stride, weight, 0, w_dtype, out, out_dtype, width, eps, rows_per_token,
                             head_stride, out_stride, out_head_stride);
+  norm.add = pointer<float>(add);
   return row_op(&PointwiseTable::rms_norm, norm, width, rows_per_token);
 }
 
@@ -111,6 +114,12 @@ OpPtr activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t width, Dtyp
   const Activate arguments{pointer<void>(x), x_stride, dtype, pointer<void>(out), width, dtype,
                            width,            activation, gated};
   return row_op(&PointwiseTable::activate, arguments, 4 * width);
+}
+
+OpPtr soft_cap(uintptr_t x, int64_t x_stride, int64_t width, double cap) {
+  if (!(cap > 0)) throw std::invalid_argument("a soft cap must be above 0");
+  return row_op(&PointwiseTable::soft_cap, SoftCap{pointer<float>(x), x_stride, width, static_cast<float>(cap)},
+                4 * width);
 }
 
 OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64_t heads, int64_t kv_heads,
@@ -148,9 +157,11 @@ void logsumexp(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out) {
 
 void bind_pointwise(nb::module_& m) {
   m.def("embedding", &embedding, "table"_a, "rows"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none(),
-        "first"_a = 0, "by_position"_a = false);
+        "first"_a = 0, "by_position"_a = false, "scale"_a = 1.0, "add"_a = 0);
   m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
-        "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0);
+        "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0,
+        "add"_a = 0);
+  m.def("soft_cap", &soft_cap, "x"_a, "x_stride"_a, "width"_a, "cap"_a);
   m.def("layer_norm", &layer_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "bias"_a, "w_dtype"_a, "out"_a,
         "out_dtype"_a, "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0,
         "out_head_stride"_a = 0);

@@ -54,6 +54,7 @@ struct Tile {
   int64_t x_stride;
   const char* ahead;   // fetched into the cache meanwhile: from here and from the same place of the groups beside,
   int64_t ahead_step;  // so many bytes further for each cache line read of a group
+  bool apart;          // pieces are not joined
 };
 
 template <int R, int G>
@@ -161,7 +162,7 @@ OCTAVO_INLINE void for_sums(F32 (&sums)[R][V], const F& f) {
     for (int v = 0; v < V; ++v) f((r * V + v) * kLanes, sums[r][v]);
 }
 
-// All pieces; sums [R][G * 16] to out.
+// All pieces; sums [R][G * 16] to out, or those of each piece one after the other.
 template <Dtype dtype, int R, int G, int Cache>
 void run_tile(const Tile& tile, float* out) {
   // What waits to be joined, as the bits of `piece` say: the sums of one piece, and those of two.
@@ -178,10 +179,16 @@ void run_tile(const Tile& tile, float* out) {
 #else
       accumulate_bf16<R, G, Cache>(rest, sums);
 #endif
+    const bool last = piece + 1 == tile.pieces;
+    if (tile.apart) {
+      float* to = out + piece * (R * G * kGroup);
+      for_sums(sums, [&](int place, F32& sum) __attribute__((always_inline)) { store(to + place, sum); });
+      if (last) return;
+      continue;
+    }
     int level = 0;
     for (; piece >> level & 1; ++level)
       for_sums(sums, [&](int place, F32& sum) __attribute__((always_inline)) { sum = load(held[level] + place) + sum; });
-    const bool last = piece + 1 == tile.pieces;
     float* to = last ? out : held[level];
     for_sums(sums, [&](int place, F32& sum) __attribute__((always_inline)) { store(to + place, sum); });
     if (last) return;
@@ -330,22 +337,33 @@ static int64_t groups_at_once(const WeightView& weights, int64_t rows) {
   return most <= 2 || fitting >= most ? most : fitting > 2 ? fitting : 2;
 }
 
-// All rows over a strip of groups; each tile fetches an equal part of the groups that come next.
-static void multiply_strip(const Product& p, int64_t group, int groups, int64_t row, const Tiling& tiling) {
+// Sums [pieces][rows][groups * 16]: each piece to its own place.
+static void store_pieces(const Product& p, int64_t row, int rows, int64_t group, int groups, float* sums) {
+  Product piece = p;
+  for (int i = 0; i < p.weights.pieces; ++i, sums += rows * groups * kGroup) {
+    piece.out = static_cast<float*>(p.out) + i * p.piece_stride;
+    finish(piece, row, rows, group, groups, sums);
+  }
+}
+
+// All rows over a strip of groups; each tile fetches an equal part of `next`, by default of the groups that follow.
+static void multiply_strip(const Product& p, int64_t group, int groups, int64_t row, const Tiling& tiling,
+                           const void* next) {
   const int64_t group_bytes = bytes_of_group(p.weights);
   const int64_t ahead_part = group_bytes / tiling.tiles, ahead_step = 64 / tiling.tiles;
   const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
-  const char* ahead = weights + groups * group_bytes;
+  const char* ahead = next == nullptr ? weights + groups * group_bytes : static_cast<const char*>(next);
   const int64_t piece_k = p.weights.k / p.weights.pieces;
   const bool many = tiling.tiles >= kManyTiles;
   const RunTile larger = tile_kernel(p.weights.dtype, tiling.rows(0), groups, many);
   const RunTile smaller = tile_kernel(p.weights.dtype, tiling.least, groups, many);
-  float sums[most_sums()];
+  const bool apart = p.piece_stride != 0;
+  float sums[most_sums() << kMostLevels];
   for (int64_t t = 0; t < tiling.tiles; ++t, ahead += ahead_part) {
     const Tile tile{weights, group_bytes, piece_k, p.weights.pieces, p.x + row * p.x_stride, p.x_stride, ahead,
-                    ahead_step};
+                    ahead_step, apart};
     (t < tiling.larger ? larger : smaller)(tile, sums);
-    finish(p, row, tiling.rows(t), group, groups, sums);
+    (apart ? store_pieces : finish)(p, row, tiling.rows(t), group, groups, sums);
     row += tiling.rows(t);
   }
 }
@@ -357,7 +375,8 @@ static void multiply(const Product& p, int64_t group_begin, int64_t group_end, i
   const int64_t strips = (groups + at_once - 1) / at_once;
   for (int64_t s = 0; s < strips; ++s) {
     const int64_t begin = groups * s / strips, end = groups * (s + 1) / strips;
-    multiply_strip(p, group_begin + begin, static_cast<int>(end - begin), row_begin, tiling);
+    multiply_strip(p, group_begin + begin, static_cast<int>(end - begin), row_begin, tiling,
+                   s + 1 == strips ? p.next : nullptr);
   }
 }
 

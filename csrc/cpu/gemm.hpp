@@ -41,6 +41,11 @@ struct Product {
   Activation activation = Activation::none;
   // Group g holds 8 columns of the gate and the same 8 of up: out[r, 8 g + c] = activation(gate) * up.
   bool gated = false;
+  // If not 0, the sums of the pieces of k are not joined: those of piece i go to out + i * piece_stride, in float32, and
+  // nothing is added to them.
+  int64_t piece_stride = 0;
+  // Weights of the same k that are multiplied next, fetched meanwhile; null: the groups that follow.
+  const void* next = nullptr;
 
   int64_t out_columns() const { return gated ? weights.n / 2 : weights.n; }
 };

@@ -11,6 +11,7 @@ struct PointwiseTable;
 struct AttentionTable;
 struct QuantTable;
 struct SamplingTable;
+struct MoeTable;
 
 struct Isa {
   std::string name;
@@ -19,6 +20,7 @@ struct Isa {
   const AttentionTable* attention;
   const QuantTable* quant;
   const SamplingTable* sampling;
+  const MoeTable* moe;
 };
 
 // What this processor can run, best first; generic is always the last.

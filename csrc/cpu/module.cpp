@@ -79,4 +79,5 @@ NB_MODULE(_cpu, m) {
   bind_attention(m);
   bind_quant(m);
   bind_sampling(m);
+  bind_moe(m);
 }

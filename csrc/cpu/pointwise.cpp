@@ -20,12 +20,15 @@ void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end)
       for (int64_t row = begin; row < end; ++row) {
         const int64_t held = ids[row] - a.first;
         auto* target = static_cast<decltype(out_type)>(a.out) + row * a.width;
-        if (held < 0 || held >= a.rows) {
-          std::memset(static_cast<void*>(target), 0, a.width * sizeof(*target));
-          continue;
-        }
-        const auto* source = static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) + held * a.width;
-        for_vectors(a.width, [&](int64_t i, auto lanes) { store(target + i, load(source + i, lanes), lanes); });
+        const float* add = a.add == nullptr ? nullptr : a.add + row * a.width;
+        const bool known = held >= 0 && held < a.rows;
+        const auto* source =
+            static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) + (known ? held * a.width : 0);
+        for_vectors(a.width, [&](int64_t i, auto lanes) {
+          F32 sum = known ? load(source + i, lanes) * a.scale : F32{};
+          if (add != nullptr) sum += load(add + i, lanes);
+          store(target + i, sum, lanes);
+        });
       }
     });
   });
@@ -53,6 +56,13 @@ void activate(const Activate& a, const Step&, int64_t begin, int64_t end) {
       }
     });
   });
+}
+
+void soft_cap(const SoftCap& a, const Step&, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    float* x = a.x + row * a.x_stride;
+    for_vectors(a.width, [&](int64_t i, auto lanes) { store(x + i, soft_capped(load(x + i, lanes), a.cap), lanes); });
+  }
 }
 
 // ---- rotary positions ---------------------------------------------------------------------------------------------
@@ -150,7 +160,7 @@ double logsumexp(const float* row, int64_t width) {
 }  // namespace
 
 const PointwiseTable* pointwise_table() {
-  static const PointwiseTable table{embedding, rms_norm, layer_norm, activate, rotary, argmax, logsumexp};
+  static const PointwiseTable table{embedding, rms_norm, layer_norm, activate, soft_cap, rotary, argmax, logsumexp};
   return &table;
 }
 

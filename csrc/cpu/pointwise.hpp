@@ -6,8 +6,8 @@
 
 namespace octavo {
 
-// out[row] = table[id - first], both [.., width], or zeros where the table [rows, width] has no such row. The ids are the
-// step's token ids, or its positions.
+// out[row] = scale * table[id - first] + add[row], all [.., width]; a row that the table [rows, width] does not have is
+// zero. The ids are the step's token ids, or its positions. `add` may be null, and may be the memory of out.
 struct Embedding {
   const void* table;
   Dtype dtype;
@@ -16,10 +16,13 @@ struct Embedding {
   bool by_position;
   void* out;
   Dtype out_dtype;
+  float scale;
+  const float* add;
 };
 
 // Row t * heads + h lies at x + t * x_stride + h * x_head_stride, and likewise in out; in place is allowed.
-// weight [width]; bias [width] or null (layer norm only).
+// weight [width]; bias [width] or null (layer norm only). `add`, or null, is added to the result; it has out's strides,
+// and may be its memory (rms norm only).
 struct Norm {
   const void* x;
   Dtype x_dtype;
@@ -32,6 +35,14 @@ struct Norm {
   int64_t out_stride, out_head_stride;
   int64_t heads, width;
   float eps;
+  const float* add;
+};
+
+// x [T, width] = cap * tanh(x / cap), in place; rows are strided.
+struct SoftCap {
+  float* x;
+  int64_t x_stride, width;
+  float cap;
 };
 
 // out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed
@@ -65,6 +76,7 @@ struct PointwiseTable {
   void (*rms_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
   void (*layer_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
   void (*activate)(const Activate&, const Step&, int64_t begin, int64_t end);
+  void (*soft_cap)(const SoftCap&, const Step&, int64_t begin, int64_t end);
   void (*rotary)(const Rotary&, const Step&, int64_t begin, int64_t end);
   // The index of a row's largest value, the lowest of several; -1 if there is a NaN.
   int64_t (*argmax)(const float* row, int64_t width);

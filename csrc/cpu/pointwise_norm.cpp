@@ -10,14 +10,15 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 template <typename X, typename W, typename O>
-void rms_norm_row(const X* x, const W* weight, const W*, O* out, int64_t width, float eps) {
+void rms_norm_row(const X* x, const W* weight, const float* add, O* out, int64_t width, float eps) {
   const float squares = sum_of_vectors(width, [&](int64_t i, auto lanes) {
     const F32 v = load(x + i, lanes);
     return v * v;
   });
   const F32 scale = splat(1.0f / std::sqrt(squares / static_cast<float>(width) + eps));
   for_vectors(width, [&](int64_t i, auto lanes) {
-    store(out + i, load(x + i, lanes) * scale * load(weight + i, lanes), lanes);
+    const F32 normed = load(x + i, lanes) * scale * load(weight + i, lanes);
+    store(out + i, add == nullptr ? normed : load(add + i, lanes) + normed, lanes);
   });
 }
 
@@ -55,10 +56,13 @@ void norm_row(const Norm& a, int64_t row) {
         const W* weight = static_cast<const W*>(a.weight);
         const W* bias = static_cast<const W*>(a.bias);
         O* out = row_of<O>(a.out, row, a.heads, a.out_stride, a.out_head_stride);
+        const float* add = nullptr;
+        if (a.add != nullptr)
+          add = row_of<float>(const_cast<float*>(a.add), row, a.heads, a.out_stride, a.out_head_stride);
         if constexpr (layer)
           layer_norm_row(x, weight, bias, out, a.width, a.eps);
         else
-          rms_norm_row(x, weight, bias, out, a.width, a.eps);
+          rms_norm_row(x, weight, add, out, a.width, a.eps);
       });
     });
   });

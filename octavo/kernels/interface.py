@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
+from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -189,19 +190,80 @@ class Kernels(ABC):
         """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
         return False
 
-    @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of table [rows, E] for ids int64 [T]: float32 [T, E].
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
 
-        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, give zeros.
+        Args:
+            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
+            down: of each expert, without bias, all with the same ``pieces``.
+            shared: the last so many are experts that every token has.
+
+        Raises:
+            ConfigError: the backend has no products of experts in that format.
+        """
+        return PlainExperts(gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
+
+        A token whose logits have a NaN gets some experts, with NaN as their weights.
+
+        Args:
+            logits: float32 [T, experts + shared].
+            spec: checked against the number of experts by ``RoutingSpec.check``.
+            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
+                section 2.1.2).
+        """
+        return plain_route(logits, spec, bias)
+
+    @abstractmethod
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        """scale * rows of table [rows, E] + add, for ids int64 [T]: float32 [T, E].
+
+        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros. ``ids`` may be
+        the batch's token ids or its positions. The memory of ``add``, float32 [T, E], may be reused.
         """
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
         """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-        x has any float type, and any strides over the other dimensions; the result has the weight's.
+        x has any float type, and any strides over the other dimensions; the result has ``out_dtype``, by default the
+        weight's. With ``add``, contiguous float32 of x's shape, the result is float32: add + norm; its memory may be
+        reused.
         """
+
+    @abstractmethod
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Layer norm over the last dimension (Ba et al. 2016), computed in float32.
+
+        x [T, E], or [T, heads, D] with any strides over the first two, of any float type; the result has ``out_dtype``,
+        by default the weight's.
+        """
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.

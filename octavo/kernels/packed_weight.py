@@ -32,7 +32,7 @@ class PackedWeight(ABC):
         On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
 
         Args:
-            x: [T, K], rows may be strided.
+            x: [T, K], rows may be strided; of the weight's type, or float32, which is rounded to it.
             out_dtype: of the result; x's type if None. float32 for logits, as the best two often tie in bfloat16.
             add: float32 [T, N]: the residual stream, or an adapter's product. A float32 result of the same shape may
                 reuse its memory.

@@ -54,6 +54,7 @@ class PlainWeight(PackedWeight):
     ) -> Tensor:
         """Computed in float32 and rounded once, except a plain product in the type of x."""
         out_dtype = out_dtype or x.dtype
+        x = x.to(self.weight.dtype)
         if out_dtype == x.dtype and add is None and activation is None:
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
@@ -128,13 +129,44 @@ class ReferenceKernels(Kernels):
             )
         return PlainWeight(stack_rows(tensors), bias, gated)
 
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
         """Rows of the table, float32 [T, E]."""
-        return masked_embedding(ids, table, first)
+        rows = masked_embedding(ids, table, first)
+        rows = rows if scale == 1.0 else rows.mul_(scale)
+        return rows if add is None else rows.add_(add)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Computed in float32, rounded to the weight's type."""
-        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(weight.dtype)
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """Computed in float32, rounded once."""
+        normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight
+        return normed.to(out_dtype or weight.dtype) if add is None else normed.float() + add
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Computed in float32, rounded once."""
+        floats = None if bias is None else bias.float()
+        normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
+        return normed.to(out_dtype or weight.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """In place."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates in float32 and rounds once; the results are new, and views of one tensor."""

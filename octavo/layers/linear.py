@@ -89,8 +89,8 @@ class ParallelLinear(Layer):
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] to [T, out]."""
-        return self.packed(x)
+        """x [T, in], of the network's type or float32, to [T, out] of the network's type."""
+        return self.packed(x, self._context.dtype)
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
@@ -131,16 +131,28 @@ class ParallelLinear(Layer):
 class MergedColumnParallelLinear(ParallelLinear):
     """Matrices with the same input in one product; each rank holds a share of the outputs of each matrix.
 
-    The outputs of the parts (name, outputs) follow each other in order. For shares see ``LayerContext.share``; those
-    that are not equal are in units of 32.
+    The outputs of the parts (name, outputs) follow each other in order, and have the activation. For shares see
+    ``LayerContext.share``; those that are not equal are in units of 32.
     """
 
-    def __init__(self, context: LayerContext, parts: list[tuple[str, int]], in_features: int, bias: bool) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        parts: list[tuple[str, int]],
+        in_features: int,
+        bias: bool,
+        activation: Activation | None = None,
+    ) -> None:
         shares = []
         for name, out_features in parts:
             rows = context.share(out_features, f"outputs of {name or 'a linear layer'}", _UNIT)
             shares.append(Part(name, out_features, rows, slice(None)))
         super().__init__(context, shares, in_features, in_features, bias)
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """activation(x W^T + b): x [T, in] to [T, out], [T, out / 2] of gate and up."""
+        return self.packed(x, self._context.dtype, activation=self._activation)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
@@ -152,12 +164,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
     ) -> None:
-        super().__init__(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias)
-        self._activation = activation
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """activation(gate(x)) * up(x): x [T, hidden] to [T, this rank's share of inner]."""
-        return self.packed(x, activation=self._activation)
+        super().__init__(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias, activation)
 
 
 class QKVParallelLinear(ParallelLinear):
@@ -211,7 +218,8 @@ class RowParallelLinear(ParallelLinear):
         self, context: LayerContext, in_features: int, out_features: int, bias: bool, columns: slice | None = None
     ) -> None:
         """``columns`` are this rank's inputs if they are not those of ``LayerContext.share`` in units of 32."""
-        columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
+        #: This rank's inputs.
+        self.columns = columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
         share, size = columns.stop - columns.start, context.tp_size
         part = Part("", out_features, slice(0, out_features), columns)
         is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features

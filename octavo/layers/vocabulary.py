@@ -35,10 +35,11 @@ class _VocabularyShare(Layer):
 
 
 class VocabParallelEmbedding(_VocabularyShare):
-    """Token embedding."""
+    """Token embedding, multiplied by ``scale``."""
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         super().__init__(context, vocab_size, hidden_size)
+        self._scale = scale
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
         self.table: Tensor | None = None
@@ -51,7 +52,7 @@ class VocabParallelEmbedding(_VocabularyShare):
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids int64 [T] to float32 [T, E]."""
         assert self.table is not None
-        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start))
+        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self._scale))
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""
@@ -60,14 +61,43 @@ class VocabParallelEmbedding(_VocabularyShare):
             head.pack(self.table, tensor)
 
 
+class PositionEmbedding(Layer):
+    """Learned embedding of positions, of which every rank holds all; row ``offset`` is that of position 0."""
+
+    def __init__(self, context: LayerContext, rows: int, hidden_size: int, offset: int = 0) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self._first = -offset
+        self.expected["weight"] = (rows, hidden_size)
+        self.holds.append(Weight("weight", (rows, hidden_size), "embedding", context.dtype_name))
+        self.table = torch.empty((rows, hidden_size), dtype=context.dtype, device=context.device)
+
+    def add_to(self, residual: Tensor, positions: Tensor) -> Tensor:
+        """residual float32 [T, E] + the rows of positions int64 [T]; the residual's memory may be reused."""
+        return self.kernels.embedding(positions, self.table, self._first, add=residual)
+
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+        """Copies the table."""
+        self.table.copy_(tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor)
+
+
 class ParallelLMHead(_VocabularyShare):
-    """The language-model head; with ``tied`` its matrix is the embedding's and no tensor is expected."""
+    """The language-model head; with ``tied`` its matrix is the embedding's, and no tensor is expected."""
 
     def __init__(
-        self, context: LayerContext, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        hidden_size: int,
+        tied: VocabParallelEmbedding | None,
+        *,
+        bias: bool = False,
     ) -> None:
+        """``bias`` is for heads that are not tied."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
+        self._placed: tuple[Tensor, Tensor | QuantizedRows] | None = None
+        self._bias: Tensor | None = None
         self._vocab_size = vocab_size
         # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
         self._quantization = {"int8": "int8", "int4": "int8", "gguf": "gguf"}.get(context.quantization or "")
@@ -78,6 +108,9 @@ class ParallelLMHead(_VocabularyShare):
             self.expected["weight"] = (vocab_size, hidden_size)
         else:
             tied.tie(self)
+        if bias:
+            self.expected["bias"] = (vocab_size,)
+            self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
@@ -85,13 +118,24 @@ class ParallelLMHead(_VocabularyShare):
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies and packs this rank's rows."""
-        self.pack(self._take(tensor), tensor)
+        """Copies this rank's rows."""
+        if shard == "bias":
+            assert isinstance(tensor, Tensor)
+            self._bias = torch.zeros(self.rows, dtype=self._context.dtype, device=self._context.device)
+            self._bias[: self.end - self.start] = tensor[self.start : self.end]
+        else:
+            self._placed = (self._take(tensor), tensor)
+
+    def complete(self) -> None:
+        """Packs the matrix."""
+        assert self._placed is not None
+        self.pack(*self._placed)
+        self._placed = self._bias = None
 
     def pack(self, table: Tensor, source: Tensor | QuantizedRows) -> None:
         """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
         if isinstance(source, QuantizedRows) and self.end - self.start == self.rows:
-            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))])
+            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))], self._bias)
         else:
             quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
-            self.packed = self.kernels.pack([table], quantization="int8" if quantized else None)
+            self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)

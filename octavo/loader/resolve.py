@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, fetch_builtin
 from octavo.loader.cache import cache_dir, publish
+from octavo.loader.gguf_parts import split_paths
 from octavo.loader.shapes import SHAPES, shape_folder
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
     # Values of some checkpoints exceed float16; layers convert bfloat16 where float16 is wanted.
     dtype = "float32" if dtype == "float32" else "bfloat16"
-    safe = re.sub(r"[^\w.-]", "_", label or path.stem)[:80]
+    safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
     target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
 
     def fill(folder: Path) -> None:
@@ -132,16 +133,20 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
 
 
 def _fingerprint(path: Path) -> str:
-    """A hash of the file's size, modification time, and 4 KiB at 66 offsets.
+    """A hash of size, modification time, and 4 KiB at 66 offsets of the file, or of each file of a split model.
 
     Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
     """
-    stat = path.stat()
-    digest = hashlib.sha256(f"{CONVERTER_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
-    with path.open("rb") as f:
-        for i in range(66):
-            f.seek(max(0, stat.st_size - 4096) * i // 65)
-            digest.update(f.read(4096))
+    digest = hashlib.sha256(str(CONVERTER_VERSION).encode())
+    for part in split_paths(path):
+        if not part.is_file():  # named when the model is read
+            continue
+        stat = part.stat()
+        digest.update(f" {stat.st_size} {stat.st_mtime_ns}".encode())
+        with part.open("rb") as f:
+            for i in range(66):
+                f.seek(max(0, stat.st_size - 4096) * i // 65)
+                digest.update(f.read(4096))
     return digest.hexdigest()[:16]
 
 

@@ -125,12 +125,49 @@ class Transform:
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
-            yield name, self.function(_values(tensor)) if re.search(self.pattern, name) else tensor
+            if not re.search(self.pattern, name):
+                yield name, tensor
+            elif self.function is transpose:  # which leaves GGUF blocks as they are
+                yield name, tensor.t()
+            else:
+                yield name, self.function(_values(tensor))
 
 
 def transpose(tensor: Tensor) -> Tensor:
     """[in, out] to [out, in], for checkpoints such as those of GPT-2's Conv1D."""
     return tensor.t()
+
+
+def ungroup_heads(kv_heads: int, queries: int) -> Callable[[Tensor], Tensor]:
+    """For rows that are grouped by KV head, each group its ``queries`` query heads, a key and a value head.
+
+    The result of the function has all queries first, then the keys, then the values. A tensor with rows that do not
+    divide so is returned as it is: ``Split`` refuses it by name.
+    """
+
+    def ungroup(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] % (kv_heads * (queries + 2)):
+            return tensor
+        groups = tensor.unflatten(0, (kv_heads, queries + 2, -1))
+        return torch.cat([part.flatten(0, 2) for part in groups.split((queries, 1, 1), dim=1)])
+
+    return ungroup
+
+
+def halve_pairs(heads: int, rotated: int) -> Callable[[Tensor], Tensor]:
+    """For rows of heads whose first ``rotated`` dimensions are rotated in pairs of neighbours: 0 and 1, 2 and 3.
+
+    The result of the function has the first of each pair, then the second ones, as ``Kernels.rotary`` pairs them. Rows
+    that are permuted alike in queries and keys leave their products as they are.
+    """
+
+    def halve(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] % heads:
+            return tensor
+        rows = tensor.unflatten(0, (heads, -1))
+        return torch.cat((rows[:, 0:rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]), dim=1).flatten(0, 1)
+
+    return halve
 
 
 def _partition(name: str, component: str) -> tuple[str, bool, str]:

@@ -95,6 +95,15 @@ class ConfigReader:
     #: The content of generation_config.json.
     generation: dict[str, Any] = field(default_factory=dict)
 
+    def with_defaults(self, **values: Any) -> ConfigReader:
+        """The same object, with these values where it has none."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return replace(self, raw={**values, **given})
+
+    def named(self, *names: str) -> str:
+        """The first of several names of one value that the object has; the last one if it has none of them."""
+        return next((name for name in names if self.raw.get(name) is not None), names[-1])
+
     def positive(self, name: str, default: int | None = None) -> int:
         """A positive integer; without a default it must be there."""
         value = self.raw.get(name)
@@ -205,6 +214,21 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
         # Phi-3 and similar models have it at the top level, where it takes precedence.
         scaling["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings")
     return RopeConfig(theta=theta, rope_type=rope_type, partial_rotary_factor=partial, scaling=scaling)
+
+
+def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
+    """layer_types, a name for each layer: full_attention or sliding_attention; None when absent."""
+    types = reader.raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
+    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    return types
 
 
 def longest_context(rope: RopeConfig) -> int:

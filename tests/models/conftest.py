@@ -16,6 +16,7 @@ from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput,
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.network import Network
+from tests.models.zoo import Zoo
 
 
 class PagedDriver:
@@ -84,15 +85,23 @@ def driver() -> type[PagedDriver]:
 def save_model(tmp_path: Path) -> Callable[..., Any]:
     """Makes a random model of a transformers configuration, saves it to tmp_path and returns it."""
 
-    def save(config: Any, **options: Any) -> Any:
+    def save(config: Any, change: Callable[[Any], None] | None = None, **options: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, parameter in model.named_parameters():
             # Large enough that logits differ clearly; norms around one.
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+            is_norm = parameter.dim() == 1 and not name.endswith("bias")
+            torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.2)
+        if change is not None:
+            change(model)
         model.save_pretrained(tmp_path, **options)
         return model
 
     return save
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, save_model: Callable[..., Any], driver: Any) -> Zoo:
+    return Zoo(tmp_path, save_model, driver)

@@ -22,14 +22,16 @@ from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
+from octavo.kernels.cpu.experts import CpuExperts, route_op
 from octavo.kernels.cpu.group_codes import group_format
 from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_rows, codes_of_tensor
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
+from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import stack_rows
+from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
@@ -185,9 +187,24 @@ class CpuKernels(Kernels):
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
 
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of the table as float32; while recording, ids must be the batch's token ids or positions."""
-        out = self._new(ids, (ids.shape[0], table.shape[1]), torch.float32)
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> CpuExperts:
+        """Takes the packed matrices as they are."""
+        return CpuExperts(self, gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See ``Kernels``."""
+        shape = (logits.shape[0], spec.top_k + spec.shared)
+        experts, weights = self._new(logits, shape, torch.int32), self._new(logits, shape, torch.float32)
+        self._do(route_op(logits, spec, bias, experts, weights), _cpu.Step(logits.shape[0]), logits)
+        return experts, weights
+
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        """While recording, ids must be the batch's token ids or positions."""
+        out = self._new(ids, (ids.shape[0], table.shape[1]), torch.float32) if add is None else add
         op = _cpu.embedding(
             table.data_ptr(),
             *table.shape,
@@ -196,29 +213,48 @@ class CpuKernels(Kernels):
             _cpu.Dtype.f32,
             first,
             self._recording is not None and self._recording.is_positions(ids),
+            scale,
+            0 if add is None else add.data_ptr(),
         )
         self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()), ids)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm over the last dimension; x [T, E], or [T, heads, D] with any strides over the first two."""
-        out = self._new(x, tuple(x.shape), weight.dtype)
-        heads = x.shape[1] if x.dim() == 3 else 1
-        op = _cpu.rms_norm(
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            x.stride(0),
-            weight.data_ptr(),
-            _DTYPES[weight.dtype],
-            out.data_ptr(),
-            _DTYPES[out.dtype],
-            x.shape[-1],
-            eps,
-            rows_per_token=heads,
-            head_stride=x.stride(1) if heads > 1 else 0,
-        )
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, E], or [T, heads, D] with any strides over the first two."""
+        out = self._new(x, tuple(x.shape), out_dtype or weight.dtype) if add is None else add
+        term = 0 if add is None else add.data_ptr()
+        self._do(_cpu.rms_norm(*_norm_input(x, weight), *_norm_output(x, out, eps), add=term), _cpu.Step(x.shape[0]), x)
+        return out
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [T, E], or [T, heads, D] with any strides over the first two."""
+        out = self._new(x, tuple(x.shape), out_dtype or weight.dtype)
+        address, dtype, stride, weights, weight_dtype = _norm_input(x, weight)
+        shift = 0 if bias is None else bias.data_ptr()
+        op = _cpu.layer_norm(address, dtype, stride, weights, shift, weight_dtype, *_norm_output(x, out, eps))
         self._do(op, _cpu.Step(x.shape[0]), x)
         return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """In place."""
+        self._do(_cpu.soft_cap(x.data_ptr(), x.stride(0), x.shape[1], cap), _cpu.Step(x.shape[0]), x)
+        return x
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates both in place."""
@@ -254,3 +290,14 @@ class CpuKernels(Kernels):
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks of one cache to another, as bytes."""
         attention.swap_blocks(sources, targets, pairs)
+
+
+def _norm_input(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Address, type and stride of x, address and type of the weight."""
+    return x.data_ptr(), _DTYPES[x.dtype], x.stride(0), weight.data_ptr(), _DTYPES[weight.dtype]
+
+
+def _norm_output(x: Tensor, out: Tensor, eps: float) -> tuple[Any, ...]:
+    """Address and type of out, width, eps, heads and the stride from head to head of x."""
+    heads = x.shape[1] if x.dim() == 3 else 1
+    return out.data_ptr(), _DTYPES[out.dtype], x.shape[-1], eps, heads, x.stride(1) if heads > 1 else 0

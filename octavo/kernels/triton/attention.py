@@ -28,7 +28,7 @@ def paged_attention(
         q: [T, H, D], tokens and heads strided.
         cache: keys and values, with those of this step.
         batch: the step; the output of an empty sequence (``seq_lens`` 0) is 0.
-        spec: causal, without ALiBi slopes; its scale is positive.
+        spec: causal; its scale is positive.
         deterministic: a row's bits are the same in any batch; see ``attention_fixed``.
 
     Returns:

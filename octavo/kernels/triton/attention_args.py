@@ -30,8 +30,8 @@ class Context:
     dim: int
     #: Whether products are computed in float32 rather than 16 bits.
     wide: bool
-    #: Keys, values, and their scales or None.
-    pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    #: Keys, values, their scales or None, and ALiBi's slopes [heads] or None.
+    pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
     #: KV group of the layer: index of its block tables in the batch.
     kv_group: int
     #: Elements between consecutive blocks, of keys and values, and of scales.
@@ -50,12 +50,13 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
     compute = q.dtype if quantized else torch.promote_types(q.dtype, cache.dtype)
     group = q.shape[1] // kv_heads
     dim = max(16, triton.next_power_of_2(head_dim))
+    slopes = None if spec.alibi_slopes is None else _on_device(spec.alibi_slopes, q.device)
     return Context(
         kv_heads=kv_heads,
         group=group,
         dim=dim,
         wide=compute == torch.float32,
-        pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale),
+        pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale, slopes),
         kv_group=cache.group,
         strides=(cache.key.stride(0), 0 if cache.key_scale is None else cache.key_scale.stride(0)),
         scale=spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
@@ -66,11 +67,18 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
             "DIM": dim,
             "BLOCK_SIZE": cache.block_size,
             "WINDOW": spec.window or 0,
+            "ALIBI": slopes is not None,
             "CAP": float(spec.soft_cap or 0),
             "QUANTIZED": quantized,
             "COMPUTE": _COMPUTE[compute],
         },
     )
+
+
+@functools.cache
+def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """Never freed, as captured graphs hold its address."""
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 def head_tiles(context: Context, rows: int) -> tuple[int, int]:

@@ -110,6 +110,7 @@ def _decode_kernel(
     value_ptr,
     key_scale_ptr,
     value_scale_ptr,
+    slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -122,6 +123,7 @@ def _decode_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
     CAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -146,6 +148,10 @@ def _decode_kernel(
     q_at = sequence * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
 
+    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=in_group, other=0.0)
+
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE
@@ -160,8 +166,8 @@ def _decode_kernel(
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     acc, l, m = attend(  # noqa: E741
         acc, l, m, q, positions, begin, end, length, kv_head, table_ptr,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
-        CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
+        ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
     )  # fmt: skip
     if SPLIT:
         row = sequence * (KV_HEADS * GROUP) + heads

@@ -111,6 +111,7 @@ def _pieces_kernel(
     value_ptr,
     key_scale_ptr,
     value_scale_ptr,
+    slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -125,6 +126,7 @@ def _pieces_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
     CAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -147,6 +149,9 @@ def _pieces_kernel(
         q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
         GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
     )  # fmt: skip
+    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
 
     oldest = first_query + local * TOKENS
@@ -174,8 +179,8 @@ def _pieces_kernel(
         piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
         acc, l, m = attend(  # noqa: E741
             acc, l, m, q, positions, piece_begin, piece_end, length, kv_head, table_ptr,
-            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
-            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
+            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
         )  # fmt: skip
         if SPLIT:
             at = flat_row * pieces + piece

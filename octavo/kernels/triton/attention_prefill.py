@@ -58,7 +58,7 @@ def _tiling(context: Context) -> Tiling:
         return Tiling(32, 32, 8, 1)
     if context.dim > 128:
         return Tiling(128, 32, 8, 2)
-    if context.constants["QUANTIZED"]:
+    if context.constants["QUANTIZED"] or context.constants["ALIBI"]:
         return Tiling(128, 64, 8, 3)
     return Tiling(128, 128, 8, 3 if context.dim <= 64 else 2)
 
@@ -75,6 +75,7 @@ def _prefill_kernel(
     value_ptr,
     key_scale_ptr,
     value_scale_ptr,
+    slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -89,6 +90,7 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
     CAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -112,6 +114,9 @@ def _prefill_kernel(
         q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
         GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
     )  # fmt: skip
+    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
@@ -125,13 +130,13 @@ def _prefill_kernel(
         masked_from = (oldest + 1) // TILE * TILE
         acc, l, m = attend(  # noqa: E741
             acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr,
-            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
-            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
+            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
+            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
         )  # fmt: skip
     acc, l, m = attend(  # noqa: E741
         acc, l, m, q, positions, masked_from, end, length, kv_head, table_ptr,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale,
-        CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
+        ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
     )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     dims = tl.arange(0, DIM)

@@ -54,6 +54,8 @@ def attend(
     block_stride,
     scale_block_stride,
     scale,
+    slopes,
+    ALIBI: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -83,6 +85,8 @@ def attend(
         block_stride: elements between consecutive blocks; ``scale_block_stride`` likewise.
         scale_block_stride: see above.
         scale: of scores, times log2 e or, with ``CAP``, divided by the cap.
+        slopes: float32 [rows]: with ``ALIBI``, slope * (position of the key - position of the query) * log2 e is added.
+        ALIBI: see above.
         CAP: scores become cap * tanh(score / cap); 0: no cap.
         WINDOW: 0: none.
         BLOCK_SIZE: tokens per block.
@@ -104,8 +108,8 @@ def attend(
         following = _blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
         acc, l, m = _attend_to_tile(  # noqa: E741
             acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-            block_stride, scale_block_stride, scale,
-            CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, MASKED, QUANTIZED, TILE, DIM,
+            block_stride, scale_block_stride, scale, slopes,
+            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, MASKED, QUANTIZED, TILE, DIM,
         )  # fmt: skip
         block = following
     return acc, l, m
@@ -138,6 +142,8 @@ def _attend_to_tile(
     block_stride,
     scale_block_stride,
     scale,
+    slopes,
+    ALIBI: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -166,6 +172,10 @@ def _attend_to_tile(
         # tanh(x) = 1 - 2 / (e^2x + 1); the factor of the result is part of the exponential.
         scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
         scale = CAP * 1.4426950408889634
+    if ALIBI:
+        distance = (keys[None, :] - positions[:, None]).to(tl.float32)
+        scores = scores * scale + slopes[:, None] * distance * 1.4426950408889634
+        scale = 1.0
     if MASKED:
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:

@@ -135,22 +135,47 @@ class TritonKernels(Kernels):
 
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 
-    def embedding(self, ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-        """Rows of the table as float32."""
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        """Rows of the table as float32, by operations of torch."""
         if self.group is not None:
-            return masked_embedding(ids, table, first)
-        return torch.nn.functional.embedding(ids, table).float()
+            rows = masked_embedding(ids, table, first)
+        else:
+            rows = torch.nn.functional.embedding(ids - first if first else ids, table).float()
+        rows = rows if scale == 1.0 else rows * scale
+        return rows if add is None else rows.add_(add)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm over the last dimension."""
-        return norm.rms_norm(x, weight, eps)
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """One launch."""
+        return norm.rms_norm(x, weight, eps, out_dtype, add)
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """One launch."""
+        return norm.layer_norm(x, weight, bias, eps, out_dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Operations of torch, in place."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses ALiBi and attention that is not causal."""
-        if spec.alibi_slopes is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no attention with ALiBi slopes; use kernels='reference'"
-            )
+        """Refuses attention that is not causal."""
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 

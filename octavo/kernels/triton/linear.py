@@ -37,10 +37,12 @@ class DenseWeight(PackedWeight):
         activation: Activation | None = None,
     ) -> Tensor:
         """The product, and the activation in another launch."""
+        out_dtype = out_dtype or x.dtype
+        x = x.to(self.weight.dtype)
         if activation is None:
-            return self._product(x, out_dtype or x.dtype, add)
+            return self._product(x, out_dtype, add)
         product = self._product(x, x.dtype, add)
-        return activate(product, activation, gated=self.gated).to(out_dtype or x.dtype)
+        return activate(product, activation, gated=self.gated).to(out_dtype)
 
     def _product(self, x: Tensor, dtype: torch.dtype, add: Tensor | None) -> Tensor:
         if self.deterministic:

@@ -22,10 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
     "decode int8": {"call": "decode", "cache_dtype": "int8"},
     "decode fp8": {"call": "decode", "cache_dtype": "float8_e4m3fn"},
     "decode odd": {"call": "decode", "head_dim": 80, "block_size": 5, "group": 7, "window": 100, "cap": 30.0},
+    "decode alibi": {"call": "decode", "group": 1, "alibi": True},
     "decode float32": {"call": "decode", "dtype": "float32", "head_dim": 64},
     "prefill": {"call": "prefill"},
     "prefill 64": {"call": "prefill", "head_dim": 64, "group": 3},
     "prefill 256": {"call": "prefill", "head_dim": 256, "window": 512, "cap": 50.0},
+    "prefill alibi": {"call": "prefill", "group": 1, "alibi": True},
     "prefill int8": {"call": "prefill", "cache_dtype": "int8"},
     "prefill fp8": {"call": "prefill", "cache_dtype": "float8_e4m3fn"},
     "prefill large blocks": {"call": "prefill", "block_size": 128},
@@ -87,6 +89,7 @@ def launch(
     group: int = 4,
     window: int | None = None,
     cap: float = 0.0,
+    alibi: bool = False,
     max_seq_len: int = 8192,
 ) -> None:
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
@@ -115,9 +118,8 @@ def launch(
             mock.patch.object(attention_decode, "count_parts", lambda *_: parts),
             mock.patch.object(attention_fixed, "count_parts", lambda *_: parts),
         ):
-            attention.paged_attention(
-                q, caches[1], batch, AttentionSpec(0.1, window, cap), deterministic=call == "fixed"
-            )
+            spec = AttentionSpec(0.1, window, cap, (0.5,) * 8 * group if alibi else None)
+            attention.paged_attention(q, caches[1], batch, spec, deterministic=call == "fixed")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+#include "expert_matrix.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "gemm.hpp"
+#include "pointwise.hpp"
+
+namespace octavo {
+namespace {
+
+size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t bytes_of(Dtype dtype) { return dtype == Dtype::bf16 ? 2 : 4; }
+
+// Where column 0 would go, if column `first` goes to `data`.
+void* before(void* data, int64_t first, int64_t bytes) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) - static_cast<uintptr_t>(first * bytes));
+}
+
+class DenseExpert : public ExpertMatrix {
+ public:
+  explicit DenseExpert(std::shared_ptr<const PackedLinear> weights)
+      : ExpertMatrix(weights->k(), weights->view().n / (is_gated(*weights) ? 2 : 1), is_gated(*weights),
+                     weights->view().pieces, weights->view().groups, is_gated(*weights) ? kGroup / 2 : kGroup),
+        weights_(std::move(weights)), view_(weights_->view()),
+        group_bytes_(view_.k * kGroup * bytes_of(view_.dtype)), stride_((view_.k + 15) / 16 * 16 + 16) {
+    if (view_.bias != nullptr) throw std::invalid_argument("the matrices of experts have no bias");
+  }
+
+  int64_t units_at_once(int64_t rows) const override {
+    const int64_t least = isa().gemm->groups_at_once(view_, rows);
+    return (8 + least - 1) / least * least;
+  }
+  size_t bytes_of_rows(int64_t rows) const override { return round_up(static_cast<size_t>(rows * stride_ * 4)); }
+  void prepare(const void* x, Dtype dtype, void* memory, int64_t, int64_t row) const override {
+    isa().gemm->prepare(x, dtype, 0, inputs(), view_.dtype, static_cast<float*>(memory) + row * stride_, view_.k,
+                        stride_, 1);
+  }
+  void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
+                const void* next) const override {
+    Product product;
+    product.weights = view_;
+    product.x = static_cast<const float*>(memory);
+    product.x_stride = stride_;
+    product.out = before(out.data, begin * unit_columns(), bytes_of(out.dtype));
+    product.out_stride = out.stride;
+    product.out_dtype = out.dtype;
+    product.gated = gated();
+    product.next = next;
+    if (gated())
+      product.activation = Activation::silu;
+    else
+      product.piece_stride = pieces() > 1 ? out.piece_stride : 0;
+    isa().gemm->multiply(product, begin, end, 0, rows);
+  }
+  const void* unit(int64_t i) const override { return static_cast<const char*>(view_.data) + i * group_bytes_; }
+
+ private:
+  static bool is_gated(const PackedLinear& weights) { return weights.order() == PackedLinear::Order::gate_up; }
+  std::shared_ptr<const PackedLinear> weights_;
+  WeightView view_;
+  int64_t group_bytes_, stride_;
+};
+
+class QuantizedExpert : public ExpertMatrix {
+ public:
+  explicit QuantizedExpert(std::vector<std::shared_ptr<PackedQuant>> parts)
+      : ExpertMatrix(parts[0]->k, parts[0]->n, parts.size() == 2, 1, parts[0]->panels, kPanel),
+        parts_(std::move(parts)) {}
+
+  int64_t units_at_once(int64_t) const override { return gated() ? 4 : 8; }
+  size_t bytes_of_rows(int64_t rows) const override {
+    const auto groups = static_cast<size_t>(rows * parts_[0]->groups);
+    return round_up(groups * kQuantGroup) * wants(false) + round_up(groups * kQuantGroup * 2) * wants(true) +
+           round_up(groups * sizeof(QuantGroup));
+  }
+  void prepare(const void* x, Dtype dtype, void* memory, int64_t rows, int64_t row) const override {
+    isa().quant->quantize(x, dtype, inputs(), rows_in(memory, rows), row);
+  }
+  void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
+                const void*) const override {
+    const QuantRows quantized = rows_in(const_cast<void*>(memory), rows);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      char* to = static_cast<char*>(out.data) + (panel - begin) * kPanel * bytes_of(out.dtype);
+      if (!gated()) {
+        multiply_part(0, panel, quantized, to, out.stride, out.dtype);
+        continue;
+      }
+      alignas(64) float sums[kExpertRows * 2 * kPanel];
+      const int64_t width = std::min<int64_t>(kPanel, outputs() - panel * kPanel);
+      for (size_t part = 0; part < 2; ++part)
+        multiply_part(part, panel, quantized, sums + part * width, 2 * kPanel, Dtype::f32);
+      isa().pointwise->activate({sums, 2 * kPanel, Dtype::f32, to, out.stride, out.dtype, width, Activation::silu, true},
+                                Step{}, 0, rows);
+    }
+  }
+  const void* unit(int64_t i) const override { return parts_[0]->panel(i); }
+
+ private:
+  void multiply_part(size_t part, int64_t panel, const QuantRows& rows, void* to, int64_t stride, Dtype dtype) const {
+    const QuantOutput output{before(to, panel * kPanel, bytes_of(dtype)), stride, dtype, nullptr, nullptr, 0};
+    isa().quant->panel(*parts_[part], panel, rows, output);
+  }
+  bool wants(bool wide) const {
+    return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {
+      return isa().quant->wants_wide(layout_of(part->format).bits) == wide;
+    });
+  }
+  QuantRows rows_in(void* memory, int64_t rows) const {
+    const auto groups = static_cast<size_t>(rows * parts_[0]->groups);
+    char* narrow = static_cast<char*>(memory);
+    char* wide = narrow + round_up(groups * kQuantGroup) * wants(false);
+    char* scales = wide + round_up(groups * kQuantGroup * 2) * wants(true);
+    return {wants(false) ? reinterpret_cast<int8_t*>(narrow) : nullptr,
+            wants(true) ? reinterpret_cast<int16_t*>(wide) : nullptr, reinterpret_cast<QuantGroup*>(scales),
+            parts_[0]->groups, rows};
+  }
+
+  std::vector<std::shared_ptr<PackedQuant>> parts_;
+};
+
+}  // namespace
+
+ExpertMatrixPtr dense_expert(std::shared_ptr<const PackedLinear> weights) {
+  return std::make_shared<DenseExpert>(std::move(weights));
+}
+
+ExpertMatrixPtr quantized_expert(std::vector<std::shared_ptr<PackedQuant>> parts) {
+  if (parts.empty() || parts.size() > 2 || parts[0]->k != parts.back()->k || parts[0]->n != parts.back()->n)
+    throw std::invalid_argument("an expert's quantised matrix is one, or gate and up of the same shape");
+  return std::make_shared<QuantizedExpert>(std::move(parts));
+}
+
+}  // namespace octavo
