@@ -41,9 +41,7 @@ class LlamaForCausalLM(Network):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
         cos_sin = rotary_table(config, context.device, context.positions)
         self._cos_sin = cos_sin
-        self.layers = [
-            self.attach(f"model.layers.{i}", self.make_layer(i, config, context, cos_sin)) for i in stage
-        ]
+        self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context, cos_sin)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         if self.is_last:
             self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
@@ -121,9 +119,7 @@ class LlamaForCausalLM(Network):
 class DecoderLayer(Layer):
     """Attention, then the MLP; each has the norm of the residual stream as its input and is added to the stream."""
 
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, attention: Attention, mlp: MLP | SparseMoE
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, attention: Attention, mlp: MLP | SparseMoE) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = self.attach("input_layernorm", RMSNorm(context, hidden, eps))
