@@ -184,6 +184,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "folder": str(folder),
         "architecture": config.architecture,
         "checkpoint_dtype": config.checkpoint_dtype,
+        "quantization": None if config.quantization is None else config.quantization.name,
         "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
         "parameters": num_parameters(network),
         "active_parameters": num_active_parameters(network),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.quantized_rows import QuantizedRows
 
 
 @dataclass(frozen=True)
-class GGUFRows:
-    """A matrix [N, K] in GGUF blocks, which a loader passes to layers instead of a tensor."""
+class GGUFRows(QuantizedRows):
+    """A matrix [N, K] in GGUF blocks."""
 
     #: Name of the GGUF type, such as ``Q4_0``.
     kind: str
@@ -23,11 +24,17 @@ class GGUFRows:
     columns: int
     #: Values in a block, which cannot be split.
     block: int
+    #: Whether this is the transposed matrix, [K, N]: its blocks are those of the other.
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return len(self.rows), self.columns
+        """(N, K), or (K, N) if transposed."""
+        return (self.columns, len(self.rows)) if self.transposed else (len(self.rows), self.columns)
+
+    def t(self) -> GGUFRows:
+        """The transposed matrix, of the same blocks."""
+        return replace(self, transposed=not self.transposed)
 
     def take(self, rows: slice, columns: slice) -> GGUFRows:
         """A share of the matrix.
@@ -35,6 +42,8 @@ class GGUFRows:
         Raises:
             ConfigError: the columns begin or end within a block.
         """
+        if self.transposed:
+            return self.t().take(columns, rows).t()
         start, stop, _ = columns.indices(self.columns)
         if start % self.block or stop % self.block:
             raise ConfigError(
@@ -46,8 +55,9 @@ class GGUFRows:
         return GGUFRows(self.kind, np.ascontiguousarray(taken), stop - start, self.block)
 
     def dequantize(self) -> Tensor:
-        """The values, float32 [N, K]."""
+        """The values, float32 of ``shape``."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        return torch.from_numpy(dequantize(self.rows, GGMLQuantizationType[self.kind]))
+        values = torch.from_numpy(dequantize(self.rows, GGMLQuantizationType[self.kind]))
+        return values.t() if self.transposed else values

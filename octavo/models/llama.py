@@ -5,11 +5,9 @@ A network is a stack of layers; a layer is attention and an MLP, each with a nor
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
@@ -19,10 +17,17 @@ from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import rotary_table
+from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Entry
-from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
+from octavo.models.config import (
+    ConfigReader,
+    common_fields,
+    longest_context,
+    read_layer_types,
+    read_rope,
+    refuse_activations,
+)
 from octavo.models.network import Network
 
 
@@ -30,7 +35,7 @@ class LlamaForCausalLM(Network):
     """A decoder-only transformer with its language-model head."""
 
     # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
+    checkpoint_map: tuple[Entry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -60,9 +65,7 @@ class LlamaForCausalLM(Network):
 
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary table anew if it is shorter."""
-        if positions > len(self._cos_sin):
-            table = rotary_table(self.config, self._cos_sin.device, positions)
-            self._cos_sin.set_(table.untyped_storage(), 0, table.shape, table.stride())
+        extend_rotary_table(self._cos_sin, self.config, positions)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""
@@ -204,17 +207,10 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     if "sliding_window" in raw and raw["sliding_window"] is None:
         return (None,) * layers
     window = reader.positive("sliding_window", 4096)
-    types = raw.get("layer_types")
+    types = read_layer_types(reader, layers)
     if types is None:
         first = raw.get("max_window_layers", 28)
         if not isinstance(first, int):
             raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
-        raise ConfigError(f"{reader.file}: layer_types must be a list of {layers} names, one a layer, not {types!r}")
-    unknown = {str(name) for name in types} - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(
-            f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
-        )
     return tuple(window if name == "sliding_attention" else None for name in types)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,8 +23,9 @@ class Network(Layer, ABC):
     checkpoints, ``read_config`` reads their config.json.
     """
 
-    #: Maps the checkpoint's names and tensors to those that the layers expect; see ``octavo.models.checkpoint``.
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = ()
+    #: Maps the checkpoint's names and tensors to those that the layers expect; see ``octavo.models.checkpoint``. Where
+    #: it depends on the configuration, ``__init__`` sets it.
+    checkpoint_map: tuple[Entry, ...] = ()
 
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]

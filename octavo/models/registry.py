@@ -14,10 +14,21 @@ if TYPE_CHECKING:
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
+    "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
+    "FalconForCausalLM": ("falcon", "octavo.models.falcon", "FalconForCausalLM"),
+    "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
+    "GPTJForCausalLM": ("gptj", "octavo.models.gptj", "GPTJForCausalLM"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "octavo.models.gpt_neox", "GPTNeoXForCausalLM"),
+    "Gemma2ForCausalLM": ("gemma2", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "GemmaForCausalLM"),
+    "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
+    "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),

@@ -4,9 +4,11 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +16,21 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import DownloadError
-from octavo.loader.builtin import BUILTIN, BuiltinModel, fetch_builtin
+from octavo.loader.builtin import BUILTIN, BuiltinModel, Wheel, fetch_builtin
 from tests.busy_machine import PATIENCE
 
 CONTENT = bytes(range(256)) * 400
 
 
-def make_wheel(folder: Path, content: bytes = CONTENT, member: str = "tinymodel/tiny.gguf") -> Path:
+def make_wheel(
+    folder: Path, content: bytes = CONTENT, member: str = "tinymodel/tiny.gguf", name: str = "octavo_tinymodel"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "octavo_tinymodel-1.0-py3-none-any.whl"
-    info = "octavo_tinymodel-1.0.dist-info"
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(member, content)
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: octavo-tinymodel\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return path
@@ -42,17 +46,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> BuiltinModel:
-    wheel = make_wheel(tmp_path / "wheels")
-    return BuiltinModel(
-        name="tiny",
-        description="",
-        licence="Apache-2.0",
-        requirement="octavo-tinymodel==1.0",
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        download_size=wheel.stat().st_size,
-        member="tinymodel/tiny.gguf",
-        size=len(CONTENT),
-    )
+    return model_of(pinned(make_wheel(tmp_path / "wheels"), CONTENT))
+
+
+def pinned(wheel: Path, content: bytes, member: str = "tinymodel/tiny.gguf") -> Wheel:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    requirement = "==".join(wheel.name.replace("_", "-").rsplit("-", 4)[:2])
+    return Wheel(requirement, digest, wheel.stat().st_size, member, len(content))
+
+
+def model_of(*parts: Wheel, content: bytes = CONTENT, terms: Wheel | None = None) -> BuiltinModel:
+    return BuiltinModel("tiny", "", "Apache-2.0", parts, hashlib.sha256(content).hexdigest(), terms)
 
 
 def test_a_model_is_fetched_checked_and_recorded(cache: Path, tiny: BuiltinModel, capfd: Any) -> None:
@@ -114,7 +118,7 @@ def test_what_pip_says_is_passed_on(cache: Path, tiny: BuiltinModel, tmp_path: P
 def test_a_download_for_which_the_disk_has_no_room_is_not_begun(
     cache: Path, tiny: BuiltinModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = SimpleNamespace(free=tiny.download_size + tiny.size - 1)
+    full = SimpleNamespace(free=tiny.parts[0].download_size + tiny.parts[0].size - 1)
     monkeypatch.setattr("octavo.loader.builtin.shutil.disk_usage", lambda folder: full)
     with pytest.raises(DownloadError, match=r"No space left on device.*OCTAVO_CACHE"):
         fetch_builtin(tiny, progress=False)
@@ -126,7 +130,8 @@ def test_a_download_that_the_disk_cannot_hold_says_so_and_leaves_nothing(cache: 
         "import resource\n"
         "from octavo.loader import builtin\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        f"builtin.fetch_builtin(builtin.{tiny!r}, progress=False)\n"
+        "from octavo.loader.builtin import BuiltinModel, Wheel\n"
+        f"builtin.fetch_builtin({tiny!r}, progress=False)\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     said = result.stderr.splitlines()[-1]
@@ -146,11 +151,11 @@ def test_without_pip_the_message_says_what_to_do(
 @pytest.mark.parametrize("fact", [{"member": "tinymodel/other.gguf"}, {"size": 10}, {"size": 10**9}])
 def test_an_archive_with_other_content_is_refused(cache: Path, tiny: BuiltinModel, fact: dict[str, Any]) -> None:
     with pytest.raises(DownloadError, match="tiny"):
-        fetch_builtin(dataclasses.replace(tiny, **fact), progress=False)
+        fetch_builtin(model_of(dataclasses.replace(tiny.parts[0], **fact)), progress=False)
 
 
 def test_a_partial_left_by_a_killed_process_is_never_used(cache: Path, tiny: BuiltinModel) -> None:
-    partial = cache / "builtin" / f"tiny-{tiny.sha256[:16]}.partial"
+    partial = cache / "builtin" / f"tiny-{tiny.parts[0].sha256[:16]}.partial"
     partial.mkdir(parents=True)
     (partial / "model.gguf").write_bytes(b"half")
     assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
@@ -160,7 +165,8 @@ def test_a_partial_left_by_a_killed_process_is_never_used(cache: Path, tiny: Bui
 def test_processes_at_once_download_once(cache: Path, tiny: BuiltinModel) -> None:
     script = (
         "from octavo.loader import builtin\n"
-        f"model = builtin.{tiny!r}\n"
+        "from octavo.loader.builtin import BuiltinModel, Wheel\n"
+        f"model = {tiny!r}\n"
         "real = builtin._run_pip\n"
         "def counted(*a):\n    print('DOWNLOAD', flush=True)\n    return real(*a)\n"
         "builtin._run_pip = counted\n"
@@ -181,10 +187,33 @@ def test_a_pip_module_in_the_current_folder_is_not_run(
     assert fetch_builtin(tiny, progress=False).read_bytes() == CONTENT
 
 
+def test_a_file_in_several_wheels_is_joined_and_its_terms_lie_beside_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(wheel: Wheel, folder: Path, *_: Any) -> str:
+        shutil.copy(wheels / f"{wheel.requirement.replace('-', '_').replace('==', '-')}-py3-none-any.whl", folder)
+        return ""
+
+    monkeypatch.setattr("octavo.loader.builtin._run_pip", copy)
+    wheels, cuts, terms = tmp_path / "wheels", (0, 1000, 60_000, len(CONTENT)), b"do no evil"
+    parts = []
+    for i, (start, end) in enumerate(pairwise(cuts)):
+        piece = CONTENT[start:end]
+        parts.append(pinned(make_wheel(wheels, piece, "p/model.part", f"octavo_part{i}"), piece, "p/model.part"))
+    text = pinned(make_wheel(wheels, terms, "p/TERMS.html", "octavo_terms"), terms, "p/TERMS.html")
+    path = fetch_builtin(model_of(*parts, terms=text))
+    assert path.read_bytes() == CONTENT
+    assert (path.parent / "TERMS.html").read_bytes() == terms
+    assert sorted(p.name for p in path.parent.iterdir()) == ["TERMS.html", "model.gguf", "source.json"]
+    with pytest.raises(DownloadError, match="joined file of tiny"):
+        fetch_builtin(model_of(*parts[::-1]), progress=False)
+
+
 def test_the_list_of_built_in_models_is_complete() -> None:
     for name, model in BUILTIN.items():
         assert model.name == name
-        assert len(bytes.fromhex(model.sha256)) == 32
         assert model.licence
         assert model.description
-        assert model.size > 0
+        for digest in (model.sha256, *(wheel.sha256 for wheel in model.wheels)):
+            assert len(bytes.fromhex(digest)) == 32
+        assert all(wheel.size > 0 and wheel.download_size > 0 for wheel in model.wheels)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class FusedConfig(ModelConfig):
 class FusedLlama(LlamaForCausalLM):
     """A Llama saved in the manner of GPT-2: other prefixes, fused and transposed matrices, the embedding in pieces."""
 
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = (
+    checkpoint_map: tuple[Entry, ...] = (
         Drop(r"\.attn\.mask$"),
         Rename(r"^transformer\.h\.", "model.layers."),
         Rename(r"\.attn\.", ".self_attn."),
@@ -169,5 +169,5 @@ def test_other_tensors_pass_unchanged(entry: Entry) -> None:
 
 def test_other_model_types_are_refused_with_what_is_supported(fused: Path) -> None:
     (fused / "config.json").write_text(json.dumps({**FUSED, "model_type": "unknown"}))
-    with pytest.raises(UnsupportedModelError, match=r"type 'unknown' is not supported; supported: FusedLlama, Llama"):
+    with pytest.raises(UnsupportedModelError, match=r"type 'unknown' is not supported; supported: .*FusedLlama, "):
         read_model_config(fused)

@@ -57,12 +57,6 @@ def llama_tied_with_biases() -> Any:
     return LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
 
 
-def mistral() -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(**SMALL, sliding_window=7, head_dim=12)
-
-
 def qwen2() -> Any:
     from transformers import Qwen2Config
 
@@ -73,6 +67,15 @@ def qwen3() -> Any:
     from transformers import Qwen3Config
 
     return Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)
+
+
+def gemma3() -> Any:
+    """Norms after attention and MLP: the sum of ranks is not added to the residual stream as it is."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=6, sliding_window_pattern=2, final_logit_softcapping=3.0
+    )
 
 
 def expected_logits(model: Any, tokens: list[int]) -> Tensor:
@@ -144,7 +147,9 @@ def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: torch.dt
     return results[0]
 
 
-@pytest.mark.parametrize(("family", "size"), [(llama_tied_with_biases, 2), (llama3, 6), (qwen3, 2), (qwen2, 2)])
+@pytest.mark.parametrize(
+    ("family", "size"), [(llama_tied_with_biases, 2), (llama3, 6), (qwen3, 2), (qwen2, 2), (gemma3, 2)]
+)
 def test_tensor_parallel_workers_together_compute_the_network_in_a_recorded_step(
     family: Callable[[], Any], size: int, save_model: Callable[..., Any], tmp_path: Path, driver: Any
 ) -> None:
@@ -166,7 +171,7 @@ def test_tensor_parallel_workers_with_unequal_shares(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [llama_tied_with_biases, qwen3])
+@pytest.mark.parametrize("family", [llama_tied_with_biases, qwen3, gemma3])
 def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(
     family: Callable[[], Any], dtype: torch.dtype, save_model: Callable[..., Any], tmp_path: Path, driver: Any
 ) -> None:

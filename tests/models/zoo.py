@@ -45,7 +45,7 @@ class Zoo:
     """Checks an architecture: ``zoo(config)`` saves a random model of the transformers configuration and compares."""
 
     def __init__(self, folder: Path, save: Callable[..., Any], driver: Any) -> None:
-        self.folder, self._save, self._driver = folder, save, driver
+        self.folder, self.save, self._driver = folder, save, driver
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class Zoo:
             preempts: false if they do not there, as layers with a window hold few blocks.
             change: called with the model before it is saved.
         """
-        model = self._save(config, change=change)
+        model = self.save(config, change=change)
         self.check_network(model)
         self.check_engine(model, tight or {"num_gpu_blocks_override": 24, "block_size": 4}, preempts=preempts)
         return model

@@ -1,0 +1,93 @@
+"""Bloom (Le Scao et al. 2022): attention with linear biases (ALiBi), and a norm of the embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import LayerCache
+from octavo.layers.context import LayerContext
+from octavo.layers.norm import LayerNorm
+from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
+from octavo.models.config import ConfigReader
+from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields
+
+
+@dataclass(frozen=True)
+class BloomConfig(DecoderConfig):
+    """What the sums of a layer start from."""
+
+    #: Whether a layer adds to its norms' results, or to their inputs.
+    residual_after_norm: bool = False
+
+
+class BloomLayer(PreNormLayer):
+    """x + attention(norm(x)), and then x + mlp(norm(x)); or norm(x) + attention(norm(x)) and so on."""
+
+    def __init__(self, config: BloomConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
+        super().__init__(config, context, index, cos_sin)
+        self.residual_after_norm = config.residual_after_norm
+
+    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """See ``DecoderLayer``."""
+        if not self.residual_after_norm:
+            return super().__call__(residual, cache, batch)
+        x = self.attention_norm.float32(residual)
+        x = self.mlp_norm.float32(self.attention.add_to(x, x, cache, batch))
+        return self.mlp.add_to(x, x)
+
+
+class BloomForCausalLM(Decoder):
+    """Bloom; in its checkpoints, the rows of queries, keys and values are grouped by head."""
+
+    layer_class = BloomLayer
+
+    def __init__(self, config: BloomConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        if self.is_first:
+            norm = LayerNorm(context, config.hidden_size, config.layer_norm_eps)
+            self.embed_norm = self.attach("model.embed_norm", norm)
+        self.checkpoint_map = (
+            Drop(r"^lm_head\.weight$"),
+            Rename(r"^(transformer\.)?word_embeddings\.", "model.embed_tokens."),
+            Rename(r"^(transformer\.)?word_embeddings_layernorm\.", "model.embed_norm."),
+            Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
+            Rename(r"^(transformer\.)?h\.", "model.layers."),
+            Rename(r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+            Rename(r"\.self_attention\.", ".self_attn."),
+            Rename(r"\.dense_h_to_4h\.", ".fc1."),
+            Rename(r"\.dense_4h_to_h\.", ".fc2."),
+            Transform(r"\.query_key_value\.", ungroup_heads(config.num_kv_heads, 1)),
+            Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
+        )
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """With the norm of the embedding."""
+        return self.embed_norm.float32(self.embed_tokens(token_ids))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json, in the spellings of the published files and of transformers."""
+        reader = reader.with_defaults(tie_word_embeddings=True)
+        fields = decoder_fields(
+            reader,
+            hidden=reader.named("n_embed", "hidden_size"),
+            layers=reader.named("num_hidden_layers", "n_layer"),
+            heads=reader.named("num_attention_heads", "n_head"),
+        )
+        return BloomConfig(
+            architecture=architecture,
+            intermediate_size=4 * fields["hidden_size"],
+            # No table ends here; it is the length of the texts that it was trained on.
+            max_position=reader.positive("seq_length", 2048),
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            positions="alibi",
+            residual_after_norm=reader.flag("apply_residual_connection_post_layernorm"),
+            **fields,
+        )

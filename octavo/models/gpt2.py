@@ -1,0 +1,81 @@
+"""GPT-2 (Radford et al. 2019): learned positions, and a norm before attention and before the feed-forward network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from octavo.core.errors import UnsupportedModelError
+from octavo.core.model_config import ModelConfig
+from octavo.layers.attention import Attention
+from octavo.layers.context import LayerContext
+from octavo.models.checkpoint import Drop, Rename, Split, Transform, transpose
+from octavo.models.config import ConfigReader
+from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields, read_activation
+
+
+@dataclass(frozen=True)
+class GPT2Config(DecoderConfig):
+    """Variations of the scale of scores."""
+
+    #: Whether scores are divided by the root of the head size, and whether by the number of the layer, from 1.
+    scale_by_head_size: bool = True
+    scale_by_layer: bool = False
+
+
+class GPT2Layer(PreNormLayer):
+    """x + attention(norm(x)), and then x + mlp(norm(x))."""
+
+    def make_attention(
+        self, config: GPT2Config, context: LayerContext, index: int, cos_sin: Tensor | None
+    ) -> Attention:
+        """With the scale of this layer."""
+        scale = config.head_dim**-0.5 if config.scale_by_head_size else 1.0
+        return Attention(config, context, scale=scale / (index + 1) if config.scale_by_layer else scale)
+
+
+class GPT2LMHeadModel(Decoder):
+    """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
+
+    layer_class = GPT2Layer
+    checkpoint_map = (
+        Drop(r"\.attn\.(masked_)?bias$"),
+        Drop(r"^lm_head\.weight$"),
+        Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
+        Rename(r"^(transformer\.)?wpe\.", "model.embed_positions."),
+        Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
+        Rename(r"^(transformer\.)?h\.", "model.layers."),
+        Rename(r"\.ln_1\.", ".input_layernorm."),
+        Rename(r"\.ln_2\.", ".post_attention_layernorm."),
+        Rename(r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+        Rename(r"\.attn\.", ".self_attn."),
+        Rename(r"\.mlp\.c_fc\.", ".mlp.fc1."),
+        Rename(r"\.mlp\.c_proj\.", ".mlp.fc2."),
+        Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
+        Split("c_attn", ("q_proj", "k_proj", "v_proj")),
+    )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json; the transposed layout of matrices is no choice of it."""
+        reader = reader.with_defaults(tie_word_embeddings=True, scale_attn_weights=True)
+        if reader.flag("add_cross_attention"):
+            raise UnsupportedModelError(f"{reader.file}: add_cross_attention is not supported: there is no encoder")
+        positions = reader.positive("n_positions", 1024)
+        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
+        return GPT2Config(
+            architecture=architecture,
+            intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
+            max_position=positions,
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            activation=read_activation(reader, "activation_function", "gelu_new"),
+            positions="learned",
+            position_rows=positions,
+            scale_by_head_size=reader.flag("scale_attn_weights"),
+            scale_by_layer=reader.flag("scale_attn_by_inverse_layer_idx"),
+            **fields,
+        )

@@ -1,0 +1,76 @@
+"""GPT-J (Wang & Komatsuzaki 2021): one norm for attention and feed-forward network, which are side by side."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import LayerCache
+from octavo.layers.attention import Attention
+from octavo.layers.context import LayerContext
+from octavo.layers.mlp import MLP
+from octavo.layers.norm import LayerNorm
+from octavo.models.checkpoint import Drop, Rename, Transform, halve_pairs
+from octavo.models.config import ConfigReader
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
+
+
+class GPTJLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
+        super().__init__(config, context, index, cos_sin)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.norm = self.attach("input_layernorm", LayerNorm(context, hidden, config.layer_norm_eps))
+        self.attention = self.attach("self_attn", Attention(config, context, cos_sin=cos_sin))
+        self.mlp = self.attach("mlp", MLP(context, hidden, inner, config.mlp_bias, config.activation))
+
+    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """See ``DecoderLayer``."""
+        x = self.norm(residual)
+        return self.mlp.add_to(self.attention.add_to(residual, x, cache, batch), x)
+
+
+class GPTJForCausalLM(Decoder):
+    """GPT-J; in its checkpoints, neighbouring dimensions of a head are rotated together."""
+
+    layer_class = GPTJLayer
+
+    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        rotated = int(config.head_dim * config.rope.partial_rotary_factor)
+        self.checkpoint_map = (
+            Drop(r"\.attn\.(masked_bias|bias|embed_positions)$"),
+            Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
+            Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
+            Rename(r"^(transformer\.)?h\.", "model.layers."),
+            Rename(r"\.ln_1\.", ".input_layernorm."),
+            Rename(r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+            Rename(r"\.attn\.", ".self_attn."),
+            Rename(r"\.mlp\.fc_in\.", ".mlp.fc1."),
+            Rename(r"\.mlp\.fc_out\.", ".mlp.fc2."),
+            Transform(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
+        )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
+        head_dim, rotated = fields["head_dim"], reader.positive("rotary_dim", 64)
+        if rotated > head_dim or rotated % 2:
+            raise ConfigError(f"{reader.file}: rotary_dim must be even and at most {head_dim}, not {rotated}")
+        positions = reader.positive("n_positions", 2048)
+        return DecoderConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
+            max_position=positions,
+            mlp_bias=True,
+            head_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            activation=read_activation(reader, "activation_function", "gelu_new"),
+            # A little more than the share, which may be rounded down.
+            rope=RopeConfig(partial_rotary_factor=min(1.0, (rotated + 0.5) / head_dim)),
+            **fields,
+        )

@@ -1,0 +1,68 @@
+"""Decoders of plain layers, divided among tensor-parallel ranks and among pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.loader.model import load_model
+from octavo.models.config import ConfigReader, read_model_config
+from octavo.models.decoder import decoder_fields, read_activation, rotary_fields
+from tests.models import test_bloom, test_falcon, test_gpt2, test_opt
+from tests.models.test_networks import PROMPT, tensor_parallel_logits
+from tests.models.test_pipeline_stages import WHOLE, Chain
+from tests.models.zoo import Zoo, assert_same, logits_of
+
+
+def gptj() -> Any:
+    from transformers import GPTJConfig
+
+    return GPTJConfig(vocab_size=101, n_embd=48, n_head=6, n_layer=2, n_positions=96, rotary_dim=4)
+
+
+def opt_350m() -> Any:
+    return test_opt.config(do_layer_norm_before=False, word_embed_proj_dim=32)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (test_gpt2.config, 2),
+        (opt_350m, 2),
+        (gptj, 2),  # 101 rows of a head with a bias
+        (test_bloom.config, 3),  # two slopes each
+        (test_falcon.config, 2),  # a KV head that both ranks hold
+    ],
+)
+def test_tensor_parallel_workers_together_compute_the_network(
+    config: Callable[[], Any], size: int, zoo: Zoo, driver: Any
+) -> None:
+    expected = logits_of(zoo.save(config()), PROMPT)
+    assert_same(tensor_parallel_logits(zoo.folder, driver, size, torch.float32), expected)
+
+
+@pytest.mark.parametrize("config", [test_gpt2.config, opt_350m, test_bloom.config])
+def test_stages_together_are_the_whole_bit_for_bit(config: Callable[[], Any], zoo: Zoo, driver: Any) -> None:
+    zoo.save(config())
+    read = read_model_config(zoo.folder)
+    stages = [load_model(zoo.folder, read, replace(WHOLE, layers=range(*cut))) for cut in pairwise([0, 1, 3])]
+    expected = driver(load_model(zoo.folder, read, WHOLE)).run("s", PROMPT, [7, 1])
+    assert torch.equal(driver(Chain(stages)).run("s", PROMPT, [7, 1]), expected)
+
+
+def test_impossible_settings_are_named() -> None:
+    shape = {"hidden_size": 48, "num_attention_heads": 7, "num_hidden_layers": 1, "vocab_size": 5}
+    reader = ConfigReader({**shape, "max_position_embeddings": 8, "act": "mish"}, Path("config.json"))
+    with pytest.raises(ConfigError, match=r"hidden_size \(48\) must be a multiple of num_attention_heads \(7\)"):
+        decoder_fields(reader)
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor \(0.25\) of 20 dim.*even number of them, not 5"):
+        rotary_fields(reader.with_defaults(partial_rotary_factor=0.25), 20)
+    with pytest.raises(UnsupportedModelError, match="act='mish' is not supported; supported: gelu, gelu_new"):
+        read_activation(reader, "act", "gelu")
