@@ -59,11 +59,11 @@ class DeepseekForCausalLM(LlamaForCausalLM):
         shape, last = config.latent, config.num_layers + config.prediction_layers
         unused = "|".join(str(layer) for layer in range(config.num_layers, last))
         if unused:
-            self.checkpoint_map = (*self.checkpoint_map, Drop(rf"^model\.layers\.({unused})\."))  # type: ignore[misc]
+            self.checkpoint_map = (*self.checkpoint_map, Drop(rf"^model\.layers\.({unused})\."))
         if config.rope_interleave:
             head = partial(as_halves, head=shape.nope + shape.rope, rope=shape.rope)
             key = partial(as_halves, head=shape.cached, rope=shape.rope)
-            self.checkpoint_map = (  # type: ignore[misc]
+            self.checkpoint_map = (
                 *self.checkpoint_map,
                 Transform(r"\.(q_proj|q_b_proj)\.weight$", head),
                 Transform(r"\.kv_a_proj_with_mqa\.weight$", key),

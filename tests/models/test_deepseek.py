@@ -101,7 +101,7 @@ def test_deepseek(config: Any, zoo: Zoo) -> None:
 
 def test_latent_blocks_are_swapped_shared_and_half_as_large(save_model: Any, tmp_path: Path) -> None:
     save_model(v3(), change=with_biases)
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "max_model_len": 64}
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "max_model_len": 64}
     alone = LLM(str(tmp_path), **options, num_gpu_blocks_override=100, enable_prefix_caching=False)
     [(block_bytes, _)] = alone.llm_engine.core.executor.kv_groups()
     assert block_bytes == 3 * 4 * 4 * 32  # layers, tokens, bytes, and 24 + 8 numbers, which need no padding
@@ -142,7 +142,7 @@ def test_layers_that_predict_further_tokens_are_left_out(save_model: Any, tmp_pa
     context = LayerContext(ReferenceKernels(), torch.float32)
     assert_same(driver(load_model(tmp_path, read_model_config(tmp_path), context)).run("s", PROMPT, [13, 1]), expected)
     edit_config(tmp_path, num_nextn_predict_layers=0)
-    with pytest.raises(WeightError, match="'model.layers.3.eh_proj.weight' belongs to no layer"):
+    with pytest.raises(WeightError, match=r"'model\.layers\.3\.eh_proj\.weight' belongs to no layer"):
         load_model(tmp_path, read_model_config(tmp_path), context)
 
 
