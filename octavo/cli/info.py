@@ -183,6 +183,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "folder": str(folder),
         "architecture": config.architecture,
         "checkpoint_dtype": config.checkpoint_dtype,
+        "quantization": None if config.quantization is None else config.quantization.name,
         "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
         "context_length": config.max_position,
         "layers": config.num_layers,

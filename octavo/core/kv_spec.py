@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more.
+#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more. The last ones are
+#: names of ``CheckpointQuantization``.
 NUMBER_BYTES = {
     "float32": 4.0,
     "bfloat16": 2.0,
@@ -15,6 +16,11 @@ NUMBER_BYTES = {
     "fp8": 1.0,
     "int4": 0.5,
     "gguf": 0.5,
+    "gptq-int4": 0.5,
+    "gptq-int8": 1.0,
+    "awq-int4": 0.5,
+    "compressed-tensors-int4": 0.5,
+    "compressed-tensors-int8": 1.0,
 }
 #: Bytes of a scale, of which int8 and fp8 caches have one for each head's key and one for its value.
 _SCALE_BYTES = 4

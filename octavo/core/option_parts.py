@@ -48,11 +48,13 @@ class ModelOptions(_Options):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf"] = Field(
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"] = Field(
         "auto",
         description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
         "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
-        "auto: gguf for a .gguf file on a CPU, else none; the built-in models are served in dtype.",
+        "auto: on a CPU gguf for a .gguf file, and the integers of a GPTQ, AWQ or compressed-tensors checkpoint as "
+        "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
+        "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",

@@ -13,7 +13,7 @@ class WorkerFacts:
 
     #: The kernels with their instruction set and threads, or with their GPU.
     kernels: str
-    #: Format of its matrices; None: in the engine's dtype.
+    #: Format of its matrices, as in ``LayerContext.quantization``; None: in the engine's dtype.
     quantization: str | None
     weight_bytes: int
     #: The KV cache on the device, and the host blocks of preempted requests.
@@ -32,6 +32,8 @@ class StartupFacts:
     #: Weights of the whole network, tied ones once.
     parameters: int
     dtype: str
+    #: How the checkpoint is quantised; None: it is not.
+    checkpoint_quantization: str | None
     kv_cache_dtype: str
     num_blocks: int
     num_host_blocks: int
@@ -58,7 +60,10 @@ class StartupFacts:
             )
         )
         quantization = self.workers[0].quantization
+        stored = self.checkpoint_quantization
         quantized = f", quantised to {quantization}" if quantization else ""
+        if stored not in (None, quantization):
+            quantized += f", dequantised from {stored}"
         several = len(self.workers) > 1
         kernels = [
             f"kernels{f' of rank {rank}' if several else ''}: {w.kernels}" for rank, w in enumerate(self.workers)

@@ -91,12 +91,14 @@ class EngineCore(StepLoop):
             if seconds:
                 scheduler.move_cost.observe_move(1, seconds)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
+        checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
         self.startup = StartupFacts(
             model=options.model,
             architecture=self.model_config.architecture,
             parameters=num_parameters(outline(self.model_config, self.dtype)),
             dtype=self.dtype,
+            checkpoint_quantization=checkpoint.name if checkpoint else None,
             kv_cache_dtype=self.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
             num_blocks=self.blocks.num_blocks,
             num_host_blocks=sum(size.num_host_blocks for size in sizes),

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.quantized_rows import QuantizedRows
 
 
 @dataclass(frozen=True)
-class GGUFRows:
-    """A matrix [N, K] in GGUF blocks, which a loader passes to layers instead of a tensor."""
+class GGUFRows(QuantizedRows):
+    """A matrix [N, K] in GGUF blocks."""
 
     #: Name of the GGUF type, such as ``Q4_0``.
     kind: str

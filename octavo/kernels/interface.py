@@ -18,8 +18,8 @@ from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
 
 
@@ -165,7 +165,7 @@ class Kernels(ABC):
     @abstractmethod
     def pack(
         self,
-        parts: Sequence[Tensor | GGUFRows],
+        parts: Sequence[Tensor | QuantizedRows],
         bias: Tensor | None = None,
         quantization: str | None = None,
         *,
@@ -175,8 +175,8 @@ class Kernels(ABC):
         """Packs matrices with the same input for products; the caller then drops the unpacked ones.
 
         Args:
-            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are GGUF blocks, which
-                are not requantised.
+            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are in a checkpoint's
+                own bits, of which ``has_products`` is true.
             bias: [sum of n_i].
             quantization: "int8", "int4" or "fp8" quantises tensors; None or "gguf" does not.
             gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
@@ -188,6 +188,10 @@ class Kernels(ABC):
         Raises:
             ConfigError: the backend does not support the format.
         """
+
+    def has_products(self, rows: QuantizedRows) -> bool:
+        """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
+        return False
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0

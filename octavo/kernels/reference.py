@@ -19,10 +19,10 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight, stack_rows
+from octavo.kernels.quantized_rows import QuantizedRows
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
 _MAX_ELEMENTS = 1 << 24
@@ -132,7 +132,7 @@ class ReferenceKernels(Kernels):
 
     def pack(
         self,
-        parts: Sequence[Tensor | GGUFRows],
+        parts: Sequence[Tensor | QuantizedRows],
         bias: Tensor | None = None,
         quantization: str | None = None,
         *,

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -65,8 +65,8 @@ class Layer:
         for name, child in self._children:
             yield from child.weights(f"{prefix}{name}." if name else prefix)
 
-    def load(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """Loads one whole tensor of the checkpoint, of any floating type or in GGUF blocks.
+    def load(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+        """Loads one whole tensor of the checkpoint, of any floating type or in a checkpoint's own bits.
 
         After the last one the layer is ready.
 

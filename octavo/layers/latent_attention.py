@@ -14,9 +14,9 @@ from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.kernels.packed_weight import PackedHeads
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import ParallelLinear, Part, RowParallelLinear
@@ -112,9 +112,9 @@ class _UpProjection(Layer):
             Weight("weight", ((own.stop - own.start) * head, shape.kv_rank), "linear", context.dtype_name)
         )
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies and packs the matrices of this rank's heads."""
-        rows = tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor
+        rows = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
         heads = rows.unflatten(0, (-1, sum(self._parts)))[self._own]
         keys, values = heads.to(self._context.device, self._context.dtype, copy=True).split(self._parts, dim=1)
         self.keys = self._context.kernels.pack_heads(keys.transpose(1, 2))

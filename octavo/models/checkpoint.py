@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 
-Pairs = Iterable[tuple[str, Tensor | GGUFRows]]
+Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
 #: Names of the tensors that the whole network expects, with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Entry(Protocol):
     """One transformation of names or tensors."""
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The transformed stream."""
 
 
@@ -35,7 +35,7 @@ class Drop:
 
     pattern: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The remaining tensors."""
         return ((name, tensor) for name, tensor in pairs if name in shapes or not re.search(self.pattern, name))
 
@@ -47,7 +47,7 @@ class Rename:
     pattern: str
     replacement: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The same tensors."""
         return ((re.sub(self.pattern, self.replacement, name), tensor) for name, tensor in pairs)
 
@@ -62,7 +62,7 @@ class Split:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The parts, in order."""
         for name, tensor in pairs:
             before, found, after = _partition(name, self.whole)
@@ -116,7 +116,7 @@ class Join:
     parts: tuple[str, ...]
     whole: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The concatenated tensors, each after its last part is read."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in pairs:
@@ -147,7 +147,7 @@ class Transform:
     pattern: str
     function: Callable[[Tensor], Tensor]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
@@ -201,9 +201,9 @@ def _partition(name: str, component: str) -> tuple[str, bool, str]:
     return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
 
 
-def _rows(tensor: Tensor | GGUFRows, rows: slice) -> Tensor | GGUFRows:
-    return tensor.take(rows, slice(None)) if isinstance(tensor, GGUFRows) else tensor[rows]
+def _rows(tensor: Tensor | QuantizedRows, rows: slice) -> Tensor | QuantizedRows:
+    return tensor.take(rows, slice(None)) if isinstance(tensor, QuantizedRows) else tensor[rows]
 
 
-def _values(tensor: Tensor | GGUFRows) -> Tensor:
-    return tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor
+def _values(tensor: Tensor | QuantizedRows) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor

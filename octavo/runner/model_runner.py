@@ -95,7 +95,7 @@ class ModelRunner:
             kernels=self._kernels,
             dtype=getattr(torch, dtype),
             device=self.device,
-            quantization=weight_quantization(options, kernels.name),
+            quantization=weight_quantization(options, kernels.name, config.quantization),
             kv_cache_dtype=options.kv_cache_dtype,
             tp_rank=layout.tp_rank,
             tp_size=layout.tensor_parallel_size,

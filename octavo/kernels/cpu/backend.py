@@ -23,21 +23,23 @@ from octavo.kernels.cpu import attention
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
 from octavo.kernels.cpu.experts import CpuExperts, route_op
+from octavo.kernels.cpu.group_codes import group_format
 from octavo.kernels.cpu.linear import (
     CpuWeight,
     DenseHeads,
     DenseWeight,
     QuantizedWeight,
-    codes_of_blocks,
+    codes_of_rows,
     codes_of_tensor,
 )
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
+from octavo.kernels.quantized_rows import QuantizedRows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
@@ -175,18 +177,18 @@ class CpuKernels(Kernels):
 
     def pack(
         self,
-        parts: Sequence[Tensor | GGUFRows],
+        parts: Sequence[Tensor | QuantizedRows],
         bias: Tensor | None = None,
         quantization: str | None = None,
         *,
         gated: bool = False,
         pieces: int = 1,
     ) -> CpuWeight:
-        """Packs for the register tiles: in the tensors' type, in 8 or 4 bits, or with the bits of GGUF blocks."""
-        blocks = [part for part in parts if isinstance(part, GGUFRows)]
+        """Packs for the register tiles: in the tensors' type, in 8 or 4 bits, or with a checkpoint's bits."""
+        blocks = [part for part in parts if isinstance(part, QuantizedRows)]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if blocks:
-            return QuantizedWeight(self, [codes_of_blocks(part) for part in blocks], bias, gated)
+            return QuantizedWeight(self, [codes_of_rows(part) for part in blocks], bias, gated)
         if quantization in (None, "gguf"):
             return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
@@ -194,6 +196,10 @@ class CpuKernels(Kernels):
     def pack_heads(self, weight: Tensor) -> DenseHeads:
         """Packs each head's matrix for the register tiles."""
         return DenseHeads(self, weight)
+
+    def has_products(self, rows: QuantizedRows) -> bool:
+        """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
+        return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0

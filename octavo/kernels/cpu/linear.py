@@ -16,9 +16,12 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
+from octavo.kernels.cpu.group_codes import group_codes
 from octavo.kernels.cpu.quantize import Codes, quantize_weight
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     from octavo.kernels.cpu.backend import CpuKernels
@@ -187,12 +190,17 @@ def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
     return quantize_weight(weight, kind if group else "int8", group)
 
 
-def codes_of_blocks(part: GGUFRows) -> Codes:
-    """The codes of a GGUF matrix: the bits of the file for ``KEPT_TYPES``, else requantised to 8 bits.
+def codes_of_rows(part: QuantizedRows) -> Codes:
+    """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
 
-    The other types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+    Those types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+
+    Raises:
+        ConfigError: groups of a size, or scales, that the kernels do not have.
     """
-    if part.kind in KEPT_TYPES:
+    if isinstance(part, GroupQuantizedRows):
+        return group_codes(part)
+    if isinstance(part, GGUFRows) and part.kind in KEPT_TYPES:
         return gguf_weight(part.kind, part.rows, part.columns)
     return quantize_weight(part.dequantize(), "int8", 32)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.reference import PlainHeads, masked_embedding
 from octavo.kernels.triton import attention, cache, norm, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
@@ -115,7 +115,7 @@ class TritonKernels(Kernels):
 
     def pack(
         self,
-        parts: Sequence[Tensor | GGUFRows],
+        parts: Sequence[Tensor | QuantizedRows],
         bias: Tensor | None = None,
         quantization: str | None = None,
         *,
