@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.experts import PackedExperts, RoutingSpec
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, ParallelLinear, RowParallelLinear
@@ -91,13 +89,13 @@ class SparseMoE(Layer):
             return self._experts(x, experts, weights, residual)
         return self.kernels.all_reduce(self._experts(x, experts, weights), add=residual)
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies a tensor of an expert, or of the router; an expert's matrix is packed after its last tensor."""
         if shard in self._linears:
             linear, name = self._linears[shard]
             linear.load(name, tensor)
             return
-        values = tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor
+        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
         dtype = torch.float32 if shard == _BIAS else self._context.dtype
         self._rows[shard] = torch.empty(values.shape, dtype=dtype, device=self._context.device).copy_(values)
 

@@ -92,7 +92,7 @@ class Unstack:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The parts of all experts, in order."""
         for name, tensor in pairs:
             before, found, _ = _partition(name, f"experts.{self.whole}")
