@@ -68,9 +68,9 @@ def test_queries_and_cached_vectors_of_latent_attention(dtype: torch.dtype) -> N
         return kernels.latent_rotary_and_cache(q, latent.clone(), k_rope, absorb, batch, table, cache), cache.key
 
     (theirs, their_key), (ours, our_key) = run(ReferenceKernels()), run(CpuKernels())
-    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.01}
-    torch.testing.assert_close(ours, theirs, **tolerance)
+    absolute, relative = (1e-5, 1e-5) if dtype == torch.float32 else (0.06, 0.01)
+    torch.testing.assert_close(ours, theirs, atol=absolute, rtol=relative)
     # Blocks are [block_size][vector padded to a multiple of 16].
     vectors = our_key.view(dtype).view(4, 4, -1)[:, :, : rank + rope]
-    torch.testing.assert_close(vectors, their_key[:, :, 0], **tolerance)
+    torch.testing.assert_close(vectors, their_key[:, :, 0], atol=absolute, rtol=relative)
     assert torch.equal(vectors[..., :rank], their_key[:, :, 0, :rank])
