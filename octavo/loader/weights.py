@@ -10,7 +10,8 @@ import ctypes
 import json
 import queue
 import threading
-from collections.abc import Container, Generator, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +34,15 @@ _MAPPED_BYTES = 16 << 20
 _MAX_THREADS = 4
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the header of its file describes it."""
+
+    #: As safetensors names it, such as "I32".
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def load_weights(
     network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], other_stages: Container[str] = ()
 ) -> None:
@@ -47,28 +57,70 @@ def load_weights(
         WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
     """
     expected = {name: (layer, shard) for name, layer, shard in network.tensors()}
-    missing = dict.fromkeys(expected)
+    shapes = {name: layer.expected[shard] for name, (layer, shard) in expected.items()}
+    seen: set[str] = set()
     for name, tensor in tensors:
-        if name not in expected:
-            if name in other_stages:
-                continue
-            raise WeightError(
-                f"tensor {name!r} belongs to no layer of this network; is config.json of this checkpoint?"
-            )
-        if name not in missing:
-            raise WeightError(f"tensor {name!r} occurs twice")
-        if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
-            raise WeightError(f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16")
+        if name not in expected and name in other_stages:
+            continue
+        if problem := tensor_problem(name, tensor, shapes, seen):
+            raise WeightError(f"tensor {name!r} {problem}")
         layer, shard = expected[name]
         try:
             layer.load(shard, tensor)
         except WeightError as e:
             raise WeightError(f"tensor {name!r}: {e}") from None
-        del missing[name]
-    if missing:
-        names = list(missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+        seen.add(name)
+    if missing := [name for name in expected if name not in seen]:
+        raise missing_tensors(missing)
+
+
+def tensor_problem(
+    name: str, tensor: Tensor | GGUFRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
+) -> str | None:
+    """Why a tensor cannot be loaded; None if nothing speaks against it.
+
+    Args:
+        name: of the tensor.
+        tensor: whole.
+        shapes: of the tensors that the network expects.
+        seen: names of the tensors before it.
+    """
+    if name not in shapes:
+        return "belongs to no layer of this network; is config.json of this checkpoint?"
+    if name in seen:
+        return "occurs twice"
+    if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
+        return f"is of type {tensor.dtype}; expected float32, bfloat16 or float16"
+    if tuple(tensor.shape) != shapes[name]:
+        return f"does not fit: its shape is {list(tensor.shape)}, expected {list(shapes[name])}"
+    return None
+
+
+def missing_tensors(names: Sequence[str]) -> WeightError:
+    """The error for tensors that the checkpoint does not have."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """All tensors that ``read_safetensors`` gives, by name, without their values.
+
+    Raises:
+        WeightError: as ``read_safetensors``, or a tensor is in two files.
+    """
+    found: dict[str, Stored] = {}
+    for file, expected in _files(folder).items():
+        try:
+            names = _names(file, expected)
+            with safe_open(file, framework="pt") as handle:
+                slices = {name: handle.get_slice(name) for name in names}
+                tensors = {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        except (SafetensorError, OSError) as e:
+            raise _unreadable(file, e) from None
+        if twice := found.keys() & tensors.keys():
+            raise WeightError(f"tensor {min(twice)!r} occurs twice")
+        found |= tensors
+    return found
 
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -196,6 +248,11 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
+def checkpoint_bytes(folder: Path) -> int:
+    """Bytes of the files that ``read_safetensors`` reads."""
+    return sum(file.stat().st_size for file in _files(folder))
+
+
 def _files(folder: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors that the index lists for it."""
     if (folder / SINGLE_FILE).is_file():
@@ -206,7 +263,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if pickles:
         raise WeightError(
             f"{folder} holds {pickles[0]} but no safetensors: such files are pickles, which can run code and are never "
-            f"loaded; convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+            "loaded; convert the checkpoint: transformers' from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     raise WeightError(
         f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; for measurements load_format='dummy' needs no weights"

@@ -14,7 +14,7 @@ from typing import Any
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
-from octavo.models.registry import architecture_of_type, network_class, supported_architectures
+from octavo.models.registry import architecture_of_type, network_class, supported_architectures, unsupported
 
 #: Largest JSON file that is read, in bytes.
 _MAX_JSON_BYTES = 16 << 20
@@ -155,8 +155,9 @@ def _architecture(raw: dict[str, Any]) -> str:
     for name in names:
         if name in supported:
             return str(name)
-    what = f"architecture {named[0]!r}" if isinstance(named, list) and named else f"type {raw.get('model_type')!r}"
-    raise UnsupportedModelError(f"model {what} is not supported; supported: {', '.join(supported)}")
+    if isinstance(named, list) and named:
+        raise unsupported("model architecture", str(named[0]), supported)
+    raise unsupported("model type", str(raw.get("model_type")), supported)
 
 
 def _refuse_quantized(raw: dict[str, Any]) -> None:
