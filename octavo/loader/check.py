@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.core.model_config import ModelConfig
+from octavo.loader.quantized.reader import Unpack
 from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
 from octavo.models.checkpoint import Entry, Pairs, Shapes
 from octavo.models.sizes import outline
@@ -76,12 +77,19 @@ def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Entry], 
 
 
 def check_model(folder: Path, config: ModelConfig) -> CheckReport:
-    """Everything that is wrong with the weights in ``folder``; all of them are read, a few MB at a time."""
+    """What is wrong with the weights in ``folder``; all of them are read, a few MB at a time.
+
+    Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
+    """
     network = outline(config, "float32")
     shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
     problems, tensors, size = [], 0, 0
     try:
-        problems += _header_problems(read_headers(folder), config, network.checkpoint_map, shapes)
+        stored = read_headers(folder)
+        if config.quantization is None:
+            problems += _header_problems(stored, config, network.checkpoint_map, shapes)
+        else:  # compares the parts of every matrix
+            Unpack(config.quantization, stored, shapes, torch.float32, lambda rows: False)
         for name, tensor in read_safetensors(folder):
             tensors, size = tensors + 1, size + tensor.nbytes
             if bad := _count_not_finite(tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.core.model_config import ModelConfig
+from octavo.core.model_config import CheckpointQuantization, ModelConfig
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
 from octavo.loader.check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.gguf_parts import split_paths
-from octavo.loader.weights import checkpoint_bytes, load_weights, read_safetensors, read_safetensors_to
-from octavo.models.checkpoint import Pairs
+from octavo.loader.quantized.reader import DropZeroBiases, Unpack
+from octavo.loader.weights import (
+    checkpoint_bytes,
+    load_weights,
+    read_headers,
+    read_safetensors,
+    read_safetensors_to,
+)
+from octavo.models.checkpoint import Entry, Pairs, Shapes
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import outline_network
@@ -32,7 +40,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``.
 
     Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``; with "gguf" they are
-    read from ``gguf``, the file that ``folder`` was converted from. On a GPU, files are read directly to the device.
+    read from ``gguf``, the file that ``folder`` was converted from; with the name of ``config.quantization`` they keep
+    the checkpoint's bits, where the kernels have products with them. On a GPU, files are read directly to the device.
     Tables of positions have ``context.positions`` rows, by default ``config.max_position``.
 
     Raises:
@@ -45,8 +54,12 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
     shapes = {name: layer.expected[shard] for name, layer, shard in whole.tensors()}
 
+    entries: list[Entry] = [*network.checkpoint_map]
+    if config.quantization is not None and context.quantization != "gguf":
+        entries = [_unpack(folder, config.quantization, context, shapes), *entries, DropZeroBiases()]
+
     def load(tensors: Pairs) -> None:
-        for entry in network.checkpoint_map:
+        for entry in entries:
             tensors = entry.apply(tensors, shapes)
         load_weights(network, tensors, shapes)
 
@@ -57,7 +70,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
         load(_with_progress(read_gguf(gguf), sum(part.stat().st_size for part in split_paths(gguf)), context))
         return network
-    refuse_misfits(folder, config, network.checkpoint_map, shapes)
+    if config.quantization is None:  # tensors of a quantised one were compared when its entry was made
+        refuse_misfits(folder, config, entries, shapes)
     size = checkpoint_bytes(folder)
     if torch.device(context.device).type == "cpu":
         load(_with_progress(read_safetensors(folder), size, context))
@@ -67,7 +81,9 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     return network
 
 
-def _with_progress(tensors: Pairs, size: int, context: LayerContext) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+def _with_progress(
+    tensors: Iterable[tuple[str, Tensor | GGUFRows]], size: int, context: LayerContext
+) -> Iterator[tuple[str, Tensor | GGUFRows]]:
     """The same tensors, with a progress bar of ``size`` bytes on a terminal if this is the first rank.
 
     The bar appears after ``_BAR_DELAY`` seconds.
@@ -82,6 +98,16 @@ def _with_progress(tensors: Pairs, size: int, context: LayerContext) -> Iterator
             yield name, tensor
             read = tensor.rows.nbytes if isinstance(tensor, GGUFRows) else tensor.nbytes
             bar.update(min(read, size - bar.n))  # values of a GGUF file are wider in memory
+
+
+def _unpack(folder: Path, quantization: CheckpointQuantization, context: LayerContext, shapes: Shapes) -> Unpack:
+    """The entry that makes matrices of quantised ones: in their own bits if ``context`` says so and the kernels can."""
+    own = context.quantization == quantization.name
+
+    def keep(rows: QuantizedRows) -> bool:
+        return own and context.kernels.has_products(rows)
+
+    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep)
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

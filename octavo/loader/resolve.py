@@ -17,9 +17,12 @@ from octavo.loader.shapes import SHAPES, shape_folder
 
 if TYPE_CHECKING:
     from octavo.core.config import ModelOptions
+    from octavo.core.model_config import CheckpointQuantization
 
 #: Incremented when the converter's output for the same file changes, so that old results are not reused.
 CONVERTER_VERSION = 1
+#: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
+CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -79,17 +82,32 @@ def gguf_source(name: str) -> Path | None:
     return fetch_builtin(BUILTIN[name]) if name in BUILTIN else None
 
 
-def weight_quantization(options: ModelOptions, kernels: str) -> str | None:
-    """The format of the matrices that ``options.quantization`` means: "int8", "int4", "fp8", "gguf", or None (dtype).
+def weight_quantization(
+    options: ModelOptions, kernels: str, checkpoint: CheckpointQuantization | None = None
+) -> str | None:
+    """The format of the matrices that ``options.quantization`` means, as in ``LayerContext.quantization``.
 
-    "auto" is "gguf" for a GGUF file on the backend ``kernels="cpu"``, which computes with most types' own bits: several
-    times faster than widened, in a fraction of the memory, and the values are the same. Built-in models are GGUF files
-    too, but known by name and not by their bits: figures, digests and examples that name one mean it in dtype.
+    "auto" is the checkpoint's own format on the backend ``kernels="cpu"`` where it computes with such bits, several
+    times faster than widened and in a fraction of the memory: "gguf" for a GGUF file, and for integers of
+    ``checkpoint`` its name. Built-in models are GGUF files too, but known by name and not by their bits: figures,
+    digests and examples that name one mean it in dtype.
+
+    Raises:
+        ConfigError: the option names another method than that of the checkpoint.
     """
-    if options.quantization != "auto":
+    if options.quantization in CHECKPOINT_METHODS:
+        if checkpoint is None or checkpoint.method != options.quantization:
+            raise ConfigError(
+                f"quantization={options.quantization!r}, but the checkpoint is "
+                f"{f'quantized with {checkpoint.method!r}' if checkpoint else 'not quantized'}; 'auto' takes what it is"
+            )
+    elif options.quantization != "auto":
         return None if options.quantization == "none" else options.quantization
-    own = kernels == "cpu" and options.load_format != "dummy" and options.model not in BUILTIN
-    return "gguf" if own and gguf_source(options.model) is not None else None
+    if kernels != "cpu" or options.load_format == "dummy" or options.model in BUILTIN:
+        return None
+    if checkpoint is not None and checkpoint.has_integers:
+        return checkpoint.name
+    return None if gguf_source(options.model) is None else "gguf"
 
 
 def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer
 
 SINGLE_FILE = "model.safetensors"
@@ -44,7 +44,7 @@ class Stored:
 
 
 def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], other_stages: Container[str] = ()
+    network: Layer, tensors: Iterable[tuple[str, Tensor | QuantizedRows]], other_stages: Container[str] = ()
 ) -> None:
     """Loads all weights of a network from (name, whole tensor) pairs.
 
@@ -75,7 +75,7 @@ def load_weights(
 
 
 def tensor_problem(
-    name: str, tensor: Tensor | GGUFRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
+    name: str, tensor: Tensor | QuantizedRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
 ) -> str | None:
     """Why a tensor cannot be loaded; None if nothing speaks against it.
 
@@ -259,6 +259,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE_FILE: set()}
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder)
+    if len(others := [*folder.glob("*.safetensors")]) == 1:  # such as AutoGPTQ's gptq_model-4bit-128g.safetensors
+        return {others[0]: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise WeightError(
