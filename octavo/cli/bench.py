@@ -169,10 +169,11 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     kernels.set_threads(options.num_threads, options.pin_threads)
     read_gb_s, gflops = _device_limits(device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    quantization = weight_quantization(options, kernels.name)
-    if quantization == "gguf":
+    quantization = weight_quantization(options, kernels.name, config.quantization)
+    if quantization not in (None, "int8", "int4", "fp8"):
         raise ConfigError(
-            "the matrices of a GGUF file differ in bits (quantization=gguf): name int8, int4, fp8 or none"
+            f"the matrices of a quantised model may differ in bits (quantization={quantization}): name int8, int4, fp8 "
+            "or none"
         )
     types = Types(dtype, quantization, options.kv_cache_dtype)
     with torch.inference_mode():

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more.
+#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more. The last ones are
+#: names of ``CheckpointQuantization``.
 NUMBER_BYTES = {
     "float32": 4.0,
     "bfloat16": 2.0,
@@ -15,6 +16,11 @@ NUMBER_BYTES = {
     "fp8": 1.0,
     "int4": 0.5,
     "gguf": 0.5,
+    "gptq-int4": 0.5,
+    "gptq-int8": 1.0,
+    "awq-int4": 0.5,
+    "compressed-tensors-int4": 0.5,
+    "compressed-tensors-int8": 1.0,
 }
 #: Bytes of a scale, of which int8 and fp8 caches have one for each head's key and one for its value.
 _SCALE_BYTES = 4
@@ -38,13 +44,15 @@ class KVSpec:
     window: int | None = None
 
     @property
+    def vectors(self) -> int:
+        """Vectors of ``head_dim`` numbers that a token has for each head: a key and a value, or a latent one."""
+        return {"none": 0, "latent": 1}.get(self.kind, 2)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in this layer's cache: keys, values and scales, without padding."""
-        if self.kind == "none":
-            return 0
         scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0
-        vectors = 1 if self.kind == "latent" else 2
-        return int(vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
+        return int(self.vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
 
 
 @dataclass(frozen=True)

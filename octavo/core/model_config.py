@@ -23,6 +23,45 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QuantizationScheme:
+    """How some matrices of a quantised checkpoint are stored."""
+
+    #: Type of a weight: "int4", "int8", or "fp8" (e4m3).
+    number: str
+    #: Consecutive weights of a row that share a scale.
+    group: int | None = None
+    #: Rows and columns of blocks that share a scale. Neither this nor ``group``: a row has one, or the whole matrix.
+    block: tuple[int, int] | None = None
+    #: Whether no zeros are stored beside the scales.
+    symmetric: bool = True
+
+
+@dataclass(frozen=True)
+class CheckpointQuantization:
+    """What ``quantization_config`` of a config.json says. Which matrices it concerns is decided by their tensors."""
+
+    #: "gptq", "awq", "compressed-tensors" or "fp8".
+    method: str
+    #: None if only what is not read is quantised, such as the KV cache.
+    schemes: tuple[QuantizationScheme, ...]
+    #: GPTQ: the zeros are stored minus one (checkpoint_format "gptq", not "gptq_v2").
+    zeros_minus_one: bool = False
+    #: GPTQ: the groups are not consecutive weights of a row (desc_act), so that no kernel computes with their bits.
+    reordered: bool = False
+
+    @property
+    def name(self) -> str:
+        """The method and its smallest number, such as "gptq-int4"."""
+        numbers = [scheme.number for scheme in self.schemes if scheme.number not in self.method]
+        return "-".join([self.method, *sorted(numbers, key=("int4", "int8", "fp8").index)[:1]])
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether there are integers in groups of consecutive weights, with which a backend may compute as they are."""
+        return not self.reordered and any(scheme.number in ("int4", "int8") for scheme in self.schemes)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape and settings of a decoder-only transformer.
 
@@ -52,5 +91,12 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     #: float32, bfloat16 or float16: what the checkpoint says its weights are.
     checkpoint_dtype: str = "bfloat16"
+    #: None: the checkpoint is not quantised.
+    quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token in the activations of a layer's attention: q, its result, k and v."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim

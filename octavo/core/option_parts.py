@@ -36,7 +36,7 @@ class ModelOptions(_Options):
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
-    tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    tokenizer: str | None = Field(None, description="Folder with a tokenizer, if not the model's own.")
     skip_tokenizer_init: bool = Field(
         False,
         description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
@@ -48,11 +48,13 @@ class ModelOptions(_Options):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf"] = Field(
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"] = Field(
         "auto",
         description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
         "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
-        "auto: gguf for a .gguf file on a CPU, else none; the built-in models are served in dtype.",
+        "auto: on a CPU gguf for a .gguf file, and the integers of a GPTQ, AWQ or compressed-tensors checkpoint as "
+        "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
+        "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
@@ -245,6 +247,11 @@ class SchedulerOptions(_Options):
         None,
         description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
     )
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether a prompt may be computed in chunks of any length."""
+        return self.enable_chunked_prefill and self.batching == "mixed"
 
     @property
     def token_budget(self) -> int:

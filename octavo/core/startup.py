@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.core.kv_groups import GroupBlocks
+
 GIB = 1 << 30
 
 
@@ -13,7 +15,7 @@ class WorkerFacts:
 
     #: The kernels with their instruction set and threads, or with their GPU.
     kernels: str
-    #: Format of its matrices; None: in the engine's dtype.
+    #: Format of its matrices, as in ``LayerContext.quantization``; None: in the engine's dtype.
     quantization: str | None
     weight_bytes: int
     #: The KV cache on the device, and the host blocks of preempted requests.
@@ -32,9 +34,11 @@ class StartupFacts:
     #: Weights of the whole network, tied ones once.
     parameters: int
     dtype: str
+    #: How the checkpoint is quantised; None: it is not.
+    checkpoint_quantization: str | None
     kv_cache_dtype: str
-    num_blocks: int
-    num_host_blocks: int
+    #: The KV cache: a group for each kind of layers.
+    groups: list[GroupBlocks]
     block_size: int
     #: Longest sequence in tokens.
     max_model_len: int
@@ -58,7 +62,10 @@ class StartupFacts:
             )
         )
         quantization = self.workers[0].quantization
+        stored = self.checkpoint_quantization
         quantized = f", quantised to {quantization}" if quantization else ""
+        if stored not in (None, quantization):
+            quantized += f", dequantised from {stored}"
         several = len(self.workers) > 1
         kernels = [
             f"kernels{f' of rank {rank}' if several else ''}: {w.kernels}" for rank, w in enumerate(self.workers)
@@ -69,13 +76,26 @@ class StartupFacts:
             f"model: {self.model} ({self.architecture}), {_count(self.parameters)} parameters in "
             f"{self.dtype}{quantized}, {weights:.2f} GiB",
             *kernels,
-            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens "
-            f"({self.num_blocks * self.block_size} tokens, {cache:.2f} GiB in {self.kv_cache_dtype}), at most "
+            f"KV cache: {self._cache(cache)}, at most "
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
-            f"{self.num_host_blocks} host blocks ({host:.2f} GiB)",
+            f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)",
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
             f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),
         ]
+
+    def _cache(self, gib: float) -> str:
+        """The blocks of each kind of layers; with a window it is not their tokens that count."""
+        size, memory = self.block_size, f"{gib:.2f} GiB in {self.kv_cache_dtype}"
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            (group,) = self.groups
+            return f"{group.num_blocks} blocks of {size} tokens ({group.num_blocks * size} tokens, {memory})"
+        kinds = (
+            f"{group.num_blocks} for all tokens ({group.num_blocks * size} tokens)"
+            if group.window is None
+            else f"{group.num_blocks} for windows of {group.window} tokens"
+            for group in self.groups
+        )
+        return f"{memory} in blocks of {size} tokens, {' and '.join(kinds)}"
 
 
 def _count(number: float) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from octavo.loader.byte_level import byte_alphabet
 
 if TYPE_CHECKING:
     from octavo.engine.tokenizer import Tokenizer
@@ -61,18 +62,9 @@ class TextStream:
         return text
 
 
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE (Radford et al. 2019) writes for each byte: itself, or 256 + n if invisible."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 def bytes_of_level(token: str) -> bytes:
     """The bytes of a byte-level token; a token with any character outside the alphabet is its own text."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:

@@ -12,6 +12,8 @@ import tokenizers
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
+from octavo.loader.tokenizer_parts import read_object, token_text
 from octavo.models.config import check_architecture
 
 if TYPE_CHECKING:
@@ -36,46 +38,38 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
         return SkippedTokenizer(folder)
     if options.tokenizer is not None:
         return load_tokenizer(Path(options.tokenizer))
-    if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file():
+    if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file() and not tokenizer_files(folder):
         return NoTokenizer(folder)
     return load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder with tokenizer.json and, where there is one, tokenizer_config.json.
+    """The tokenizer of a folder: tokenizer.json, else what ``build_tokenizer`` makes of the files of its family.
 
     Raises:
-        TokenizerError: a file is missing or cannot be understood.
+        TokenizerError: there is none, or a file cannot be understood.
+        UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    config = read_object(folder / "tokenizer_config.json")
+    for name, value in read_object(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif tokenizer_files(folder):
+        backend, config = build_tokenizer(folder, config)
+    else:
         there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
         found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
         raise TokenizerError(
-            f"{folder} has no tokenizer.json ({found}); "
+            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, tokenizer.model or *.tiktoken; "
             "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
             "measurements with load_format='dummy' need none"
         )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises plain Exception
-        raise TokenizerError(f"{path} cannot be read: {e}") from e
-    config = _read_json(folder / "tokenizer_config.json")
-    for name, value in _read_json(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
     return Tokenizer(backend, config, load_chat_templates(folder, config))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise TokenizerError(f"{path} cannot be read: {e}") from e
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 class Tokenizer:
@@ -88,7 +82,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         #: Texts of the special tokens under the names that templates use, such as ``bos_token``.
-        self.named_tokens = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
+        self.named_tokens = {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
         _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -309,19 +303,12 @@ def _checked(text: object) -> str:
     return text
 
 
-def _token_text(entry: object) -> str | None:
-    """A token in tokenizer_config.json is a text or an object with ``content``."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
-
-
 def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
     entries: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         given = config.get(name)
         entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
-    return [text for entry in entries if (text := _token_text(entry)) is not None]
+    return [text for entry in entries if (text := token_text(entry)) is not None]
 
 
 def _add_missing_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:

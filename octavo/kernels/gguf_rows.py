@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.quantized_rows import QuantizedRows
 
 
 @dataclass(frozen=True)
-class GGUFRows:
-    """A matrix [N, K] in GGUF blocks, which a loader passes to layers instead of a tensor."""
+class GGUFRows(QuantizedRows):
+    """A matrix [N, K] in GGUF blocks."""
 
     #: Name of the GGUF type, such as ``Q4_0``.
     kind: str
@@ -34,6 +35,11 @@ class GGUFRows:
     def t(self) -> GGUFRows:
         """The transposed matrix, of the same blocks."""
         return replace(self, transposed=not self.transposed)
+
+    def reorder(self, order: np.ndarray) -> GGUFRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+        assert not self.transposed
+        return replace(self, rows=self.rows[order])
 
     def take(self, rows: slice, columns: slice) -> GGUFRows:
         """A share of the matrix.

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -29,6 +29,8 @@ class Weight(NamedTuple):
     is_tied: bool = False
     #: Pieces in which a product sums the inputs; see ``Kernels.pack``.
     pieces: int = 1
+    #: Share of the tokens for which it is read: of an expert, experts of a token / experts.
+    active: float = 1.0
 
 
 class Layer:
@@ -63,8 +65,8 @@ class Layer:
         for name, child in self._children:
             yield from child.weights(f"{prefix}{name}." if name else prefix)
 
-    def load(self, shard: str, tensor: Tensor | GGUFRows) -> None:
-        """Loads one whole tensor of the checkpoint, of any floating type or in GGUF blocks.
+    def load(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+        """Loads one whole tensor of the checkpoint, of any floating type or in a checkpoint's own bits.
 
         After the last one the layer is ready.
 

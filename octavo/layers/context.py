@@ -18,8 +18,8 @@ class LayerContext:
     #: Type of weights and activations.
     dtype: torch.dtype
     device: torch.device | str = "cpu"
-    #: Format of the matrices of linear layers and of the head: "int8", "int4", "gguf" (as in the file), or None
-    #: (``dtype``).
+    #: Format of the matrices of linear layers and of the head: "int8", "int4", "fp8", that of the checkpoint ("gguf" or
+    #: ``CheckpointQuantization.name``), or None (``dtype``).
     quantization: str | None = None
     #: Type of the KV cache, as in ``KVSpec.dtype``; "auto": ``dtype``.
     kv_cache_dtype: str = "auto"
@@ -38,6 +38,11 @@ class LayerContext:
     def dtype_name(self) -> str:
         """Name of ``dtype``, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def tensor_quantization(self) -> str | None:
+        """What ``Kernels.pack`` makes of matrices that come as tensors: "int8", "int4", "fp8", or None (``dtype``)."""
+        return self.quantization if self.quantization in ("int8", "int4", "fp8") else None
 
     @property
     def kv_dtype_name(self) -> str:

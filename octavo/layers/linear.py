@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import Activation, PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
@@ -85,17 +85,17 @@ class ParallelLinear(Layer):
         self._local_in_features = local_in_features
         self._pieces = pieces
         self._weight: Tensor | None = None
-        self._blocks: dict[str, GGUFRows] = {}
+        self._blocks: dict[str, QuantizedRows] = {}
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in], of the network's type or float32, to [T, out] of the network's type."""
         return self.packed(x, self._context.dtype)
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
         part = self._parts[shard]
-        if isinstance(tensor, GGUFRows):
+        if isinstance(tensor, QuantizedRows):
             self._blocks[part.name] = tensor.take(part.rows, part.columns)
             return
         start = self._offsets[part.name]
@@ -112,14 +112,14 @@ class ParallelLinear(Layer):
     def complete(self) -> None:
         """Packs the matrix and drops the unpacked one."""
         if self._weight is None:
-            parts: Sequence[Tensor | GGUFRows] = [self._blocks[name] for name in self._offsets]
+            parts: Sequence[Tensor | QuantizedRows] = [self._blocks[name] for name in self._offsets]
         else:
-            for name, blocks in self._blocks.items():  # in some files only a part of the matrices is quantised
+            for name, blocks in self._blocks.items():  # in some checkpoints only a part of the matrices is quantised
                 start = self._offsets[name]
-                self._weight[start : start + len(blocks.rows)] = blocks.dequantize()
+                self._weight[start : start + blocks.shape[0]] = blocks.dequantize()
             parts = self._weight.tensor_split(list(self._offsets.values())[1:])
         self.packed = self.kernels.pack(
-            parts, self._bias, self._context.quantization, gated=self._gated, pieces=self._pieces
+            parts, self._bias, self._context.tensor_quantization, gated=self._gated, pieces=self._pieces
         )
         self._weight = self._bias = None
         self._blocks = {}

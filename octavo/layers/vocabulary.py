@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
 
@@ -24,8 +24,8 @@ class _VocabularyShare(Layer):
         self.start = min(context.tp_rank * rows, vocab_size)
         self.end = min(self.start + rows, vocab_size)
 
-    def _take(self, tensor: Tensor | GGUFRows) -> Tensor:
-        if isinstance(tensor, GGUFRows):
+    def _take(self, tensor: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(tensor, QuantizedRows):
             tensor = tensor.dequantize()
         table = torch.empty((self.rows, self._hidden_size), dtype=self._context.dtype, device=self._context.device)
         held = self.end - self.start
@@ -54,7 +54,7 @@ class VocabParallelEmbedding(_VocabularyShare):
         assert self.table is not None
         return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self._scale))
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""
         self.table = self._take(tensor)
         for head in self._heads:
@@ -76,9 +76,9 @@ class PositionEmbedding(Layer):
         """residual float32 [T, E] + the rows of positions int64 [T]; the residual's memory may be reused."""
         return self.kernels.embedding(positions, self.table, self._first, add=residual)
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies the table."""
-        self.table.copy_(tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor)
+        self.table.copy_(tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor)
 
 
 class ParallelLMHead(_VocabularyShare):
@@ -96,7 +96,7 @@ class ParallelLMHead(_VocabularyShare):
         """``bias`` is for heads that are not tied."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
-        self._placed: tuple[Tensor, Tensor | GGUFRows] | None = None
+        self._placed: tuple[Tensor, Tensor | QuantizedRows] | None = None
         self._bias: Tensor | None = None
         self._vocab_size = vocab_size
         # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
@@ -117,7 +117,7 @@ class ParallelLMHead(_VocabularyShare):
         logits = self.kernels.all_gather(self.packed(hidden, torch.float32))
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
-    def place(self, shard: str, tensor: Tensor | GGUFRows) -> None:
+    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows."""
         if shard == "bias":
             assert isinstance(tensor, Tensor)
@@ -132,10 +132,10 @@ class ParallelLMHead(_VocabularyShare):
         self.pack(*self._placed)
         self._placed = self._bias = None
 
-    def pack(self, table: Tensor, source: Tensor | GGUFRows) -> None:
+    def pack(self, table: Tensor, source: Tensor | QuantizedRows) -> None:
         """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
-        if isinstance(source, GGUFRows) and self.end - self.start == self.rows:
+        if isinstance(source, QuantizedRows) and self.end - self.start == self.rows:
             self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))], self._bias)
         else:
-            quantized = isinstance(source, GGUFRows) or self._context.quantization in ("int8", "int4")
+            quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
             self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)

@@ -18,6 +18,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from octavo.core.errors import UnsupportedModelError, WeightError
+from octavo.loader.gguf_parts import split_paths
 
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
@@ -69,8 +70,9 @@ class GGUFTensor:
     #: Rows first, as in torch and numpy (reversed in the file).
     shape: tuple[int, ...]
     type: GGMLQuantizationType
-    #: From the start of the file, in bytes.
+    #: From the start of its file, in bytes.
     offset: int
+    path: Path
 
     @property
     def row_bytes(self) -> int:
@@ -87,79 +89,53 @@ class GGUFTensor:
 class GGUFFile:
     """The header of a GGUF file, in memory; tensors are read from disk on demand.
 
-    Metadata values are int, float, bool, str, list[str] or a numpy array. Every tensor of ``tensors`` lies within the
+    A model that is split into files ``NAME-00001-of-00003.gguf`` is opened as one, whichever of them is named.
+
+    Metadata values are int, float, bool, str, list[str] or a numpy array. Every tensor of ``tensors`` lies within its
     file and has a supported type.
 
     Raises:
-        WeightError: the file is truncated, corrupt or not GGUF.
+        WeightError: a file is missing, truncated, corrupt or not GGUF.
         UnsupportedModelError: it is GGUF of a kind that is not supported.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the header of the file at ``path``."""
+        """Reads the headers of the file at ``path`` and of the files that belong to it."""
         self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, GGUFTensor] = {}
-        try:
-            self.size = path.stat().st_size
-            with path.open("rb") as f:
-                self._read(_Header(f, self.size, path))
-        except OSError as e:
-            raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
-
-    def _read(self, header: _Header) -> None:
-        if header.take(4) != b"GGUF":
-            raise WeightError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'")
-        version = header.number("<I")
-        if version not in (2, 3):
-            raise UnsupportedModelError(
-                f"{self.path} is GGUF version {version}; versions 2 and 3, little-endian, are read"
+        self.metadata, self.tensors = _read_header(path)
+        count = self.metadata.get("split.count", 1)
+        if count in (0, 1):
+            return
+        paths = split_paths(path)
+        if len(paths) != count:
+            raise WeightError(
+                f"{path} is one of {count} parts of a model: expected a name such as model-00001-of-{count:05}.gguf"
             )
-        tensor_count = header.count(at_least=24)
-        for _ in range(header.count(at_least=13)):
-            key = header.text()
-            if key in self.metadata:
-                raise header.corrupt(f"the key {key!r} occurs twice")
-            self.metadata[key] = header.value(header.number("<I"))
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            raise UnsupportedModelError(f"{self.path} is one part of a split GGUF model; merge the parts into one file")
-        entries = [header.tensor_entry() for _ in range(tensor_count)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise header.corrupt(f"the alignment {alignment!r} is not a power of two")
-        start = -(-header.position // alignment) * alignment
-        for name, shape, kind, offset in entries:
-            self._add_tensor(name, shape, kind, start + offset, header)
-
-    def _add_tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, header: _Header) -> None:
-        if name in self.tensors:
-            raise header.corrupt(f"the tensor {name!r} occurs twice")
-        try:
-            tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), offset)
-        except ValueError:
-            raise UnsupportedModelError(f"{self.path}: tensor {name!r} has the unknown type {kind}") from None
-        if tensor.type not in SUPPORTED_TYPES:
-            names = ", ".join(sorted(t.name for t in SUPPORTED_TYPES))
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} has type {tensor.type.name}, which is not supported; supported: {names}"
-            )
-        block = GGML_QUANT_SIZES[tensor.type][0]
-        if shape[-1] % block:
-            raise header.corrupt(f"the rows of tensor {name!r} hold {shape[-1]} values, not a multiple of {block}")
-        end = offset + tensor.rows * tensor.row_bytes
-        if end > self.size:
-            raise WeightError(f"{self.path} is truncated: tensor {name!r} ends at byte {end} of {self.size}")
-        self.tensors[name] = tensor
+        self.metadata, self.tensors = {}, {}
+        for number, part in enumerate(paths):
+            if not part.is_file():
+                raise WeightError(f"{part} is missing: the model of {path.name} is split into {count} files")
+            metadata, tensors = _read_header(part)
+            found = metadata.get("split.no"), metadata.get("split.count")
+            if found != (number, count):
+                raise WeightError(f"{part} says that it is part {found[0]} of {found[1]}, counted from 0")
+            if twice := self.tensors.keys() & tensors.keys():
+                raise WeightError(f"{part}: the tensor {min(twice)!r} is also in another part")
+            self.metadata = metadata | self.metadata  # the first part has those of the model
+            self.tensors |= tensors
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise WeightError(f"the parts of {path} hold {len(self.tensors)} tensors; they should hold {total}")
 
     def read_rows(self, tensor: GGUFTensor, rows: slice | None = None) -> np.ndarray:
         """Rows of a tensor, by default all, in the file's format: uint8 [rows, bytes of a row]."""
         first, last, _ = (rows or slice(None)).indices(tensor.rows)
         count = (last - first) * tensor.row_bytes
-        with self.path.open("rb") as f:
+        with tensor.path.open("rb") as f:
             f.seek(tensor.offset + first * tensor.row_bytes)
             data = np.fromfile(f, dtype=np.uint8, count=count)
         if data.size != count:
-            raise WeightError(f"{self.path} became shorter while tensor {tensor.name!r} was read")
+            raise WeightError(f"{tensor.path} became shorter while tensor {tensor.name!r} was read")
         return data.reshape(last - first, tensor.row_bytes)
 
     def read_pieces(self, tensor: GGUFTensor, rows: slice | None = None) -> Iterator[np.ndarray]:
@@ -168,6 +144,16 @@ class GGUFFile:
         step = max(1, _PIECE // max(1, tensor.row_bytes))
         for start in range(first, last, step):
             yield dequantized(self.read_rows(tensor, slice(start, min(start + step, last))), tensor.type)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Metadata and tensors of one file."""
+    try:
+        with path.open("rb") as f:
+            header = _Header(f, path.stat().st_size, path)
+            return header.metadata(), header.tensors()
+    except OSError as e:
+        raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
 
 
 def dequantized(blocks: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -184,6 +170,59 @@ class _Header:
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
         self._file, self._size, self._path = file, size, path
         self.position = 0
+        self._tensor_count = 0
+        self._alignment = 32
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything before the list of tensors."""
+        if self.take(4) != b"GGUF":
+            raise WeightError(f"{self._path} is not a GGUF file: it does not begin with 'GGUF'")
+        version = self.number("<I")
+        if version not in (2, 3):
+            raise UnsupportedModelError(
+                f"{self._path} is GGUF version {version}; versions 2 and 3, little-endian, are read"
+            )
+        self._tensor_count = self.count(at_least=24)
+        metadata: dict[str, Any] = {}
+        for _ in range(self.count(at_least=13)):
+            key = self.text()
+            if key in metadata:
+                raise self.corrupt(f"the key {key!r} occurs twice")
+            metadata[key] = self.value(self.number("<I"))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self.corrupt(f"the alignment {alignment!r} is not a power of two")
+        self._alignment = alignment
+        return metadata
+
+    def tensors(self) -> dict[str, GGUFTensor]:
+        """The tensors, in the file's order; read after ``metadata``."""
+        entries = [self.tensor_entry() for _ in range(self._tensor_count)]
+        start = -(-self.position // self._alignment) * self._alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                raise self.corrupt(f"the tensor {name!r} occurs twice")
+            tensors[name] = self._checked(name, shape, kind, start + offset)
+        return tensors
+
+    def _checked(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+        try:
+            tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), offset, self._path)
+        except ValueError:
+            raise UnsupportedModelError(f"{self._path}: tensor {name!r} has the unknown type {kind}") from None
+        if tensor.type not in SUPPORTED_TYPES:
+            names = ", ".join(sorted(t.name for t in SUPPORTED_TYPES))
+            raise UnsupportedModelError(
+                f"{self._path}: tensor {name!r} has type {tensor.type.name}, which is not supported; supported: {names}"
+            )
+        block = GGML_QUANT_SIZES[tensor.type][0]
+        if shape[-1] % block:
+            raise self.corrupt(f"the rows of tensor {name!r} hold {shape[-1]} values, not a multiple of {block}")
+        end = offset + tensor.rows * tensor.row_bytes
+        if end > self._size:
+            raise WeightError(f"{self._path} is truncated: tensor {name!r} ends at byte {end} of {self._size}")
+        return tensor
 
     def corrupt(self, what: str) -> WeightError:
         return WeightError(f"{self._path} is corrupt near byte {self.position}: {what}")

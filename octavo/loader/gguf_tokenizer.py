@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.loader.gguf_file import GGUFFile
+from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from octavo.loader.sentencepiece_model import BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel
+from octavo.loader.tokenizer_parts import byte_level_bpe, surround
 
-# Token types, as in ``tokenizer.ggml.token_type``.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+#: Ids of the special tokens of each kind (``tokenizer.ggml.model``) where a file does not say; as in llama.cpp.
+_DEFAULT_IDS: dict[str, dict[str, int]] = {
+    "gpt2": {},
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+}
 
 
 def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
@@ -33,14 +34,17 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
     if data.kind == "gpt2":
         tokenizer = _byte_level(data)
     elif data.kind == "llama":
-        tokenizer = _sentencepiece(data)
+        tokenizer = _sentencepiece(data).build()
+    elif data.kind == "t5":
+        tokenizer = _unigram(data).build()
     else:
-        raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.model = {data.kind!r} is not supported; supported: gpt2, llama"
-        )
-    _add_special(tokenizer, data)
+        tokenizer = _word_piece(data)
     config = _config(data)
-    tokenizer.post_processor = _post_processor(data, config)
+    if data.kind == "bert":
+        surround(tokenizer, [config["cls_token"]], [config["sep_token"]])
+    else:
+        before = [config["bos_token"]] if config["add_bos_token"] else []
+        surround(tokenizer, before, [config["eos_token"]] if config["add_eos_token"] else [])
     # Not ``save``, which raises plain Exception where the disk is full.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)
@@ -53,10 +57,15 @@ class _Data:
     def __init__(self, file: GGUFFile, vocab_size: int) -> None:
         self.path = file.path
         self.metadata = file.metadata
-        self.kind = self.get("model")
+        self.kind: str = self.get("model")
         tokens = self.get("tokens")
         if self.kind is None or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
             raise TokenizerError(f"{file.path} has no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)")
+        if self.kind not in _DEFAULT_IDS:
+            known = ", ".join(_DEFAULT_IDS)
+            raise UnsupportedModelError(
+                f"{file.path}: tokenizer.ggml.model = {self.kind!r} is not supported; supported: {known}"
+            )
         self.tokens: list[str] = tokens
         if len(tokens) > vocab_size:
             raise TokenizerError(f"{file.path} has {len(tokens)} tokens but only {vocab_size} embeddings")
@@ -64,7 +73,7 @@ class _Data:
         if len(self.ids) != len(tokens):
             twice = next(t for i, t in enumerate(tokens) if self.ids[t] != i)
             raise TokenizerError(f"{file.path}: the token {twice!r} occurs twice")
-        self.types = self._numbers("token_type", [_NORMAL] * len(tokens))
+        self.types = self._numbers("token_type", [NORMAL] * len(tokens))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
@@ -72,14 +81,22 @@ class _Data:
     def scores(self) -> list[float]:
         return self._numbers("scores", None)
 
-    def token(self, key: str, default: int | None = None) -> str | None:
-        """The text of the token that ``tokenizer.ggml.<key>_token_id`` names."""
-        token = self.get(f"{key}_token_id", default)
-        if token is None:
-            return None
-        if not isinstance(token, int) or not 0 <= token < len(self.tokens):
-            raise TokenizerError(f"{self.path}: tokenizer.ggml.{key}_token_id = {token} is no id of a token")
-        return self.tokens[token]
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.get(key, default))
+
+    def token_id(self, key: str) -> int | None:
+        """The id that ``tokenizer.ggml.<key>_token_id`` names, else the default of the kind; None if there is none."""
+        name = f"{key}_token_id"
+        default = _DEFAULT_IDS[self.kind].get(key, len(self.tokens))
+        token = self.get(name, default if default < len(self.tokens) else None)
+        if token is not None and (not isinstance(token, int) or not 0 <= token < len(self.tokens)):
+            raise TokenizerError(f"{self.path}: tokenizer.ggml.{name} = {token} is no id of a token")
+        return token
+
+    def token(self, key: str) -> str | None:
+        """The text of the token with the id ``token_id(key)``."""
+        token_id = self.token_id(key)
+        return None if token_id is None else self.tokens[token_id]
 
     def _numbers(self, key: str, default: list[Any] | None) -> list[Any]:
         value = self.get(key)
@@ -99,103 +116,95 @@ def _byte_level(data: _Data) -> Tokenizer:
         merges.append(pair)
     if not merges:
         raise TokenizerError(f"{data.path} has no tokenizer.ggml.merges")
+    tokenizer = byte_level_bpe(data.path, data.ids, merges, _family(data))
+    _add_special(tokenizer, data.tokens, data.types)
+    return tokenizer
+
+
+def _family(data: _Data) -> PreTokenizer:
     name = data.get("pre", "default")
-    tokenizer = Tokenizer(_bpe(data, merges, ignore_merges=name in _LLAMA3_NAMES))
-    if name in ("default", "gpt-2"):
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif name == "smollm":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif name in _LLAMA3_NAMES:
-        tokenizer.pre_tokenizer = _split(_LLAMA3_SPLIT)
-    elif name in _QWEN2_NAMES:
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = _split(_QWEN2_SPLIT)
-    else:
-        known = ["default", "gpt-2", "smollm", *_LLAMA3_NAMES, *_QWEN2_NAMES]
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{data.path}: tokenizer.ggml.pre = {name!r} is not supported; supported: {', '.join(known)}"
+            f"{data.path}: tokenizer.ggml.pre = {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
-    tokenizer.decoder = decoders.ByteLevel()
+    return PRE_TOKENIZERS[name]
+
+
+def _sentencepiece(data: _Data) -> SentencePieceModel:
+    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma)."""
+    unknown = data.token_id("unknown")
+    return SentencePieceModel(
+        data.path,
+        data.tokens,
+        data.scores(),
+        data.types,
+        unigram=False,
+        unk_id=-1 if unknown is None else unknown,
+        byte_fallback=True,
+        prefix_space=data.flag("add_space_prefix", True),
+        collapse_spaces=False,
+    )
+
+
+def _unigram(data: _Data) -> SentencePieceModel:
+    """A SentencePiece unigram model (T5)."""
+    charsmap = data.get("precompiled_charsmap")
+    return SentencePieceModel(
+        data.path,
+        data.tokens,
+        data.scores(),
+        data.types,
+        unigram=True,
+        unk_id=data.token_id("unknown") or 0,
+        byte_fallback=BYTE in data.types,
+        prefix_space=data.flag("add_space_prefix", True),
+        collapse_spaces=data.flag("remove_extra_whitespaces", True),
+        charsmap=b"" if charsmap is None else charsmap.tobytes(),
+    )
+
+
+def _word_piece(data: _Data) -> Tokenizer:
+    """WordPiece (Devlin et al. 2019). The file marks what begins a word by ``▁``; BERT what continues one by ``##``."""
+    kinds = list(zip(data.tokens, data.types, strict=True))
+    whole = {t for t, k in kinds if k != NORMAL or (t[:1] == "[" and t[-1:] == "]")}
+    tokens = [t if t in whole else t[1:] if t.startswith("▁") else f"##{t}" for t in data.tokens]
+    needed = {key: data.token(key) for key in ("unknown", "cls", "seperator")}
+    if missing := [key for key, token in needed.items() if token not in whole]:
+        raise TokenizerError(f"{data.path}: tokenizer.ggml.{missing[0]}_token_id names no special token")
+    if len(set(tokens)) != len(tokens):
+        raise TokenizerError(f"{data.path} has a token twice")
+    tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(tokens)}, unk_token=str(needed["unknown"])))
+    lowercase = data.flag("normalizer.lowercase", True)
+    accents = data.flag("normalizer.strip_accents", lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    _add_special(tokenizer, tokens, data.types)
     return tokenizer
 
 
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
-
-
-def _split(regex: str) -> pre_tokenizers.PreTokenizer:
-    cut = pre_tokenizers.Split(Regex(regex), behavior="isolated")
-    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _bpe(data: _Data, merges: list[Any], **options: Any) -> models.BPE:
-    try:
-        return models.BPE(vocab=data.ids, merges=merges, **options)
-    except Exception as e:  # the library raises plain Exception
-        raise TokenizerError(f"{data.path}: the tokenizer's merges do not fit its tokens: {e}") from e
-
-
-def _sentencepiece(data: _Data) -> Tokenizer:
-    """SentencePiece BPE (Kudo & Richardson 2018) with byte fallback, in the form of Llama 2's tokenizer.json."""
-    unknown = data.token("unknown", default=0)
-    model = _bpe(data, _merges_from_scores(data), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    prefix = data.get("add_space_prefix", True)
-    space = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space] if prefix else [space])
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        steps.append(decoders.Strip(content=" ", left=1, right=0))
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
-
-
-def _merges_from_scores(data: _Data) -> list[tuple[str, str]]:
-    """All merges of two tokens into a third, best score first.
-
-    SentencePiece merges the adjacent pair with the best score of the merged token; BPE with these ranks does the same.
-    """
-    scores = data.scores()
-    mergeable = {t: i for t, i in data.ids.items() if data.types[i] in (_NORMAL, _USER_DEFINED)}
-    ranked = []
-    for token, i in mergeable.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in mergeable and right in mergeable:
-                ranked.append((-scores[i], i, mergeable[left], mergeable[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
-
-
-def _add_special(tokenizer: Tokenizer, data: _Data) -> None:
-    special, plain = [], []
-    for token, kind in zip(data.tokens, data.types, strict=True):
-        if kind == _CONTROL or (kind == _UNKNOWN and data.kind == "llama"):
-            special.append(AddedToken(token, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
-            plain.append(AddedToken(token, special=False, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    kinds = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
 def _config(data: _Data) -> dict[str, Any]:
-    sentencepiece = data.kind == "llama"
-    # Defaults of llama.cpp for files without the keys.
-    bos, eos, unknown = (1, 2, 0) if sentencepiece else (None, None, None)
     names = {
-        "bos_token": data.token("bos", bos),
-        "eos_token": data.token("eos", eos),
-        "unk_token": data.token("unknown", unknown),
+        "bos_token": data.token("bos"),
+        "eos_token": data.token("eos"),
+        "unk_token": data.token("unknown"),
         "pad_token": data.token("padding"),
+        "sep_token": data.token("seperator"),  # the format's own spelling
+        "cls_token": data.token("cls"),
+        "mask_token": data.token("mask"),
     }
-    adds_bos = sentencepiece or data.get("pre") in _LLAMA3_NAMES
+    adds_bos = data.kind == "llama" or (data.kind == "gpt2" and _family(data).adds_bos)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": bool(data.get("add_bos_token", adds_bos)) and names["bos_token"] is not None,
-        "add_eos_token": bool(data.get("add_eos_token", False)) and names["eos_token"] is not None,
+        "add_eos_token": bool(data.get("add_eos_token", data.kind == "t5")) and names["eos_token"] is not None,
         **{name: token for name, token in names.items() if token is not None},
     }
     if template := _chat_template(data.metadata):
@@ -215,15 +224,3 @@ def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | Non
     if default is not None:
         named = {"default": default} | named
     return [{"name": name, "template": template} for name, template in named.items()]
-
-
-def _post_processor(data: _Data, config: dict[str, Any]) -> processors.TemplateProcessing:
-    """The post-processor that adds BOS and EOS tokens if the file says so."""
-    before: Sequence[str] = [config["bos_token"]] if config["add_bos_token"] else []
-    after: Sequence[str] = [config["eos_token"]] if config["add_eos_token"] else []
-    single = [*before, "$A", *after]
-    return processors.TemplateProcessing(
-        single=single,
-        pair=[*single, *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
-        special_tokens=[(t, data.ids[t]) for t in {*before, *after}],
-    )

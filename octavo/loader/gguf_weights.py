@@ -67,7 +67,8 @@ def weights_of(keys: Keys, architecture: Architecture, config: dict[str, Any]) -
         UnsupportedModelError: there is one that the architecture does not have.
     """
     file, sizes = keys.file, keys.sizes | {k: v for k, v in config.items() if isinstance(v, int)}
-    weights, used = [], set(keys.used_tensors)
+    weights: list[Weight] = []
+    used = set(keys.used_tensors)
     heads = (sizes["H"], sizes["G"], sizes["D"])
     for entry in _entries(architecture, config, sizes["L"]):
         tensor = file.tensors.get(entry.source)

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.core.model_config import ModelConfig
+from octavo.core.model_config import CheckpointQuantization, ModelConfig
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
 from octavo.loader.dummy import dummy_weights
-from octavo.loader.weights import load_weights, read_safetensors, read_safetensors_to
-from octavo.models.checkpoint import Pairs
+from octavo.loader.quantized.reader import DropZeroBiases, Unpack
+from octavo.loader.weights import load_weights, read_headers, read_safetensors, read_safetensors_to
+from octavo.models.checkpoint import Entry, Pairs, Shapes
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import outline_network
@@ -23,7 +25,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``.
 
     Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``; with "gguf" they are
-    read from ``gguf``, the file that ``folder`` was converted from. On a GPU, files are read directly to the device.
+    read from ``gguf``, the file that ``folder`` was converted from; with the name of ``config.quantization`` they keep
+    the checkpoint's bits, where the kernels have products with them. On a GPU, files are read directly to the device.
     Tables of positions have ``context.positions`` rows, by default ``config.max_position``.
 
     Raises:
@@ -36,8 +39,12 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
     shapes = {name: layer.expected[shard] for name, layer, shard in whole.tensors()}
 
+    entries: list[Entry] = [*network.checkpoint_map]
+    if config.quantization is not None and context.quantization != "gguf":
+        entries = [_unpack(folder, config.quantization, context, shapes), *entries, DropZeroBiases()]
+
     def load(tensors: Pairs) -> None:
-        for entry in network.checkpoint_map:
+        for entry in entries:
             tensors = entry.apply(tensors, shapes)
         load_weights(network, tensors, shapes)
 
@@ -53,6 +60,16 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
         with closing(read_safetensors_to(folder, context.device)) as tensors:
             load(tensors)
     return network
+
+
+def _unpack(folder: Path, quantization: CheckpointQuantization, context: LayerContext, shapes: Shapes) -> Unpack:
+    """The entry that makes matrices of quantised ones: in their own bits if ``context`` says so and the kernels can."""
+    own = context.quantization == quantization.name
+
+    def keep(rows: QuantizedRows) -> bool:
+        return own and context.kernels.has_products(rows)
+
+    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep)
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

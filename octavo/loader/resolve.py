@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, fetch_builtin
 from octavo.loader.cache import cache_dir, publish
+from octavo.loader.gguf_parts import split_paths
 from octavo.loader.shapes import SHAPES, shape_folder
 
 if TYPE_CHECKING:
     from octavo.core.config import ModelOptions
+    from octavo.core.model_config import CheckpointQuantization
 
 #: Incremented when the converter's output for the same file changes, so that old results are not reused.
 CONVERTER_VERSION = 1
+#: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
+CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -78,17 +82,32 @@ def gguf_source(name: str) -> Path | None:
     return fetch_builtin(BUILTIN[name]) if name in BUILTIN else None
 
 
-def weight_quantization(options: ModelOptions, kernels: str) -> str | None:
-    """The format of the matrices that ``options.quantization`` means: "int8", "int4", "fp8", "gguf", or None (dtype).
+def weight_quantization(
+    options: ModelOptions, kernels: str, checkpoint: CheckpointQuantization | None = None
+) -> str | None:
+    """The format of the matrices that ``options.quantization`` means, as in ``LayerContext.quantization``.
 
-    "auto" is "gguf" for a GGUF file on the backend ``kernels="cpu"``, which computes with most types' own bits: several
-    times faster than widened, in a fraction of the memory, and the values are the same. Built-in models are GGUF files
-    too, but known by name and not by their bits: figures, digests and examples that name one mean it in dtype.
+    "auto" is the checkpoint's own format on the backend ``kernels="cpu"`` where it computes with such bits, several
+    times faster than widened and in a fraction of the memory: "gguf" for a GGUF file, and for integers of
+    ``checkpoint`` its name. Built-in models are GGUF files too, but known by name and not by their bits: figures,
+    digests and examples that name one mean it in dtype.
+
+    Raises:
+        ConfigError: the option names another method than that of the checkpoint.
     """
-    if options.quantization != "auto":
+    if options.quantization in CHECKPOINT_METHODS:
+        if checkpoint is None or checkpoint.method != options.quantization:
+            raise ConfigError(
+                f"quantization={options.quantization!r}, but the checkpoint is "
+                f"{f'quantized with {checkpoint.method!r}' if checkpoint else 'not quantized'}; 'auto' takes what it is"
+            )
+    elif options.quantization != "auto":
         return None if options.quantization == "none" else options.quantization
-    own = kernels == "cpu" and options.load_format != "dummy" and options.model not in BUILTIN
-    return "gguf" if own and gguf_source(options.model) is not None else None
+    if kernels != "cpu" or options.load_format == "dummy" or options.model in BUILTIN:
+        return None
+    if checkpoint is not None and checkpoint.has_integers:
+        return checkpoint.name
+    return None if gguf_source(options.model) is None else "gguf"
 
 
 def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:
@@ -102,7 +121,7 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
     # Values of some checkpoints exceed float16; layers convert bfloat16 where float16 is wanted.
     dtype = "float32" if dtype == "float32" else "bfloat16"
-    safe = re.sub(r"[^\w.-]", "_", label or path.stem)[:80]
+    safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
     target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
 
     def fill(folder: Path) -> None:
@@ -114,16 +133,20 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
 
 
 def _fingerprint(path: Path) -> str:
-    """A hash of the file's size, modification time, and 4 KiB at 66 offsets.
+    """A hash of size, modification time, and 4 KiB at 66 offsets of the file, or of each file of a split model.
 
     Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
     """
-    stat = path.stat()
-    digest = hashlib.sha256(f"{CONVERTER_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
-    with path.open("rb") as f:
-        for i in range(66):
-            f.seek(max(0, stat.st_size - 4096) * i // 65)
-            digest.update(f.read(4096))
+    digest = hashlib.sha256(str(CONVERTER_VERSION).encode())
+    for part in split_paths(path):
+        if not part.is_file():  # named when the model is read
+            continue
+        stat = part.stat()
+        digest.update(f" {stat.st_size} {stat.st_mtime_ns}".encode())
+        with part.open("rb") as f:
+            for i in range(66):
+                f.seek(max(0, stat.st_size - 4096) * i // 65)
+                digest.update(f.read(4096))
     return digest.hexdigest()[:16]
 
 

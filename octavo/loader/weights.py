@@ -11,6 +11,7 @@ import json
 import queue
 import threading
 from collections.abc import Container, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer
 
 SINGLE_FILE = "model.safetensors"
@@ -33,8 +34,17 @@ _MAPPED_BYTES = 16 << 20
 _MAX_THREADS = 4
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the header of its file describes it."""
+
+    #: As safetensors names it, such as "I32".
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, Tensor | GGUFRows]], other_stages: Container[str] = ()
+    network: Layer, tensors: Iterable[tuple[str, Tensor | QuantizedRows]], other_stages: Container[str] = ()
 ) -> None:
     """Loads all weights of a network from (name, whole tensor) pairs.
 
@@ -69,6 +79,27 @@ def load_weights(
         names = list(missing)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """All tensors that ``read_safetensors`` gives, by name, without their values.
+
+    Raises:
+        WeightError: as ``read_safetensors``, or a tensor is in two files.
+    """
+    found: dict[str, Stored] = {}
+    for file, expected in _files(folder).items():
+        try:
+            names = _names(file, expected)
+            with safe_open(file, framework="pt") as handle:
+                slices = {name: handle.get_slice(name) for name in names}
+                tensors = {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        except (SafetensorError, OSError) as e:
+            raise _unreadable(file, e) from None
+        if twice := found.keys() & tensors.keys():
+            raise WeightError(f"tensor {min(twice)!r} occurs twice")
+        found |= tensors
+    return found
 
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -202,6 +233,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE_FILE: set()}
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder)
+    if len(others := [*folder.glob("*.safetensors")]) == 1:  # such as AutoGPTQ's gptq_model-4bit-128g.safetensors
+        return {others[0]: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise WeightError(

@@ -14,6 +14,7 @@ from typing import Any
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.models.quantization import read_quantization
 from octavo.models.registry import architecture_of_type, network_class, supported_architectures
 
 #: Largest JSON file that is read, in bytes.
@@ -37,8 +38,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     generation_file = folder / _GENERATION_FILE
     generation = _read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
-    _refuse_quantized(raw)
-    return network_class(architecture).read_config(architecture, ConfigReader(raw, folder / "config.json", generation))
+    config = network_class(architecture).read_config(
+        architecture, ConfigReader(raw, folder / "config.json", generation)
+    )
+    return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
 
 
 def check_architecture(folder: Path) -> None:
@@ -159,14 +162,16 @@ def _architecture(raw: dict[str, Any]) -> str:
     raise UnsupportedModelError(f"model {what} is not supported; supported: {', '.join(supported)}")
 
 
-def _refuse_quantized(raw: dict[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"the checkpoint is quantized with {method!r}, which cannot be read; "
-            "use the float16, bfloat16 or float32 checkpoint"
-        )
+def _quantization_fields(raw: dict[str, Any], folder: Path) -> ConfigReader:
+    """What config.json, or of older checkpoints a file beside it, says about quantisation; empty if nothing."""
+    reader = ConfigReader(raw, folder / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        if fields := reader.table(name):
+            return ConfigReader(fields, reader.file)
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).exists():
+            return ConfigReader({"quant_method": method, **_read_json(folder / name)}, folder / name)
+    return ConfigReader({}, reader.file)
 
 
 def common_fields(reader: ConfigReader) -> dict[str, Any]:

@@ -9,7 +9,7 @@ one, and rotates the two kinds by bases of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowPar
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from octavo.models.checkpoint import Drop, Entry, Rename
+from octavo.models.checkpoint import Drop, Rename
 from octavo.models.config import ConfigReader, common_fields, read_layer_types, read_rope, refuse_activations
 from octavo.models.network import Network
 
@@ -49,7 +49,7 @@ class GemmaForCausalLM(Network):
     """A decoder-only transformer with its language-model head."""
 
     # Checkpoints that also see images hold this network as their language model.
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = (
+    checkpoint_map = (
         Rename(r"^(model\.)?language_model\.(model\.)?", "model."),
         Rename(r"^model\.lm_head\.", "lm_head."),
         Drop(r"^(model\.)?(vision_tower|multi_modal_projector)\."),

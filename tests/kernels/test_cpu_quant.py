@@ -249,11 +249,11 @@ def test_other_gguf_types_become_8_bits() -> None:
     from gguf.quants import dequantize, quantize
 
     values = np.random.default_rng(1).standard_normal((6, 512)).astype(np.float32)
-    rows = quantize(values, GGMLQuantizationType.Q5_0)
-    layer: Any = KERNELS.pack([GGUFRows("Q5_0", rows, 512, 32)])
+    rows = quantize(values, GGMLQuantizationType.Q5_1)
+    layer: Any = KERNELS.pack([GGUFRows("Q5_1", rows, 512, 32)])
     assert [part.format for part in layer.parts] == ["q8_32"]
     x = torch.randn(4, 512)
-    want = x.numpy() @ dequantize(rows, GGMLQuantizationType.Q5_0).T
+    want = x.numpy() @ dequantize(rows, GGMLQuantizationType.Q5_1).T
     assert np.linalg.norm(run(layer, x).numpy() - want) < 0.01 * np.linalg.norm(want)
 
 

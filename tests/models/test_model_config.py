@@ -171,7 +171,9 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
             "rope type 'mrope' is not supported; supported: d",
         ),
         ({"rope_parameters": {"full_attention": {}}}, UnsupportedModelError, "differ between layer types"),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "quantized with 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModelError, "quantized with 'hqq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, ConfigError, "bits is missing"),
+        ({"quantization_config": "awq"}, ConfigError, "quantization_config must be an object"),
         ({"torch_dtype": "float8_e4m3fn"}, UnsupportedModelError, "'float8_e4m3fn' are not supported; supported: f"),
         (
             {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"] * 4},

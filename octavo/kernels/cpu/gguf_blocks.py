@@ -1,6 +1,6 @@
 """Exact conversion of GGUF blocks to codes and scales.
 
-Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Four types are converted; callers dequantise
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Six types are converted; callers dequantise
 the others.
 """
 
@@ -67,6 +67,22 @@ def _q4_1(blocks: np.ndarray) -> Codes:
     return Codes("q4_1", _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
 
 
+def _q5_0(blocks: np.ndarray) -> Codes:
+    """A block: scale, 32 fifth bits, 16 bytes of low bits; a code is 16 less than its 5 bits say."""
+    low = _nibbles(blocks[..., 6:]).numpy()
+    fifth = np.unpackbits(np.ascontiguousarray(blocks[..., 2:6]), axis=-1, bitorder="little").reshape(low.shape)
+    return Codes("q8_32", torch.from_numpy((low | fifth << 4).view(np.int8) - np.int8(16)), _halves(blocks, 0))
+
+
+#: The values that the codes of IQ4_NL mean.
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+
+
+def _iq4_nl(blocks: np.ndarray) -> Codes:
+    """A block: scale, 16 bytes of indices into a table."""
+    return Codes("q8_32", torch.from_numpy(_IQ4_VALUES[_nibbles(blocks[..., 2:]).numpy()]), _halves(blocks, 0))
+
+
 def _q4_k(blocks: np.ndarray) -> Codes:
     """A block: d, dmin, 12 bytes of 8 scales and 8 minima, 4 runs of 32 bytes.
 
@@ -92,6 +108,8 @@ _READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
     "Q8_0": (32, 34, _q8_0),
     "Q4_0": (32, 18, _q4_0),
     "Q4_1": (32, 20, _q4_1),
+    "Q5_0": (32, 22, _q5_0),
+    "IQ4_NL": (32, 18, _iq4_nl),
     "Q4_K": (256, 144, _q4_k),
 }
 #: Types that products compute without requantisation.

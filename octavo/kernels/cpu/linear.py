@@ -16,9 +16,12 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
+from octavo.kernels.cpu.group_codes import group_codes
 from octavo.kernels.cpu.quantize import Codes, quantize_weight
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.packed_weight import Activation, PackedWeight
+from octavo.kernels.group_rows import GroupQuantizedRows
+from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight
+from octavo.kernels.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     from octavo.kernels.cpu.backend import CpuKernels
@@ -107,6 +110,41 @@ class DenseWeight(CpuWeight):
         return int(self.packed.nbytes)
 
 
+class DenseHeads(PackedHeads):
+    """Float32 or bfloat16 matrices of heads, each packed as a ``DenseWeight``; one operation multiplies all."""
+
+    def __init__(self, kernels: CpuKernels, weight: Tensor) -> None:
+        """Copies weight [H, N, K]."""
+        self._kernels = kernels
+        self._heads = [DenseWeight(kernels, head).packed for head in weight]
+        self._outputs = weight.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To a new tensor."""
+        out = self._kernels._new(x, (*x.shape[:2], self._outputs), x.dtype)
+        self._kernels._do(self.operation(x, out), _cpu.Step(x.shape[0]), x)
+        return out
+
+    def operation(self, x: Tensor, out: Tensor) -> Any:
+        """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
+        return _cpu.head_products(
+            self._heads,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            _DTYPES[x.dtype],
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            _DTYPES[out.dtype],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return sum(int(head.nbytes) for head in self._heads)
+
+
 class QuantizedWeight(CpuWeight):
     """Quantised matrices with the same input; each may have another format."""
 
@@ -152,12 +190,17 @@ def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
     return quantize_weight(weight, kind if group else "int8", group)
 
 
-def codes_of_blocks(part: GGUFRows) -> Codes:
-    """The codes of a GGUF matrix: the bits of the file for ``KEPT_TYPES``, else requantised to 8 bits.
+def codes_of_rows(part: QuantizedRows) -> Codes:
+    """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
 
-    The other types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+    Those types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+
+    Raises:
+        ConfigError: groups of a size, or scales, that the kernels do not have.
     """
-    if part.kind in KEPT_TYPES:
+    if isinstance(part, GroupQuantizedRows):
+        return group_codes(part)
+    if isinstance(part, GGUFRows) and part.kind in KEPT_TYPES:
         return gguf_weight(part.kind, part.rows, part.columns)
     return quantize_weight(part.dequantize(), "int8", 32)
 

@@ -1,0 +1,162 @@
+"""Makes matrices of the tensors that a quantised checkpoint stores for each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import WeightError
+from octavo.core.model_config import CheckpointQuantization
+from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.loader.quantized.compressed import Floats, PackedIntegers, PlainIntegers
+from octavo.loader.quantized.integers import Awq, Gptq
+from octavo.loader.quantized.packed import Method
+from octavo.loader.weights import Stored
+from octavo.models.checkpoint import Pairs, Shapes
+
+#: Parts of a quantised matrix, by what follows its name; "weight" is one if its type is not that of a plain matrix.
+_PARTS = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
+    *("weight_shape", "weight_zero_point", "weight_g_idx"),
+)
+_INTEGERS_AND_FP8 = ("I8", "F8_E4M3")
+#: Scales of activations and of the KV cache, which weights alone do not need.
+_UNUSED = re.compile(r"\.((input|output)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point))$")
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    #: What the names of its tensors end with.
+    parts: tuple[str, ...]
+    method: Method
+
+
+class Unpack:
+    """An entry of a checkpoint map that passes each quantised matrix X as ``X.weight``, once its last tensor is read.
+
+    Tensors may come in any order. Everything that is not quantised passes unchanged.
+    """
+
+    def __init__(
+        self,
+        quantization: CheckpointQuantization,
+        stored: Mapping[str, Stored],
+        shapes: Shapes,
+        dtype: torch.dtype,
+        keep: Callable[[QuantizedRows], bool],
+    ) -> None:
+        """Checks the tensors' types and shapes before any of them is read.
+
+        Args:
+            quantization: of the checkpoint.
+            stored: all its tensors, by name.
+            shapes: of the tensors that the network expects.
+            dtype: of what is dequantised.
+            keep: whether rows are passed in their own bits.
+
+        Raises:
+            WeightError: a part of a matrix is missing, or has another type or shape than it should; it is named.
+        """
+        self._dtype = dtype
+        self._keep = keep
+        self._matrices = {
+            name: _matrix(quantization, name, parts, shapes) for name, parts in _parts_by_matrix(stored).items()
+        }
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+        """The matrices, and the tensors that belong to none."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in pairs:
+            prefix, _, part = name.rpartition(".")
+            matrix = self._matrices.get(prefix)
+            if matrix is None or part not in matrix.parts or not isinstance(tensor, Tensor):
+                if not _UNUSED.search(name):
+                    yield name, tensor
+                continue
+            held = waiting.setdefault(prefix, {})
+            if part in held:
+                raise WeightError(f"tensor {name!r} occurs twice")
+            held[part] = tensor.clone()  # the file of a view may be unmapped before the last part is read
+            if len(held) == len(matrix.parts):
+                yield f"{prefix}.weight", self._values(prefix, matrix.method, waiting.pop(prefix))
+        for prefix, held in waiting.items():  # all parts exist, so these came after the matrix was complete
+            raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
+
+    def _values(self, name: str, method: Method, parts: Mapping[str, Tensor]) -> Tensor | QuantizedRows:
+        try:
+            matrix = method.unpack(parts, self._dtype)
+        except WeightError as e:
+            raise WeightError(f"matrix {name!r}: {e}") from None
+        return matrix if isinstance(matrix, Tensor) or self._keep(matrix) else matrix.dequantize(self._dtype)
+
+
+@dataclass(frozen=True)
+class DropZeroBiases:
+    """Skips biases that the network does not expect if they are zero: AutoGPTQ stores one for every matrix."""
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+        """The remaining tensors."""
+        for name, tensor in pairs:
+            is_extra = name.endswith(".bias") and name not in shapes
+            if not (is_extra and isinstance(tensor, Tensor) and not bool(tensor.any())):
+                yield name, tensor
+
+
+def _parts_by_matrix(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+    found: dict[str, dict[str, Stored]] = {}
+    for name, tensor in stored.items():
+        prefix, _, part = name.rpartition(".")
+        if part in _PARTS or (part == "weight" and tensor.dtype in _INTEGERS_AND_FP8):
+            found.setdefault(prefix, {})[part] = tensor
+    for prefix, parts in found.items():  # whatever its type
+        if (weight := stored.get(f"{prefix}.weight")) is not None:
+            parts["weight"] = weight
+    return found
+
+
+def _matrix(quantization: CheckpointQuantization, name: str, parts: Mapping[str, Stored], shapes: Shapes) -> _Matrix:
+    """The matrix, with the first method of the checkpoint that its tensors fit."""
+    errors: dict[str, None] = {}
+    for method in _methods(quantization, parts):
+        try:
+            _expect_parts(quantization, method, parts)
+            n, k = method.shape(parts)
+            expected = shapes.get(f"{name}.weight", (n, k))
+            if (n, k or expected[-1]) != expected:
+                raise WeightError(f"its shape is {[n, k]}, expected {list(expected)}")
+        except WeightError as e:
+            errors[str(e)] = None
+        else:
+            return _Matrix(tuple(parts), method)
+    raise WeightError(f"matrix {name!r}: {'; '.join(errors) or 'config.json says of no matrix that it is quantised'}")
+
+
+def _methods(quantization: CheckpointQuantization, parts: Mapping[str, Stored]) -> Sequence[Method]:
+    """How the checkpoint may store a matrix that has these tensors."""
+    methods: list[Method] = []
+    for scheme in quantization.schemes:
+        if quantization.method == "gptq":
+            methods.append(Gptq(scheme, quantization.zeros_minus_one))
+        elif quantization.method == "awq":
+            methods.append(Awq(scheme))
+        elif scheme.number == "fp8":
+            methods.append(Floats(scheme, "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
+        elif "weight" in parts:
+            methods.append(PlainIntegers(scheme))
+        else:
+            methods.append(PackedIntegers(scheme))
+    return methods
+
+
+def _expect_parts(quantization: CheckpointQuantization, method: Method, parts: Mapping[str, Stored]) -> None:
+    missing = [part for part in method.required if part not in parts]
+    extra = [part for part in parts if part not in (*method.required, *method.optional)]
+    if missing or extra:
+        wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)}"
+        raise WeightError(
+            f"the checkpoint {wrong}; a matrix of {quantization.name} is stored as {', '.join(method.required)}"
+        )

@@ -1,0 +1,286 @@
+"""The tokenizer of a folder without tokenizer.json, from the files that its family was published with."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from octavo.core.errors import TokenizerError, UnsupportedModelError
+from octavo.loader.byte_level import byte_alphabet
+from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from octavo.loader.sentencepiece_model import SentencePieceModel, parse_sentencepiece
+from octavo.loader.tokenizer_parts import byte_level_bpe, merges_by_rank, read_bytes, read_object, surround, token_text
+
+#: Largest id of a token: several times those of the largest vocabularies published.
+_MAX_ID = 2_000_000
+_END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What the files of a family leave to the class that reads them in transformers."""
+
+    #: How text is cut for vocab.json with merges.txt, a name in ``PRE_TOKENIZERS``; None if there are no such files.
+    pre: str | None = None
+    #: The same for a file of ranks.
+    ranked_pre: str | None = None
+    #: Its special tokens where no file names them.
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    adds_bos: bool = False
+    adds_eos: bool = False
+
+
+_GPT2 = _Family("gpt-2", "gpt-2", dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END))
+_NEOX = _Family("gpt-neox", None, _GPT2.tokens)
+_STARCODER = _Family("starcoder", None, _GPT2.tokens)
+_OPT = _Family("gpt-2", None, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>"), adds_bos=True)
+_QWEN2 = _Family("qwen2", "qwen2", dict.fromkeys(("eos_token", "pad_token"), _END))
+_COHERE = _Family("command-r", None, {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"})
+#: SentencePiece, whose file says itself how text is cut, or the ranks of Llama 3.
+_LLAMA = _Family(None, "llama-bpe", adds_bos=True)
+_T5 = _Family(adds_eos=True)
+
+#: By ``tokenizer_class`` of tokenizer_config.json, without its ending "Fast".
+_CLASSES = {
+    "GPT2Tokenizer": _GPT2,
+    "CodeGenTokenizer": _GPT2,
+    "GPTNeoXTokenizer": _NEOX,
+    "Qwen2Tokenizer": _QWEN2,
+    "CohereTokenizer": _COHERE,
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": _LLAMA,
+    "GemmaTokenizer": _LLAMA,
+    "T5Tokenizer": _T5,
+}
+#: By ``model_type`` of config.json, where no class is given, or GPT-2's, which several families use.
+_MODEL_TYPES = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "codegen", "phi"), _GPT2),
+    **dict.fromkeys(("gpt_neox", "olmo", "olmoe", "mpt"), _NEOX),
+    **dict.fromkeys(("gpt_bigcode", "starcoder2"), _STARCODER),
+    "opt": _OPT,
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _QWEN2),
+    **dict.fromkeys(("cohere", "cohere2"), _COHERE),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma3_text"), _LLAMA),
+}
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that ``build_tokenizer`` reads the vocabulary from; empty if the folder has none."""
+    pair = [folder / "vocab.json", folder / "merges.txt"]
+    if all(path.is_file() for path in pair):
+        return pair
+    single = [folder / "tokenizer.model", folder / "tiktoken.model", *sorted(folder.glob("*.tiktoken"))]
+    return [path for path in single if path.is_file()][:1]
+
+
+def build_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of a folder, and ``config`` completed with the special tokens that it does not name.
+
+    Read are ``vocab.json`` with ``merges.txt`` (byte-level BPE), ``tokenizer.model`` (SentencePiece, or tiktoken's
+    lines of a token in base64 and its rank), ``*.tiktoken``, and ``added_tokens.json``. How text is cut and which
+    tokens stand around it is decided by ``tokenizer_class``, else by ``model_type`` of config.json.
+
+    Args:
+        folder: has ``tokenizer_files``.
+        config: the content of tokenizer_config.json and special_tokens_map.json.
+
+    Raises:
+        TokenizerError: a file is too large, damaged or contradicts another.
+        UnsupportedModelError: neither class nor model type is known, or the family comes in other files.
+    """
+    name, family = _family(folder, config)
+    vocabulary = _vocabulary(tokenizer_files(folder), name, family, config)
+    added = _added_tokens(folder, config)
+    for token_id, token in sorted(added.items()):
+        vocabulary.place(token_id, token.content, special=token.special)
+    if family is _T5 and isinstance(vocabulary, SentencePieceModel):
+        _place_sentinels(vocabulary, config)
+    tokenizer = vocabulary.build()
+    tokenizer.add_tokens(list(added.values()))
+    known = {**family.tokens, **vocabulary.named}
+    named = {key: token for key, token in known.items() if tokenizer.token_to_id(token) is not None}
+    complete = named | {key: value for key, value in config.items() if value is not None}
+    _surround(tokenizer, family, complete)
+    return tokenizer, complete
+
+
+def _family(folder: Path, config: Mapping[str, Any]) -> tuple[str, _Family]:
+    """What decided it, and the entry of the tables."""
+    model_type = read_object(folder / "config.json").get("model_type")
+    name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    family, of_type = _CLASSES.get(name), _MODEL_TYPES.get(str(model_type))
+    if of_type is not None and (family is None or (family is _GPT2 and of_type.pre is not None)):
+        return f"model_type {model_type}", of_type
+    if family is not None:
+        return name, family
+    raise UnsupportedModelError(
+        f"{folder} has no tokenizer.json, and its tokenizer cannot be built from {tokenizer_files(folder)[0].name}: "
+        f"tokenizer_class {name or None!r} and model_type {model_type!r} are not known; supported are the classes "
+        f"{', '.join(_CLASSES)} and the model types {', '.join(_MODEL_TYPES)}"
+    )
+
+
+@dataclass
+class _ByteLevel:
+    """A vocabulary of byte-level BPE."""
+
+    source: Path
+    ids: dict[str, int]
+    merges: Sequence[tuple[str, str]]
+    pre: PreTokenizer
+    prefix_space: bool
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self.ids.items()}
+
+    def place(self, token_id: int, token: str, *, special: bool) -> None:
+        """Gives a token this id, also where the vocabulary has another one there."""
+        if self.ids.get(token, token_id) != token_id:
+            raise TokenizerError(f"{self.source}: the token {token!r} has the id {self.ids[token]}, not {token_id}")
+        taken = self._tokens.get(token_id, token)
+        if taken != token:
+            del self.ids[taken]
+        self.ids[token] = token_id
+        self._tokens[token_id] = token
+
+    def build(self) -> Tokenizer:
+        """The tokenizer, without added tokens."""
+        return byte_level_bpe(self.source, self.ids, self.merges, self.pre, prefix_space=self.prefix_space)
+
+
+def _vocabulary(
+    files: Sequence[Path], name: str, family: _Family, config: Mapping[str, Any]
+) -> _ByteLevel | SentencePieceModel:
+    source = files[0]
+    space = config.get("add_prefix_space")
+    if len(files) == 2:
+        pre = _pre_tokenizer(source, name, family.pre)
+        return _ByteLevel(source, _ids(source), _merges(files[1]), pre, space is True)
+    data = read_bytes(source)
+    if _RANK.match(data):
+        pre = replace(_pre_tokenizer(source, name, family.ranked_pre), ignore_merges=True)
+        return _ByteLevel(source, *_from_ranks(source, data), pre, space is True)
+    if family.pre is not None:
+        raise UnsupportedModelError(f"{source} is not a file of ranks, and {name} has no SentencePiece model")
+    model = parse_sentencepiece(source, data)
+    if isinstance(space, bool):
+        model.prefix_space = space
+    return model
+
+
+def _pre_tokenizer(source: Path, name: str, pre: str | None) -> PreTokenizer:
+    if pre is None:
+        raise UnsupportedModelError(
+            f"{source}: the tokenizer of {name} is not published as {source.name}, so how it cuts text is not known; "
+            "name its tokenizer_class in tokenizer_config.json, such as GPT2Tokenizer"
+        )
+    return PRE_TOKENIZERS[pre]
+
+
+def _ids(path: Path) -> dict[str, int]:
+    ids = read_object(path)
+    bad = next((t for t, i in ids.items() if not isinstance(i, int) or not 0 <= i <= _MAX_ID), None)
+    if bad is not None:
+        raise TokenizerError(f"{path}: the id of {bad!r} must be a whole number up to {_MAX_ID}, not {ids[bad]!r}")
+    if not ids or len(set(ids.values())) != len(ids):
+        raise TokenizerError(f"{path} has no tokens, or gives two of them one id")
+    return ids
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = read_bytes(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as e:
+        raise TokenizerError(f"{path} is not UTF-8: {e}") from e
+    merges = []
+    for number, line in enumerate(lines, 1):
+        line = line.rstrip("\r")
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            raise TokenizerError(f"{path}: line {number} is not two tokens with a space between them: {line[:80]!r}")
+        merges.append((left, right))
+    return merges
+
+
+#: A line of tiktoken's files: the bytes of a token in base64, and its rank, which is its id.
+_RANK = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d{1,9})\r?(?:\n|\Z)")
+
+
+def _from_ranks(source: Path, data: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Ids and merges, in the alphabet of byte-level BPE, of a file of ranks."""
+    ranks: dict[bytes, int] = {}
+    at = 0
+    while at < len(data):
+        line = _RANK.match(data, at)
+        if line is None:
+            raise TokenizerError(f"{source} is damaged: no token in base64 with its rank at byte {at}")
+        try:
+            ranks[base64.b64decode(line[1], validate=True)] = int(line[2])
+        except ValueError as e:
+            raise TokenizerError(f"{source} is damaged: {line[1][:40]!r} is not base64 ({e})") from e
+        at = line.end()
+    if len(set(ranks.values())) != len(ranks) or max(ranks.values()) > _MAX_ID:
+        raise TokenizerError(f"{source} is damaged: a rank occurs twice, or is larger than {_MAX_ID}")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise TokenizerError(f"{source} has no token for {len(missing)} of the 256 bytes, such as {missing[0]}")
+    alphabet = {byte: character for character, byte in byte_alphabet().items()}
+    spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    merges = [(spelled[left], spelled[right]) for left, right in merges_by_rank(source, ranks, ranks)]
+    return {spelled[token]: rank for token, rank in ranks.items()}, merges
+
+
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Tokens beside the vocabulary, by id: of added_tokens.json, and of tokenizer_config.json with their flags."""
+    special = {text for key, value in config.items() if key.endswith("_token") and (text := token_text(value))}
+    added: dict[int, AddedToken] = {}
+    for token, token_id in read_object(folder / "added_tokens.json").items():
+        added[_id(folder, token_id)] = AddedToken(token, special=token in special, normalized=False)
+    given = config.get("added_tokens_decoder", {})
+    if not isinstance(given, dict):
+        raise TokenizerError(f"{folder}: added_tokens_decoder must be an object, not {type(given).__name__}")
+    for token_id, entry in given.items():
+        text = token_text(entry)
+        if not text:
+            raise TokenizerError(f"{folder}: added_tokens_decoder has no text for the id {token_id}")
+        flags = entry if isinstance(entry, dict) else {}
+        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        added[_id(folder, token_id)] = AddedToken(text, **{name: bool(flags.get(name, False)) for name in names})
+    return added
+
+
+def _id(folder: Path, value: object) -> int:
+    text = str(value)
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) > _MAX_ID:
+        raise TokenizerError(f"{folder}: the id of an added token must be a number up to {_MAX_ID}, not {text[:40]!r}")
+    return int(text)
+
+
+def _place_sentinels(model: SentencePieceModel, config: Mapping[str, Any]) -> None:
+    """T5's ``<extra_id_N>``, which stand behind the pieces, the highest number first, and are in no file."""
+    count = config.get("extra_ids", 100)
+    if not isinstance(count, int) or not 0 <= count <= 1000:
+        raise TokenizerError(f"{model.source}: extra_ids must be a number up to 1000, not {count!r}")
+    for number in reversed(range(count)):
+        if (token := f"<extra_id_{number}>") not in model.pieces:
+            model.place(len(model.pieces), token, special=True)
+
+
+def _surround(tokenizer: Tokenizer, family: _Family, config: Mapping[str, Any]) -> None:
+    """The beginning and end tokens that class and configuration ask for, if they are tokens."""
+    around = []
+    for name, default in (("bos", family.adds_bos), ("eos", family.adds_eos)):
+        token = token_text(config.get(f"{name}_token"))
+        wanted = config.get(f"add_{name}_token", default) and token and tokenizer.token_to_id(token) is not None
+        around.append([str(token)] if wanted else [])
+    surround(tokenizer, *around)

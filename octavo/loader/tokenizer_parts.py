@@ -1,0 +1,125 @@
+"""What tokenizers of several sources are put together from: merges, models and what stands around a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer, models, processors
+
+from octavo.core.errors import TokenizerError
+from octavo.loader.pre_tokenizers import PreTokenizer
+
+#: Longest token in characters or bytes; finding the merges of a token takes time that grows with its square.
+_LONGEST = 1024
+
+#: Largest file of a tokenizer that is read, in bytes: several times the largest published ones.
+_MAX_BYTES = 128 << 20
+
+_Token = TypeVar("_Token", str, bytes)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        TokenizerError: it cannot be read or is too large.
+    """
+    try:
+        with path.open("rb") as f:
+            data = f.read(_MAX_BYTES + 1)
+    except OSError as e:
+        raise TokenizerError(f"{path} cannot be read: {e}") from e
+    if len(data) > _MAX_BYTES:
+        raise TokenizerError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, more than any tokenizer's file")
+    return data
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file.
+
+    Raises:
+        TokenizerError: it cannot be read, is too large, or holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_bytes(path).decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise TokenizerError(f"{path} cannot be read: {e}") from e
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def token_text(entry: object) -> str | None:
+    """The text of a token in a configuration: a text itself, or an object with ``content``."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def merges_by_rank(
+    source: Path, ranks: Mapping[_Token, float], ids: Mapping[_Token, int]
+) -> list[tuple[_Token, _Token]]:
+    """All merges of two tokens into a third, in the order of the third's rank.
+
+    Encoders that merge the adjacent pair whose union ranks first (SentencePiece by score, tiktoken by id) do
+    the same as BPE with these merges, which takes the pair whose merge stands first.
+
+    Args:
+        source: the file, for errors.
+        ranks: the tokens that take part; the lowest merges first.
+        ids: the id of each of them, which decides between equals.
+
+    Raises:
+        TokenizerError: a token is longer than any real one.
+    """
+    ranked = []
+    for token, rank in ranks.items():
+        if len(token) > _LONGEST:
+            raise TokenizerError(f"{source} has a token of {len(token)} characters; at most {_LONGEST} are read")
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                ranked.append((rank, ids[token], ids[left], ids[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def bpe(source: Path, ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> models.BPE:
+    """The library's model of byte pair encoding.
+
+    Raises:
+        TokenizerError: a merge is of tokens that there are not.
+    """
+    try:
+        return models.BPE(vocab=dict(ids), merges=list(merges), **options)
+    except Exception as e:  # the library raises plain Exception
+        raise TokenizerError(f"{source}: the tokenizer's merges do not fit its tokens: {e}") from e
+
+
+def byte_level_bpe(
+    source: Path,
+    ids: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    family: PreTokenizer,
+    *,
+    prefix_space: bool = False,
+) -> Tokenizer:
+    """Byte-level BPE (Radford et al. 2019) of a family; ``prefix_space`` as for ``PreTokenizer.attach``."""
+    tokenizer = Tokenizer(bpe(source, ids, merges, ignore_merges=family.ignore_merges))
+    family.attach(tokenizer, prefix_space=prefix_space)
+    return tokenizer
+
+
+def surround(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
+    """Sets the post-processor that puts these tokens around a text."""
+    single = [*before, "$A", *after]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=[*single, *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
+        special_tokens=[(t, tokenizer.token_to_id(t)) for t in {*before, *after}],
+    )

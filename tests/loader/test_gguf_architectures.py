@@ -1,0 +1,339 @@
+"""Tiny models of each architecture: written by the rules of llama.cpp's converter, then read and compared.
+
+Names in the file come from the gguf package's own map of transformers' names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from octavo.core.errors import UnsupportedModelError, WeightError
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.loader.gguf_architectures import ARCHITECTURES
+from octavo.loader.gguf_convert import convert_gguf, read_gguf
+from octavo.loader.gguf_file import GGUFFile
+from tests.loader.conftest import add_tokenizer, finish, interleave
+
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": ROPE,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 48}
+GPT = {"vocab_size": 272, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
+NEOX = {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_parameters")}
+BLOOM = {"vocab_size": 272, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+FALCON = {k: SHAPE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+GEMMA = SHAPE | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
+GEMMA3 = GEMMA | {
+    "num_hidden_layers": 7,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+    "short_factor": [1.0, 1.0, 1.25, 1.25, 1.25, 1.5, 1.5, 1.5],
+    "original_max_position_embeddings": 32,
+}
+PHI3 = SHAPE | {"pad_token_id": 0}
+
+#: GGUF architecture, name of the classes in transformers, configuration.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral": ("llama", "Mistral", SHAPE | {"sliding_window": 8}),
+    "mixtral": ("llama", "Mixtral", SHAPE | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": None}),
+    "qwen2moe": ("qwen2moe", "Qwen2Moe", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3moe": ("qwen3moe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", "Olmoe", SHAPE | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 4.0}),
+    "gemma2": ("gemma2", "Gemma2", GEMMA),
+    "gemma3": ("gemma3", "Gemma3", GEMMA3),
+    "phi3": ("phi3", "Phi3", PHI3 | {"sliding_window": 8}),
+    "phi3 long": ("phi3", "Phi3", PHI3 | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "gpt2": ("gpt2", "GPT2", GPT | {"tie_word_embeddings": True}),
+    "gptj": ("gptj", "GPTJ", GPT | {"rotary_dim": 8}),
+    "gptneox": ("gptneox", "GPTNeoX", NEOX | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+    "gptneox serial": ("gptneox", "GPTNeoX", NEOX | {"use_parallel_residual": False}),
+    "falcon 7b": ("falcon", "Falcon", FALCON | {"multi_query": True, "num_kv_heads": 1}),
+    "falcon 40b": ("falcon", "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("bloom", "Bloom", BLOOM),
+}
+
+
+def make_model(kind: str, config: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config_name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    class_name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    config = {"bos_token_id": 0, "eos_token_id": 1, **config}
+    model = getattr(transformers, class_name)(getattr(transformers, config_name)(**config)).eval()
+    with torch.no_grad():
+        for value in model.parameters():  # norms and biases start at 1 and 0: anything swapped would go unseen
+            value.add_(torch.randn_like(value) * 0.1)
+    return model
+
+
+def hub_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors under the names that the converter knows, where transformers 5 has renamed them."""
+    for name, value in model.state_dict().items():
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        array = value.float().numpy()
+        if model.config.model_type == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if model.config.model_type == "bloom":
+            name = name.removeprefix("transformer.")
+        if model.config.model_type == "gpt_neox":
+            name = name.replace("lm_head", "embed_out")
+        if name.endswith("experts.gate_up_proj"):  # [experts, 2 * inner, hidden]
+            gate, up = np.split(array, 2, axis=1)
+            w1, w3 = ("w1", "w3") if "sparse" in name else ("gate_proj", "up_proj")
+            yield name.replace("gate_up_proj", f"{w1}.weight"), gate
+            yield name.replace("gate_up_proj", f"{w3}.weight"), up
+        elif name.endswith("experts.down_proj"):
+            yield name.replace("down_proj", "w2.weight" if "sparse" in name else "down_proj.weight"), array
+        else:
+            yield name, array
+
+
+def converted(arch: str, config: Any, name: str, value: np.ndarray) -> np.ndarray:
+    """The value as llama.cpp's converter writes it."""
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if arch == "llama" and "q_proj" in name:
+        return interleave(value, heads)
+    if arch == "llama" and "k_proj" in name:
+        return interleave(value, kv_heads)
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        return value + 1
+    if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return value.T
+    if arch in ("gptneox", "bloom") and "query_key_value" in name:
+        return np.concatenate([*value.reshape(heads, 3, -1, *value.shape[1:]).swapaxes(0, 1)]).reshape(value.shape)
+    if arch == "falcon" and "query_key_value" in name:
+        kv, hidden = config.num_kv_heads if config.new_decoder_architecture else 1, config.hidden_size
+        parts = value.reshape(kv, heads // kv + 2, hidden // heads, hidden)
+        q, k, v = (part.reshape(-1, hidden) for part in (parts[:, :-2], parts[:, -2], parts[:, -1]))
+        return np.concatenate([q, k, v])
+    if "shared_expert_gate" in name:
+        return value.squeeze()
+    return value
+
+
+def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    """The keys that llama.cpp's converter writes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    writer.add_context_length(getattr(config, "max_position_embeddings", 64))
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * hidden)
+    writer.add_head_count(heads)
+    if arch == "falcon":
+        writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
+        writer.add_tensor_data_layout("jploski")
+    elif hasattr(config, "num_key_value_heads"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+    if hasattr(config, "head_dim") and arch != "falcon":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if rope and arch != "falcon":
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if arch in ("llama", "phi3", "gptneox"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if arch == "gptj":
+        writer.add_rope_dimension_count(config.rotary_dim)
+    if arch == "gptneox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if arch == "phi3":
+        original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_sliding_window(config.sliding_window or 0)
+        if rope["rope_type"] == "longrope":
+            scale = config.max_position_embeddings / original
+            writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(scale) / np.log(original))))
+            for name in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], dtype=np.float32))
+    elif getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if getattr(config, "clip_qkv", None):
+        writer.add_clamp_kqv(config.clip_qkv)
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def write(
+    path: Path, case: str, *, edit: Callable[[dict[str, np.ndarray]], None] | None = None, kind: Any = None
+) -> Any:
+    """Writes a model of the case and returns it; matrices of multiples of 32 columns as ``kind``, if given."""
+    arch, name, settings = CASES[case]
+    model = make_model(name, settings)
+    names = gguf.get_tensor_name_map(
+        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch), model.config.num_hidden_layers
+    )
+    writer = gguf.GGUFWriter(path, arch)
+    add_tokenizer(writer)
+    add_settings(writer, arch, model.config)
+    tensors = {}
+    for hub_name, value in hub_tensors(model):
+        name = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, hub_name
+        tensors[name] = np.ascontiguousarray(converted(arch, model.config, hub_name, value))
+    if edit is not None:
+        edit(tensors)
+    for name, value in tensors.items():
+        if kind is not None and value.ndim >= 2 and "ffn_gate_inp" not in name:
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    finish(writer)
+    return model
+
+
+def convert(path: Path) -> Path:
+    folder = path.with_suffix("")
+    folder.mkdir()
+    convert_gguf(path, folder, "float32")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_computes_the_same_after_conversion(tmp_path: Path, case: str) -> None:
+    model = write(tmp_path / "m.gguf", case)
+    again = transformers.AutoModelForCausalLM.from_pretrained(convert(tmp_path / "m.gguf")).eval()
+    assert type(again) is type(model)
+    wanted, got = model.state_dict(), again.state_dict()
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(value, got[name], rtol=0, atol=1e-7), name  # Gemma's norms are 1 + w in the file
+    ids = torch.arange(100)[None] * 7 % 272 if "long" in case else torch.arange(30)[None] * 7 % 272
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, again(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt2", "gptneox"])
+def test_matrices_come_in_the_files_own_blocks(tmp_path: Path, case: str) -> None:
+    """Of experts one by one, reordered by rows, and with rows and columns exchanged."""
+    write(tmp_path / "m.gguf", case, kind=gguf.GGMLQuantizationType.Q8_0)
+    wanted = load_file(convert(tmp_path / "m.gguf") / "model.safetensors")
+    read = dict(read_gguf(tmp_path / "m.gguf"))
+    assert read.keys() == wanted.keys()
+    matrices = 0
+    for name, tensor in read.items():
+        if isinstance(tensor, GGUFRows):
+            matrices += 1
+            assert torch.equal(tensor.take(slice(0, 64), slice(0, 32)).dequantize(), wanted[name][:64, :32]), name
+            tensor = tensor.t().dequantize().t()
+        assert tuple(tensor.shape) == tuple(wanted[name].shape)
+        assert torch.equal(tensor, wanted[name]), name
+    assert matrices >= {"mixtral": 2 * (4 + 4 * 3), "gpt2": 2 * 4, "gptneox": 2 * 4}[case]
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "says"),
+    [
+        (lambda t: t.pop("blk.1.ffn_up_exps.weight"), WeightError, r"no tensor 'blk\.1\.ffn_up_exps\.weight'"),
+        (
+            lambda t: t.update({"blk.1.ffn_up_exps.weight": np.zeros((3, 96, 64), np.float32)}),
+            WeightError,
+            r"ffn_up_exps\.weight' has shape \[3, 96, 64\], expected \[4, 96, 64\]",
+        ),
+        (
+            lambda t: t.update({"blk.0.ffn_gate_exps.bias": np.zeros((4, 96), np.float32)}),
+            UnsupportedModelError,
+            r"a mixtral model does not: blk\.0\.ffn_gate_exps\.bias",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, edit: Callable[[dict[str, np.ndarray]], None], error: type[Exception], says: str
+) -> None:
+    write(tmp_path / "m.gguf", "mixtral", edit=edit)
+    with pytest.raises(error, match=says):
+        convert(tmp_path / "m.gguf")
+
+
+def test_every_architecture_has_a_model_here() -> None:
+    tested = {"llama", "qwen2", "qwen3"}  # in test_gguf_convert.py
+    assert {name for name in ARCHITECTURES if " " not in name} == tested | {arch for arch, _, _ in CASES.values()}
+
+
+def split(path: Path, parts: int) -> list[Path]:
+    """The file in parts as llama.cpp's gguf-split makes them: all settings are in the first."""
+    reader = gguf.GGUFReader(path)
+    paths = [path.with_name(f"s-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
+    for i, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, "llama")
+        if i == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    kind = field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=kind)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[i::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer)
+    return paths
+
+
+def test_a_split_model_is_opened_by_any_of_its_files(tmp_path: Path, tiny_llama: Any) -> None:
+    whole = tiny_llama(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+    paths = split(whole, 3)
+    wanted = load_file(convert(whole) / "model.safetensors")
+    for path in (paths[0], paths[2]):
+        folder = convert(path)
+        assert json.loads((folder / "config.json").read_text())["hidden_size"] == 256
+        got = load_file(folder / "model.safetensors")
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_parts_of_a_split_model_that_do_not_fit_are_named(tmp_path: Path, tiny_llama: Any) -> None:
+    first, second, third = split(tiny_llama(tmp_path / "m.gguf"), 3)
+    second.rename(tmp_path / "kept")
+    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf is missing: .* split into 3 files"):
+        convert(first)
+    (tmp_path / "s-00002-of-00003.gguf").write_bytes(third.read_bytes())
+    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf says that it is part 2 of 3"):
+        GGUFFile(first)
+    alone = tmp_path / "renamed.gguf"
+    alone.write_bytes(first.read_bytes())
+    with pytest.raises(WeightError, match=r"one of 3 parts of a model: expected a name such as model-00001-of-00003"):
+        GGUFFile(alone)
