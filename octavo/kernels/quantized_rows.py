@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 from torch import Tensor
 
 
@@ -16,6 +17,14 @@ class QuantizedRows(ABC):
         """(N, K)."""
 
     @abstractmethod
+    def t(self) -> QuantizedRows:
+        """The transposed matrix, of the same bits; it must be transposed again before it is packed."""
+
+    @abstractmethod
+    def reorder(self, order: np.ndarray) -> QuantizedRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+
+    @abstractmethod
     def take(self, rows: slice, columns: slice) -> QuantizedRows:
         """A share of the matrix.
 
@@ -25,4 +34,4 @@ class QuantizedRows(ABC):
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """The values, float32 [N, K]."""
+        """The values, float32 of ``shape``."""

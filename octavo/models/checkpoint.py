@@ -49,7 +49,11 @@ class Rename:
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The same tensors."""
-        return ((re.sub(self.pattern, self.replacement, name), tensor) for name, tensor in pairs)
+        return ((self.renamed(name), tensor) for name, tensor in pairs)
+
+    def renamed(self, name: str) -> str:
+        """The new name."""
+        return re.sub(self.pattern, self.replacement, name)
 
 
 @dataclass(frozen=True)
@@ -122,15 +126,29 @@ class Transform:
     pattern: str
     function: Callable[[Tensor], Tensor]
 
+    def transposes(self, name: str) -> bool:
+        """Whether this transposes the tensor of that name."""
+        return self.function is transpose and re.search(self.pattern, name) is not None
+
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
-            elif self.function is transpose:  # which leaves GGUF blocks as they are
+            elif self.transposes(name):  # which leaves a checkpoint's own bits as they are
                 yield name, tensor.t()
             else:
                 yield name, self.function(_values(tensor))
+
+
+def is_transposed(name: str, entries: Iterable[Entry]) -> bool:
+    """Whether the entries of a ``checkpoint_map`` transpose the checkpoint's tensor of this name."""
+    for entry in entries:
+        if isinstance(entry, Rename):
+            name = entry.renamed(name)
+        elif isinstance(entry, Transform) and entry.transposes(name):
+            return True
+    return False
 
 
 def transpose(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
@@ -151,6 +152,21 @@ def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices are [inputs, outputs], q, k and v in one."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=258, n_embd=128, n_layer=1, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
 def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtype = torch.float32) -> Any:
     config = read_model_config(folder)
     return load_model(folder, config, LayerContext(kernels, dtype, quantization=quantization))
@@ -158,9 +174,11 @@ def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtyp
 
 def transformers_logprobs(folder: Path, values: dict[str, Tensor], tokens: int) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens of the model with these weights, and the logprobs of each step."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.load_state_dict(values, strict=False)
     ids, steps = list(PROMPT), []
     with torch.inference_mode():
@@ -205,6 +223,29 @@ def test_matrices_keep_their_bits_where_the_kernels_have_them(name: str, source:
     assert (got - want).norm() < 0.01 * want.norm()
     one = layer.attention.qkv.packed(x[2:3], torch.float32).double()
     assert torch.equal(one, got[2:3])
+
+
+def test_matrices_that_a_network_transposes(gpt2: Path, tmp_path: Path) -> None:
+    """GPTQ stores those of GPT-2's Conv1D as any others."""
+
+    def pack(weight: Any) -> Any:
+        tensors, values = packers.gptq(weight.T.copy(), group=64)
+        return tensors, values.T.copy()
+
+    values = write(
+        gpt2, tmp_path, CASES["gptq 64, v2"].quantization | {"checkpoint_format": "gptq"}, pack, ("wte", "wpe")
+    )
+    tokens, _ = transformers_logprobs(gpt2, values, 8)
+    llm = LLM(str(tmp_path), quantization="none", dtype="float32", skip_tokenizer_init=True, **SMALL)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    assert llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids == tokens
+    layer = load(tmp_path, CpuKernels(), "gptq-int4", torch.bfloat16).layers[0]
+    assert [part.format for part in layer.attention.qkv.packed.parts] == ["q4_32"] * 3
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    biases = load_file(tmp_path / "model.safetensors")["transformer.h.0.attn.c_attn.bias"]
+    want = x @ values["transformer.h.0.attn.c_attn.weight"] + biases
+    got = layer.attention.qkv.packed(x, torch.float32)
+    assert (got - want).norm() < 0.01 * want.norm()
 
 
 def test_groups_as_they_are_give_the_same_bits_in_any_company(source: Path, tmp_path: Path) -> None:
