@@ -11,9 +11,9 @@ from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import PackedWeight, stack_rows
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.kernels.reference import masked_embedding
+from octavo.kernels.reference import PlainHeads, masked_embedding
 from octavo.kernels.triton import attention, cache, norm, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
@@ -133,6 +133,10 @@ class TritonKernels(Kernels):
             return DenseWeight(weight, bias, gated, self.deterministic)
         return QuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
 
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """A batch of cuBLAS products."""
+        return PlainHeads(weight)
+
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 
     def embedding(
@@ -175,7 +179,11 @@ class TritonKernels(Kernels):
         return x.div_(cap).tanh_().mul_(cap)
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses attention that is not causal."""
+        """Refuses latent caches, and attention that is not causal."""
+        if spec.value_dim is not None:
+            raise UnsupportedModelError(
+                "the triton kernels have no multi-head latent attention; use kernels='reference'"
+            )
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 
