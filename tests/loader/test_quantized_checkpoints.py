@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
@@ -152,21 +152,6 @@ def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose matrices are [inputs, outputs], q, k and v in one."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(3)
-    config = GPT2Config(vocab_size=258, n_embd=128, n_layer=1, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
-    model = GPT2LMHeadModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
-
-
 def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtype = torch.float32) -> Any:
     config = read_model_config(folder)
     return load_model(folder, config, LayerContext(kernels, dtype, quantization=quantization))
@@ -225,27 +210,76 @@ def test_matrices_keep_their_bits_where_the_kernels_have_them(name: str, source:
     assert torch.equal(one, got[2:3])
 
 
-def test_matrices_that_a_network_transposes(gpt2: Path, tmp_path: Path) -> None:
-    """GPTQ stores those of GPT-2's Conv1D as any others."""
+def conv1d(weight: Any) -> Any:
+    """GPTQ of [inputs, outputs]: stored as any other matrix."""
+    tensors, values = packers.gptq(weight.T.copy(), group=64)
+    return tensors, values.T.copy()
 
-    def pack(weight: Any) -> Any:
-        tensors, values = packers.gptq(weight.T.copy(), group=64)
-        return tensors, values.T.copy()
 
-    values = write(
-        gpt2, tmp_path, CASES["gptq 64, v2"].quantization | {"checkpoint_format": "gptq"}, pack, ("wte", "wpe")
-    )
-    tokens, _ = transformers_logprobs(gpt2, values, 8)
-    llm = LLM(str(tmp_path), quantization="none", dtype="float32", skip_tokenizer_init=True, **SMALL)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    assert llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids == tokens
-    layer = load(tmp_path, CpuKernels(), "gptq-int4", torch.bfloat16).layers[0]
-    assert [part.format for part in layer.attention.qkv.packed.parts] == ["q4_32"] * 3
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    biases = load_file(tmp_path / "model.safetensors")["transformer.h.0.attn.c_attn.bias"]
-    want = x @ values["transformer.h.0.attn.c_attn.weight"] + biases
-    got = layer.attention.qkv.packed(x, torch.float32)
-    assert (got - want).norm() < 0.01 * want.norm()
+SHAPE: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+MIXTRAL = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+}
+GPT2 = {"vocab_size": 258, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 64}
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+OTHERS: dict[str, tuple[str, dict[str, Any], Case, tuple[str, ...]]] = {
+    "transposed": ("GPT2", GPT2, gptq(4, 64, "gptq-int4")._replace(pack=conv1d), ("wte", "wpe")),
+    "fused": ("Phi3", SHAPE, CASES["packed zeros"]._replace(format="compressed-tensors-int4"), ()),
+    "experts": ("Mixtral", MIXTRAL, CASES["awq bfloat16 scales"]._replace(format="awq-int4"), ROUTERS),
+    "latent attention": ("DeepseekV3", DEEPSEEK, CASES["fp8 blocks"], ROUTERS),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_of_networks(name: str, tmp_path: Path) -> None:
+    """Dequantised the model of its values; in their own bits, products that differ from it by rounding."""
+    import transformers
+
+    family, shape, case, plain = OTHERS[name]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**shape, bos_token_id=0, eos_token_id=1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    model.save_pretrained(tmp_path / "plain")
+    values = write(tmp_path / "plain", tmp_path / "quantized", case.quantization, case.pack, plain)
+    save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
+    for quantization, format, tolerance in (("none", None, 1e-3), ("auto", case.format, 0.3)):
+        options = {**SMALL, "dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path / "quantized"), quantization=quantization, **options)
+        assert llm.llm_engine.core.startup.workers[0].quantization == format
+        found = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].logprobs
+        assert found is not None
+        differences = [abs(logprob.logprob - float(wanted[token])) for token, logprob in found[0].items()]
+        assert max(differences) < tolerance
+        assert (max(differences) > 1e-3) == (format is not None)
 
 
 def test_groups_as_they_are_give_the_same_bits_in_any_company(source: Path, tmp_path: Path) -> None:
