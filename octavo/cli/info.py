@@ -171,6 +171,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
+    from octavo.core.kv_spec import group_layers
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
     from octavo.models.sizes import kv_bytes_per_token, outline
@@ -178,6 +179,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
     config = read_model_config(folder)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
+    network = outline(config, dtype, None, options.kv_cache_dtype)
     return {
         "name": options.model,
         "folder": str(folder),
@@ -192,7 +194,16 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "kv_bytes_per_token": kv_bytes_per_token(outline(config, dtype, None, options.kv_cache_dtype)),
+        "kv_bytes_per_token": kv_bytes_per_token(network),
+        # Layers with a window hold no more tokens than it has.
+        "kv_groups": [
+            {
+                "layers": len(group.layers),
+                "window": group.spec.window,
+                "kv_bytes_per_token": len(group.layers) * group.spec.bytes_per_token,
+            }
+            for group in group_layers(network.kv_specs)
+        ],
     }
 
 
@@ -208,6 +219,12 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
             for limit in value:
                 text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
                 lines.append(f"{indent}{'memory limit:':<22} {text}")
+            continue
+        if name == "kv_groups":
+            for group in value:
+                kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
+                size = readable_size(group["kv_bytes_per_token"])
+                lines.append(f"{indent}{'kv cache:':<22} {group['layers']} layers keep {kept}, {size} each")
             continue
         if name == "memory_bytes":
             value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
