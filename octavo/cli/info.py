@@ -166,18 +166,19 @@ def _cpu_limit_facts() -> dict[str, Any]:
 
 
 def model_facts(options: EngineConfig) -> dict[str, Any]:
-    """Shape of the model, its folder, and the bytes of a token in the KV cache.
+    """Shape of the model, its folder, its parameters (of a token: active), bytes of a token in the KV cache.
 
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
-    from octavo.models.sizes import kv_bytes_per_token, outline
+    from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
 
     folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
     config = read_model_config(folder)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
+    network = outline(config, dtype, None, options.kv_cache_dtype)
     return {
         "name": options.model,
         "folder": str(folder),
@@ -185,6 +186,8 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "checkpoint_dtype": config.checkpoint_dtype,
         "quantization": None if config.quantization is None else config.quantization.name,
         "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
+        "parameters": num_parameters(network),
+        "active_parameters": num_active_parameters(network),
         "context_length": config.max_position,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -192,7 +195,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "kv_bytes_per_token": kv_bytes_per_token(outline(config, dtype, None, options.kv_cache_dtype)),
+        "kv_bytes_per_token": kv_bytes_per_token(network),
     }
 
 

@@ -36,6 +36,11 @@ class GGUFRows(QuantizedRows):
         """The transposed matrix, of the same blocks."""
         return replace(self, transposed=not self.transposed)
 
+    def reorder(self, order: np.ndarray) -> GGUFRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+        assert not self.transposed
+        return replace(self, rows=self.rows[order])
+
     def take(self, rows: slice, columns: slice) -> GGUFRows:
         """A share of the matrix.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,12 @@ class GroupQuantizedRows(QuantizedRows):
         zeros = None if taken.zeros is None else taken.zeros.repeat_interleave(divided, 1)[:, groups]
         return replace(taken, scales=scales, zeros=zeros)
 
+    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
+        """The rows ``order``, int64."""
+        rows = torch.from_numpy(order)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [N, K], rounded to ``dtype``."""
         return dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
@@ -80,10 +87,16 @@ def dequantize_groups(
     """
     n, k = codes.shape
     out = torch.empty((n, k), dtype=dtype, device=codes.device)
-    if group_index is None:
-        group_index = torch.arange(k, device=codes.device) // (k // scales.shape[1])
-    for rows in torch.arange(n).split(max(1, _AT_ONCE // k)):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        zero = 2 ** (bits - 1) if zeros is None else zeros[part].float()[:, group_index]
-        out[part] = (codes[part].float() - zero) * scales[part].float()[:, group_index]
+    # A column's scale is that of its group: taken by index, or, several times faster, by broadcasting over each group.
+    groups, inside = (k, 1) if group_index is not None else (scales.shape[1], k // scales.shape[1])
+    step = max(1, _AT_ONCE // k)
+
+    def by_column(values: Tensor) -> Tensor:
+        return (values if group_index is None else values[:, group_index])[..., None]
+
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        zero = 2 ** (bits - 1) if zeros is None else by_column(zeros[rows].float())
+        values = codes[rows].float().reshape(-1, groups, inside).sub_(zero).mul_(by_column(scales[rows].float()))
+        out[rows] = values.view(-1, k)
     return out

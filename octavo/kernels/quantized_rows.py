@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 from torch import Tensor
 
 
@@ -22,6 +23,14 @@ class QuantizedRows(ABC):
         Raises:
             ConfigError: the columns begin or end where the format cannot be divided.
         """
+
+    def t(self) -> Tensor | QuantizedRows:
+        """The transposed matrix; its values, if the format has no other way."""
+        return self.dequantize().t()
+
+    @abstractmethod
+    def reorder(self, order: np.ndarray) -> QuantizedRows:
+        """The rows ``order``, int64."""
 
     @abstractmethod
     def dequantize(self) -> Tensor:

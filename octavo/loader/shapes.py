@@ -38,6 +38,27 @@ def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
     }
 
 
+def _qwen3_moe(**shape: Any) -> dict[str, Any]:
+    """config.json of a Qwen3 mixture of experts."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        **shape,
+    }
+
+
 #: Name to the content of config.json, for load_format="dummy".
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b-shape": _llama3(
@@ -54,6 +75,59 @@ SHAPES: dict[str, dict[str, Any]] = {
         intermediate_size=14336,
         num_hidden_layers=32,
         head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "opt-125m-shape": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "dtype": "float16",
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "word_embed_proj_dim": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    },
+    "gpt2-shape": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    # No model of this name exists: the proportions of Qwen3-30B-A3B at a thirtieth of its size.
+    "qwen3-moe-1b-a0.3b-shape": _qwen3_moe(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=48,
+        num_experts_per_tok=6,
+        moe_intermediate_size=384,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-30b-a3b-shape": _qwen3_moe(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
         tie_word_embeddings=False,
     ),
 }

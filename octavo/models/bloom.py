@@ -11,9 +11,9 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
-from octavo.models.checkpoint import Drop, Rename, Split, Transform, ungroup_heads
+from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BloomConfig(DecoderConfig):
     residual_after_norm: bool = False
 
 
-class BloomLayer(PreNormLayer):
+class BloomLayer(DecoderLayer):
     """x + attention(norm(x)), and then x + mlp(norm(x)); or norm(x) + attention(norm(x)) and so on."""
 
     def __init__(self, config: BloomConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
@@ -60,7 +60,7 @@ class BloomForCausalLM(Decoder):
             Rename(r"\.self_attention\.", ".self_attn."),
             Rename(r"\.dense_h_to_4h\.", ".fc1."),
             Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Transform(r"\.query_key_value\.", ungroup_heads(config.num_kv_heads, 1)),
+            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
             Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
         )
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.errors import WeightError
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
@@ -152,47 +155,62 @@ class Transform:
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
-            elif self.function is transpose:  # which leaves GGUF blocks as they are
+            elif self.function is transpose and isinstance(tensor, GGUFRows):  # whose blocks stay as they are
                 yield name, tensor.t()
             else:
                 yield name, self.function(_values(tensor))
 
 
+@dataclass(frozen=True)
+class Permute:
+    """Reorders the rows of tensors with names that match, such as ``Permute(r"query_key_value", ungroup_heads(4, 4))``.
+
+    ``order`` gives, for a number of rows, the row to take for each row of the result. It raises ValueError if it does
+    not fit that number: the tensor is then passed on, for the layer or a ``Split`` to refuse its shape by name.
+    """
+
+    pattern: str
+    order: Callable[[int], np.ndarray]
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+        """The reordered tensors under the same names; quantised rows keep their bits."""
+        for name, tensor in pairs:
+            if re.search(self.pattern, name):
+                with suppress(ValueError):
+                    tensor = _reordered(tensor, self.order(tensor.shape[0]))
+            yield name, tensor
+
+
+def ungroup_heads(heads: int, kv_heads: int) -> Callable[[int], np.ndarray]:
+    """For rows that are grouped by KV head: in each group its query heads, then a key and a value head.
+
+    The order has all queries first, then the keys, then the values.
+    """
+
+    def order(rows: int) -> np.ndarray:
+        groups = np.arange(rows).reshape(kv_heads, heads // kv_heads + 2, -1)
+        return np.concatenate([part.ravel() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+
+    return order
+
+
+def halve_pairs(heads: int, rotated: int) -> Callable[[int], np.ndarray]:
+    """For rows of heads whose first ``rotated`` dimensions are rotated in pairs of neighbours: 0 and 1, 2 and 3.
+
+    The order has the first of each pair, then the second ones, as ``Kernels.rotary`` pairs them. Queries and keys that
+    are permuted alike have the same products.
+    """
+
+    def order(rows: int) -> np.ndarray:
+        dims = np.arange(rows).reshape(heads, -1)
+        return np.concatenate((dims[:, 0:rotated:2], dims[:, 1:rotated:2], dims[:, rotated:]), axis=1).ravel()
+
+    return order
+
+
 def transpose(tensor: Tensor) -> Tensor:
     """[in, out] to [out, in], for checkpoints such as those of GPT-2's Conv1D."""
     return tensor.t()
-
-
-def ungroup_heads(kv_heads: int, queries: int) -> Callable[[Tensor], Tensor]:
-    """For rows that are grouped by KV head, each group its ``queries`` query heads, a key and a value head.
-
-    The result of the function has all queries first, then the keys, then the values. A tensor with rows that do not
-    divide so is returned as it is: ``Split`` refuses it by name.
-    """
-
-    def ungroup(tensor: Tensor) -> Tensor:
-        if tensor.shape[0] % (kv_heads * (queries + 2)):
-            return tensor
-        groups = tensor.unflatten(0, (kv_heads, queries + 2, -1))
-        return torch.cat([part.flatten(0, 2) for part in groups.split((queries, 1, 1), dim=1)])
-
-    return ungroup
-
-
-def halve_pairs(heads: int, rotated: int) -> Callable[[Tensor], Tensor]:
-    """For rows of heads whose first ``rotated`` dimensions are rotated in pairs of neighbours: 0 and 1, 2 and 3.
-
-    The result of the function has the first of each pair, then the second ones, as ``Kernels.rotary`` pairs them. Rows
-    that are permuted alike in queries and keys leave their products as they are.
-    """
-
-    def halve(tensor: Tensor) -> Tensor:
-        if tensor.shape[0] % heads:
-            return tensor
-        rows = tensor.unflatten(0, (heads, -1))
-        return torch.cat((rows[:, 0:rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]), dim=1).flatten(0, 1)
-
-    return halve
 
 
 def _partition(name: str, component: str) -> tuple[str, bool, str]:
@@ -207,3 +225,7 @@ def _rows(tensor: Tensor | QuantizedRows, rows: slice) -> Tensor | QuantizedRows
 
 def _values(tensor: Tensor | QuantizedRows) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+
+
+def _reordered(tensor: Tensor | QuantizedRows, order: np.ndarray) -> Tensor | QuantizedRows:
+    return tensor.reorder(order) if isinstance(tensor, QuantizedRows) else tensor[torch.from_numpy(order)]

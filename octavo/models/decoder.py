@@ -6,7 +6,6 @@ Llama: model.embed_tokens, model.layers.N.self_attn.q_proj, model.norm, lm_head.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from octavo.layers.norm import LayerNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope
+from octavo.models.llama import MLP as GatedMLP
 from octavo.models.network import Network
 
 #: Names of activations in config.json; several approximate gelu by the same tanh.
@@ -53,54 +53,67 @@ class DecoderConfig(ModelConfig):
     #: Learned positions: the table's rows, and the row of position 0.
     position_rows: int = 0
     position_offset: int = 0
+    #: Factor of ALiBi's slopes.
+    alibi_factor: float = 1.0
+    #: See ``DecoderLayer``.
+    layout: Literal["sequential", "parallel", "parallel, two norms"] = "sequential"
+    #: Whether the feed-forward network has a gate, with silu, and is not ``activation`` between two matrices.
+    gated_mlp: bool = False
+    norm_bias: bool = True
     head_bias: bool = False
 
 
 class DecoderLayer(Layer):
-    """A layer of the stack."""
+    """Attention and a feed-forward network, each added to the residual stream x; ``config.layout`` says how.
 
-    attention: Attention
+    - sequential: x + attention(norm(x)), and then x + mlp(other_norm(x)) of the sum.
+    - parallel: x + attention(norm(x)) + mlp(norm(x)).
+    - parallel, two norms: x + attention(norm(x)) + mlp(other_norm(x)).
+    """
 
-    @abstractmethod
     def __init__(self, config: Any, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
         """``config`` is the family's ``DecoderConfig``, ``cos_sin`` the rotary table if positions are rotary."""
         super().__init__()
-
-    @abstractmethod
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
-
-
-class PreNormLayer(DecoderLayer):
-    """x + attention(norm(x)), and then x + mlp(norm(x))."""
-
-    def __init__(self, config: Any, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
-        super().__init__(config, context, index, cos_sin)
-        hidden, inner = config.hidden_size, config.intermediate_size
+        self.is_sequential = config.layout == "sequential"
         self.attention_norm = self.attach("input_layernorm", self.make_norm(config, context))
         self.attention = self.attach("self_attn", self.make_attention(config, context, index, cos_sin))
-        self.mlp_norm = self.attach("post_attention_layernorm", self.make_norm(config, context))
-        self.mlp = self.attach("mlp", MLP(context, hidden, inner, config.mlp_bias, config.activation))
+        self.mlp_norm = self.attention_norm
+        if config.layout != "parallel":
+            self.mlp_norm = self.attach("post_attention_layernorm", self.make_norm(config, context))
+        self.mlp = self.attach("mlp", self.make_mlp(config, context))
 
     def make_norm(self, config: Any, context: LayerContext) -> LayerNorm:
-        """One of the two norms."""
-        return LayerNorm(context, config.hidden_size, config.layer_norm_eps)
+        """One of the layer's norms."""
+        return LayerNorm(context, config.hidden_size, config.layer_norm_eps, bias=config.norm_bias)
 
     def make_attention(self, config: Any, context: LayerContext, index: int, cos_sin: Tensor | None) -> Attention:
         """The layer's attention."""
-        slopes = alibi_slopes(config.num_heads) if config.positions == "alibi" else None
-        return Attention(config, context, cos_sin=cos_sin, alibi_slopes=slopes)
+        slopes = None
+        if config.positions == "alibi":
+            slopes = tuple(config.alibi_factor * slope for slope in alibi_slopes(config.num_heads))
+        window = config.sliding_windows[index] if config.sliding_windows else None
+        return Attention(config, context, cos_sin=cos_sin, alibi_slopes=slopes, window=window)
+
+    def make_mlp(self, config: Any, context: LayerContext) -> MLP | GatedMLP:
+        """The layer's feed-forward network."""
+        if config.gated_mlp:
+            return GatedMLP(config, context)
+        return MLP(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """See ``DecoderLayer``."""
-        residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
+        x = self.attention_norm(residual)
+        if self.is_sequential:
+            residual = self.attention.add_to(residual, x, cache, batch)
+            return self.mlp.add_to(residual, self.mlp_norm(residual))
+        y = x if self.mlp_norm is self.attention_norm else self.mlp_norm(residual)
+        return self.mlp.add_to(self.attention.add_to(residual, x, cache, batch), y)
 
 
 class Decoder(Network):
-    """An embedding, the family's layers, a norm and a language-model head."""
+    """An embedding, layers, a norm and a language-model head."""
 
-    layer_class: type[DecoderLayer]
+    layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -130,7 +143,9 @@ class Decoder(Network):
 
     def make_norm(self, config: Any, context: LayerContext) -> Callable[[Tensor], Tensor] | None:
         """The norm after the last layer, if there is one."""
-        return self.attach("model.norm", LayerNorm(context, config.hidden_size, config.layer_norm_eps))
+        return self.attach(
+            "model.norm", LayerNorm(context, config.hidden_size, config.layer_norm_eps, bias=config.norm_bias)
+        )
 
     def position_bytes(self) -> int:
         """Bytes of a row of the rotary table."""
@@ -168,8 +183,11 @@ def decoder_fields(
     hidden: str = "hidden_size",
     layers: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
+    kv_heads: str | None = None,
 ) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that all families have; the arguments are their names in config.json.
+
+    Without ``kv_heads``, or where config.json lacks it, there are as many KV heads as query heads.
 
     Raises:
         ConfigError: a value is missing, of the wrong type or impossible.
@@ -177,11 +195,14 @@ def decoder_fields(
     size, count = reader.positive(hidden), reader.positive(heads)
     if size % count:
         raise ConfigError(f"{reader.file}: {hidden} ({size}) must be a multiple of {heads} ({count})")
+    kv_count = reader.positive(kv_heads, count) if kv_heads else count
+    if count % kv_count:
+        raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
     return {
         "hidden_size": size,
         "num_layers": reader.positive(layers),
         "num_heads": count,
-        "num_kv_heads": count,
+        "num_kv_heads": kv_count,
         "head_dim": size // count,
         **common_fields(reader),
     }

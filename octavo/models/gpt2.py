@@ -1,8 +1,8 @@
-"""GPT-2 (Radford et al. 2019): learned positions, and a norm before attention and before the feed-forward network."""
+"""GPT-2 (Radford et al. 2019) and StarCoder: learned positions, and a norm before each part of a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -10,9 +10,9 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Rename, Split, Transform, transpose
+from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, Transform, transpose, ungroup_heads
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields, read_activation
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GPT2Config(DecoderConfig):
     scale_by_layer: bool = False
 
 
-class GPT2Layer(PreNormLayer):
+class GPT2Layer(DecoderLayer):
     """x + attention(norm(x)), and then x + mlp(norm(x))."""
 
     def make_attention(
@@ -35,23 +35,28 @@ class GPT2Layer(PreNormLayer):
         return Attention(config, context, scale=scale / (index + 1) if config.scale_by_layer else scale)
 
 
+_NAMES = (
+    Drop(r"\.attn\.(masked_)?bias$"),
+    Drop(r"^lm_head\.weight$"),
+    Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
+    Rename(r"^(transformer\.)?wpe\.", "model.embed_positions."),
+    Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
+    Rename(r"^(transformer\.)?h\.", "model.layers."),
+    Rename(r"\.ln_1\.", ".input_layernorm."),
+    Rename(r"\.ln_2\.", ".post_attention_layernorm."),
+    Rename(r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+    Rename(r"\.attn\.", ".self_attn."),
+    Rename(r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    Rename(r"\.mlp\.c_proj\.", ".mlp.fc2."),
+)
+
+
 class GPT2LMHeadModel(Decoder):
     """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
 
     layer_class = GPT2Layer
-    checkpoint_map = (
-        Drop(r"\.attn\.(masked_)?bias$"),
-        Drop(r"^lm_head\.weight$"),
-        Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
-        Rename(r"^(transformer\.)?wpe\.", "model.embed_positions."),
-        Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
-        Rename(r"^(transformer\.)?h\.", "model.layers."),
-        Rename(r"\.ln_1\.", ".input_layernorm."),
-        Rename(r"\.ln_2\.", ".post_attention_layernorm."),
-        Rename(r"\.attn\.c_proj\.", ".self_attn.o_proj."),
-        Rename(r"\.attn\.", ".self_attn."),
-        Rename(r"\.mlp\.c_fc\.", ".mlp.fc1."),
-        Rename(r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    checkpoint_map: tuple[Entry, ...] = (
+        *_NAMES,
         Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
         Split("c_attn", ("q_proj", "k_proj", "v_proj")),
     )
@@ -79,3 +84,25 @@ class GPT2LMHeadModel(Decoder):
             scale_by_layer=reader.flag("scale_attn_by_inverse_layer_idx"),
             **fields,
         )
+
+
+class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    """StarCoder (Li et al. 2023): all query heads share a KV head, and matrices are not transposed.
+
+    In checkpoints with a KV head for each query head, rows are grouped by head.
+    """
+
+    def __init__(self, config: GPT2Config, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.checkpoint_map = (
+            *_NAMES,
+            Permute(r"\.c_attn\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
+            Split("c_attn", ("q_proj", "k_proj", "v_proj")),
+        )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """As GPT-2's, with the number of KV heads."""
+        reader = reader.with_defaults(multi_query=True, activation_function="gelu_pytorch_tanh")
+        config = super().read_config(architecture, reader)
+        return replace(config, num_kv_heads=1) if reader.flag("multi_query") else config

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig, RopeConfig
-from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
-from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.layers.mlp import MLP
-from octavo.layers.norm import LayerNorm
-from octavo.models.checkpoint import Drop, Rename, Transform, halve_pairs
+from octavo.models.checkpoint import Drop, Permute, Rename, halve_pairs
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
-
-
-class GPTJLayer(DecoderLayer):
-    """x + attention(norm(x)) + mlp(norm(x))."""
-
-    def __init__(self, config: DecoderConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
-        super().__init__(config, context, index, cos_sin)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.norm = self.attach("input_layernorm", LayerNorm(context, hidden, config.layer_norm_eps))
-        self.attention = self.attach("self_attn", Attention(config, context, cos_sin=cos_sin))
-        self.mlp = self.attach("mlp", MLP(context, hidden, inner, config.mlp_bias, config.activation))
-
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """See ``DecoderLayer``."""
-        x = self.norm(residual)
-        return self.mlp.add_to(self.attention.add_to(residual, x, cache, batch), x)
+from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation
 
 
 class GPTJForCausalLM(Decoder):
     """GPT-J; in its checkpoints, neighbouring dimensions of a head are rotated together."""
-
-    layer_class = GPTJLayer
 
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -51,7 +26,7 @@ class GPTJForCausalLM(Decoder):
             Rename(r"\.attn\.", ".self_attn."),
             Rename(r"\.mlp\.fc_in\.", ".mlp.fc1."),
             Rename(r"\.mlp\.fc_out\.", ".mlp.fc2."),
-            Transform(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
+            Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
         )
 
     @classmethod
@@ -67,6 +42,7 @@ class GPTJForCausalLM(Decoder):
             intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
             max_position=positions,
             mlp_bias=True,
+            layout="parallel",
             head_bias=True,
             layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
             activation=read_activation(reader, "activation_function", "gelu_new"),

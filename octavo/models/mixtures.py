@@ -6,7 +6,6 @@ They are Llama with a ``SparseMoE`` instead of the MLP in all or some layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Entry, Rename, Unstack
-from octavo.models.config import ConfigReader
+from octavo.models.config import ConfigReader, read_layer_types
 from octavo.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
 
 
@@ -42,7 +41,7 @@ class MixtureForCausalLM(LlamaForCausalLM):
     """A decoder-only transformer with mixtures of experts."""
 
     # Mixtral's names, and those of checkpoints with stacked experts.
-    checkpoint_map: ClassVar[tuple[Entry, ...]] = (
+    checkpoint_map: tuple[Entry, ...] = (
         *LlamaForCausalLM.checkpoint_map,
         Rename(r"\.block_sparse_moe\.", ".mlp."),
         Rename(r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
@@ -132,13 +131,9 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     window = reader.positive("sliding_window")
     if architecture != "Qwen2MoeForCausalLM":
         return (window,) * layers
-    types = reader.raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers or not all(name in known for name in types):
-        raise ConfigError(
-            f"{reader.file}: with use_sliding_window layer_types must be a list of {layers} names, "
-            f"{' or '.join(known)}, not {types!r}"
-        )
+    types = read_layer_types(reader, layers)
+    if types is None:
+        raise ConfigError(f"{reader.file}: with use_sliding_window, layer_types must name the layers that have it")
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

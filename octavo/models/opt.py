@@ -18,7 +18,7 @@ from octavo.layers.linear import RowParallelLinear
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Rename
 from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, PreNormLayer, decoder_fields, read_activation
+from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
 
 #: The first two rows of the table of positions belong to padding.
 _POSITION_OFFSET = 2
@@ -45,7 +45,7 @@ class PlainLayerNorm(LayerNorm):
         self.expected.clear()
 
 
-class OPTLayer(PreNormLayer):
+class OPTLayer(DecoderLayer):
     """Attention and a feed-forward network; a norm is before each, or after each sum."""
 
     def __init__(self, config: OPTConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
     "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
+    "CohereForCausalLM": ("cohere", "octavo.models.cohere", "CohereForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "FalconForCausalLM": ("falcon", "octavo.models.falcon", "FalconForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
+    "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt2", "GPTBigCodeForCausalLM"),
     "GPTJForCausalLM": ("gptj", "octavo.models.gptj", "GPTJForCausalLM"),
     "GPTNeoXForCausalLM": ("gpt_neox", "octavo.models.gpt_neox", "GPTNeoXForCausalLM"),
     "Gemma2ForCausalLM": ("gemma2", "octavo.models.gemma", "GemmaForCausalLM"),
@@ -31,10 +33,13 @@ NETWORKS = {
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
+    "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "StableLmForCausalLM": ("stablelm", "octavo.models.stablelm", "StableLmForCausalLM"),
+    "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.starcoder2", "Starcoder2ForCausalLM"),
 }
 
 

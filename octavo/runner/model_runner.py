@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
@@ -149,19 +150,26 @@ class ModelRunner:
             dict(self._startup_seconds),
         )
 
-    def num_blocks(self, max_model_len: int) -> int:
-        """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
+    def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
+        """Tokens of the longest sequence, and blocks of each KV group, that the memory allows now.
+
+        See ``Device.cache_size``; ``max_num_batched_tokens`` are those of all steps in flight.
+        """
         with self._timed("memory profile"):
-            return self._device.num_blocks(
-                self._block_bytes(),
+            size = self._device.cache_size(
+                self._kv_layout(max_num_batched_tokens),
                 self.model.position_bytes(),
                 max_model_len,
                 lambda: self._run_largest_step(max_model_len),
             )
+        return size.max_model_len, size.num_blocks
 
-    def num_host_blocks(self) -> int:
-        """Blocks for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
-        return self._device.num_host_blocks(self._block_bytes())
+    def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
+        """Blocks of each KV group for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
+        return self._device.num_host_blocks(self._kv_layout(max_num_batched_tokens), max_model_len)
+
+    def _kv_layout(self, max_num_batched_tokens: int) -> KVLayout:
+        return KVLayout.of(self.kv_groups(), self.options, max_num_batched_tokens)
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
@@ -191,8 +199,9 @@ class ModelRunner:
     def _run_largest_step(self, max_model_len: int) -> None:
         """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
         # No context is longer than what all of the memory could hold, whatever the model says.
-        room = self._device.free_memory() // self._block_bytes() * self.options.block_size
-        batch = largest_step(self._largest(min(max_model_len, max(1, room))), self.device)
+        layout = self._kv_layout(self.options.token_budget)
+        room = layout.longest(self._device.free_memory(), max_model_len)
+        batch = largest_step(self._largest(max(1, room)), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         if output.logits is None:
             return

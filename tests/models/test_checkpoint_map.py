@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,10 +16,23 @@ from torch import Tensor
 
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.checkpoint import Drop, Entry, Join, Rename, Split, Transform, transpose
+from octavo.models.checkpoint import (
+    Drop,
+    Entry,
+    Join,
+    Permute,
+    Rename,
+    Split,
+    Transform,
+    halve_pairs,
+    transpose,
+    ungroup_heads,
+)
 from octavo.models.config import ConfigReader, common_fields, read_model_config
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import NETWORKS
@@ -157,7 +171,15 @@ def test_a_duplicate_part_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [Drop(r"^x"), Rename(r"^x", "y"), Split("x", ()), Join(("x",), "y"), Transform("x", transpose)]
+    "entry",
+    [
+        Drop(r"^x"),
+        Rename(r"^x", "y"),
+        Split("x", ()),
+        Join(("x",), "y"),
+        Transform("x", transpose),
+        Permute("w", ungroup_heads(3, 1)),  # its order does not fit two rows
+    ],
 )
 def test_other_tensors_pass_unchanged(entry: Entry) -> None:
     pairs: list[tuple[str, Any]] = [("a.xx.weight", torch.ones(2, 3))] if not isinstance(entry, Transform) else []
@@ -165,6 +187,20 @@ def test_other_tensors_pass_unchanged(entry: Entry) -> None:
     out = list(entry.apply(pairs, {}))
     assert [name for name, _ in out] == [name for name, _ in pairs]
     assert all(ours is theirs for (_, ours), (_, theirs) in zip(out, pairs, strict=True))
+
+
+def test_rows_are_permuted_in_their_own_bits() -> None:
+    """Two KV heads of two dimensions, each with two query heads; then pairs of neighbours in one head of six rows."""
+    order = ungroup_heads(4, 2)(16).tolist()
+    assert order == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    assert halve_pairs(1, 4)(6).tolist() == [0, 2, 1, 3, 4, 5]
+    numbers = np.random.default_rng(0).integers(0, 60, (16, 34), dtype=np.uint8)
+    codes = torch.from_numpy(numbers[:, :32])
+    groups = GroupQuantizedRows(8, codes, torch.arange(32.0).view(16, 2), codes[:, :2])
+    for rows in (GGUFRows("Q8_0", numbers, 32, 32), groups):
+        ((_, permuted),) = Permute("qkv", ungroup_heads(4, 2)).apply([("qkv", rows)], {})
+        assert isinstance(permuted, type(rows))
+        assert torch.equal(permuted.dequantize(), rows.dequantize()[order])
 
 
 def test_other_model_types_are_refused_with_what_is_supported(fused: Path) -> None:

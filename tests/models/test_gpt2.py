@@ -13,13 +13,21 @@ from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.models.config import read_model_config
 from tests.models.zoo import PROMPT, Zoo, edit_config, logits_of, prompts_of, rename_tensors
 
+SHAPE = {
+    "vocab_size": 101,
+    "n_embd": 48,
+    "n_head": 6,
+    "n_layer": 3,
+    "n_positions": 96,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
 
 def config(**values: Any) -> Any:
     from transformers import GPT2Config
 
-    return GPT2Config(
-        vocab_size=101, n_embd=48, n_head=6, n_layer=3, n_positions=96, bos_token_id=0, eos_token_id=1, **values
-    )
+    return GPT2Config(**SHAPE, **values)
 
 
 def test_gpt2(zoo: Zoo) -> None:

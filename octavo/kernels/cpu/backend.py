@@ -193,13 +193,13 @@ class CpuKernels(Kernels):
             return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
 
-    def pack_heads(self, weight: Tensor) -> DenseHeads:
-        """Packs each head's matrix for the register tiles."""
-        return DenseHeads(self, weight)
-
     def has_products(self, rows: QuantizedRows) -> bool:
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
+
+    def pack_heads(self, weight: Tensor) -> DenseHeads:
+        """Packs each head's matrix for the register tiles."""
+        return DenseHeads(self, weight)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
