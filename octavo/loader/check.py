@@ -83,13 +83,14 @@ def check_model(folder: Path, config: ModelConfig) -> CheckReport:
     """
     network = outline(config, "float32")
     shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
-    problems, tensors, size = [], 0, 0
+    problems: list[Problem] = []
+    tensors = size = 0
     try:
         stored = read_headers(folder)
         if config.quantization is None:
             problems += _header_problems(stored, config, network.checkpoint_map, shapes)
         else:  # compares the parts of every matrix
-            Unpack(config.quantization, stored, shapes, torch.float32, lambda rows: False)
+            Unpack(config.quantization, stored, shapes, torch.float32, lambda rows: False, lambda name: False)
         for name, tensor in read_safetensors(folder):
             tensors, size = tensors + 1, size + tensor.nbytes
             if bad := _count_not_finite(tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from octavo.loader.weights import (
     read_safetensors,
     read_safetensors_to,
 )
-from octavo.models.checkpoint import Entry, Pairs, Shapes
+from octavo.models.checkpoint import Entry, Pairs, Shapes, is_transposed
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import outline_network
@@ -56,7 +56,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
     entries: list[Entry] = [*network.checkpoint_map]
     if config.quantization is not None and context.quantization != "gguf":
-        entries = [_unpack(folder, config.quantization, context, shapes), *entries, DropZeroBiases()]
+        unpack = _unpack(folder, config.quantization, context, shapes, entries)
+        entries = [unpack, *entries, DropZeroBiases()]
 
     def load(tensors: Pairs) -> None:
         for entry in entries:
@@ -100,14 +101,23 @@ def _with_progress(
             bar.update(min(read, size - bar.n))  # values of a GGUF file are wider in memory
 
 
-def _unpack(folder: Path, quantization: CheckpointQuantization, context: LayerContext, shapes: Shapes) -> Unpack:
+def _unpack(
+    folder: Path,
+    quantization: CheckpointQuantization,
+    context: LayerContext,
+    shapes: Shapes,
+    entries: Sequence[Entry],
+) -> Unpack:
     """The entry that makes matrices of quantised ones: in their own bits if ``context`` says so and the kernels can."""
     own = context.quantization == quantization.name
 
     def keep(rows: QuantizedRows) -> bool:
         return own and context.kernels.has_products(rows)
 
-    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep)
+    def transposed(name: str) -> bool:
+        return is_transposed(name, entries)
+
+    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep, transposed)
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
