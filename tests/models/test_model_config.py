@@ -233,7 +233,6 @@ def test_networks_of_unknown_architectures_are_refused() -> None:
         ("Qwen3NextForCausalLM", "state-space layers are not supported"),
         ("LLaMAForCausalLM", "the nearest is 'LlamaForCausalLM'"),
         ("GPTNeoForCausalLM", "the nearest is 'GPTNeoXForCausalLM'"),
-        ("Phi4ForCausalLM", "the nearest is 'Phi3ForCausalLM'"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason_or_the_nearest(name: str, says: str, tmp_path: Path) -> None:
