@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,30 @@ class WorkerSpec(msgspec.Struct):
 
     #: Fields of ``EngineConfig``.
     options: dict[str, Any]
-    config: ModelConfig
+    #: The ``ModelConfig``; once the spec was sent to another process, its fields.
+    config: Any
     folder: str
     dtype: str
     rank: int
     #: Of this worker among those of its machine, and how many these are.
     local_rank: int = 0
     local_size: int = 1
+    #: Name of the configuration's class, which is known in the module of the network.
+    config_class: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.config, ModelConfig):
+            self.config_class = type(self.config).__name__
+
+    def model_config(self) -> ModelConfig:
+        """The configuration, of the class that its network expects."""
+        from octavo.models.registry import network_class
+
+        if isinstance(self.config, ModelConfig):
+            return self.config
+        module = sys.modules[network_class(self.config["architecture"]).__module__]
+        config: ModelConfig = msgspec.convert(self.config, getattr(module, self.config_class))
+        return config
 
 
 @dataclass
@@ -129,7 +147,8 @@ class Worker:
         share = WorkerShare(spec.local_rank, spec.local_size)
         if self.options.pin_threads and spec.local_size > 1:
             _stay_on_own_processors(spec.local_rank, spec.local_size)
-        self._runner = ModelRunner(self.options, spec.config, Path(spec.folder), spec.dtype, share, self._ranks)
+        config, folder = spec.model_config(), Path(spec.folder)
+        self._runner = ModelRunner(self.options, config, folder, spec.dtype, share, self._ranks)
 
     def replace_runner(self, runner: Any) -> None:
         """Makes another object compute the steps, for measurements without a model."""
