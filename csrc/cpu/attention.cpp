@@ -26,7 +26,8 @@ class Tile {
         group_(a.group()),
         rows_(item.queries * group_),
         head_dim_(a.shape.head_dim),
-        padded_(a.shape.padded()) {
+        padded_(a.shape.padded()),
+        width_(a.shape.padded_value()) {
     const int64_t buffers = Panels<T>::kBuffers * Panels<T>::floats(a.shape);
     float* memory = attention_scratch(buffers + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * state_floats(a)));
     const auto take = [&](int64_t floats) {
@@ -96,8 +97,8 @@ class Tile {
     });
   }
 
-  float& top(float* states, int64_t row) const { return states[row * state_floats(a_) + padded_]; }
-  float& sum_of(float* states, int64_t row) const { return states[row * state_floats(a_) + padded_ + 1]; }
+  float& top(float* states, int64_t row) const { return states[row * state_floats(a_) + width_]; }
+  float& sum_of(float* states, int64_t row) const { return states[row * state_floats(a_) + width_ + 1]; }
 
   // total = total and then state. A row that saw nothing of the piece has a top of -inf and adds nothing.
   void fold(float* totals, float* states) const {
@@ -111,7 +112,7 @@ class Tile {
       }
       const float highest = max(old_top, new_top);
       const float old_part = exp2_not_above_zero(old_top - highest), new_part = exp2_not_above_zero(new_top - highest);
-      for (int64_t i = first; i < first + padded_; i += kLanes)
+      for (int64_t i = first; i < first + width_; i += kLanes)
         store(totals + i, fma(load(totals + i), splat(old_part), load(states + i) * new_part));
       sum_of(totals, row) = fma(sum_of(totals, row), old_part, sum_of(states, row) * new_part);
       top(totals, row) = highest;
@@ -119,13 +120,14 @@ class Tile {
   }
 
   void write(float* totals) const {
+    const int64_t value_dim = a_.shape.value_dim();
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
         const int64_t token = sight_.first_token + row / group_;
-        auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * head_dim_;
+        auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * value_dim;
         const float* total = totals + row * state_floats(a_);
         const float sum = sum_of(totals, row);
-        for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
+        for_vectors(value_dim, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
       }
     });
   }
@@ -196,7 +198,7 @@ class Tile {
     }
     sum_of(states, row) = sum(sums);
     float* result = states + row * state_floats(a_);
-    for (int64_t i = 0; i < padded_; i += kLanes) store(result + i, F32{});
+    for (int64_t i = 0; i < width_; i += kLanes) store(result + i, F32{});
   }
 
   // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
@@ -286,7 +288,8 @@ class Tile {
     float* sums = states + query * group_ * state_floats(a_);
     int64_t token = tokens.begin;
     const auto add_one = [&] {
-      add_token(weights, kPiece, queries * group_, values, token++, padded_, sums, state_floats(a_));
+      add_token(weights, kPiece, queries * group_, values, token++, padded_, width_, sums,
+                state_floats(a_));
     };
     if (token % 2 == 1 && token < tokens.end) add_one();
     const int64_t pairs = (tokens.end - token) / 2;
@@ -308,10 +311,10 @@ class Tile {
     p.pairs = pairs;
     p.sum_stride = state_floats(a_);
     p.start_stride = p.sum_stride;
-    for (int64_t d = 0; d < padded_; d += 2 * kPanel) {
+    for (int64_t d = 0; d < width_; d += 2 * kPanel) {
       for (int i = 0; i < 2; ++i) {
         const int64_t column = (d + i * kPanel) * Pairs<T>::kColumn;
-        const bool beyond = d + i * kPanel >= padded_;
+        const bool beyond = d + i * kPanel >= width_;
         for (int s = 0; s < count; ++s) {
           p.panels[i][s] = beyond ? nullptr : values[s] + column;
           p.ahead[i][s] = beyond ? nullptr : next[s] + column;
@@ -329,7 +332,7 @@ class Tile {
   const AttentionItem& item_;
   Panels<T> panels_;
   Sight sight_;
-  int64_t group_, rows_, head_dim_, padded_;
+  int64_t group_, rows_, head_dim_, padded_, width_;  // width_: padded_ of a value
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
 };
 

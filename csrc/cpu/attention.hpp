@@ -8,7 +8,8 @@
 //   values  [16 tokens / 2][P][2]   pairs of tokens       } next to last: keys [P / 2][2][16], values [8][2][P]
 // Scores of 16 tokens are lanes of a vector, as are 16 dimensions of a result. A bfloat16 pair is one 32-bit lane: a
 // shift and a mask widen it, and it is what a bfloat16 dot-product instruction takes.
-// Any other block size is stored as [block_size][P], and panels are gathered from it.
+// Any other block size is stored as [block_size][P], and panels are gathered from it. So is a latent cache, of any block
+// size, which has one array: a token's value is the beginning of its key (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 //
 // Invariance. A row (a query of a head) accumulates its context in pieces of kPiece positions counted from position 0, in
 // order. Within a piece every score is one chain of fused multiply-adds over the dimensions, and every element of the
@@ -26,16 +27,23 @@ constexpr int64_t kPiece = 256;
 struct CacheShape {
   Dtype dtype;
   int64_t kv_heads, head_dim, block_size;
+  int64_t latent = 0;  // size of a value in a latent cache, which has one KV head; 0: keys and values are two arrays
 
-  int64_t padded() const { return (head_dim + 15) / 16 * 16; }
-  bool panelled() const { return block_size % kPanel == 0; }
+  int64_t value_dim() const { return latent ? latent : head_dim; }
+  int64_t padded() const { return round_up(head_dim); }
+  int64_t padded_value() const { return round_up(value_dim()); }
+  bool panelled() const { return !latent && block_size % kPanel == 0; }
   int64_t item_size() const { return dtype == Dtype::f32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
   int64_t data_bytes() const { return block_size * padded() * item_size(); }  // of a tile, scales not included
   int64_t tile_bytes() const { return data_bytes() + (dtype == Dtype::i8 ? 4 * block_size : 0); }
+
+ private:
+  static int64_t round_up(int64_t dim) { return (dim + 15) / 16 * 16; }
 };
 
 // Writes k and v [T, kv_heads, head_dim] to Step.slots, but for negative ones; strides count elements. int8: each token
-// and head has a scale, its largest magnitude / 127.
+// and head has a scale, its largest magnitude / 127. Of a latent cache k is the first part of the vectors, [T, latent],
+// and v the rest.
 struct CacheWrite {
   const void* k;
   int64_t k_stride;
@@ -47,7 +55,7 @@ struct CacheWrite {
   CacheShape shape;
 };
 
-// Attention of q [T, heads, head_dim] to out [T, heads, head_dim], contiguous, both of type dtype.
+// Attention of q [T, heads, head_dim] to out [T, heads, value_dim], contiguous, both of type dtype.
 struct Attention {
   const void* q;
   int64_t q_stride;
@@ -74,8 +82,8 @@ struct AttentionItem {
   float* states;
 };
 
-// A piece's states: for each row its result [padded], not yet divided by its sum, its largest score and its sum.
-inline int64_t state_floats(const Attention& a) { return a.shape.padded() + 16; }
+// A piece's states: for each row its result [padded_value], not yet divided by its sum, its largest score and its sum.
+inline int64_t state_floats(const Attention& a) { return a.shape.padded_value() + 16; }
 
 struct AttentionTable {
   void (*write)(const CacheWrite&, const Step&, int64_t begin, int64_t end);

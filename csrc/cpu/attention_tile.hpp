@@ -229,12 +229,12 @@ OCTAVO_INLINE void multiply(Product<T>& p, int64_t rows) {
     multiply_tiles(p, rows);
 }
 
-// One token of a panel of values, for the end of a range that is not a whole number of pairs.
+// One token of a panel of values, its first `width` numbers, for the end of a range that is not a whole number of pairs.
 template <typename T>
 void add_token(const float* weights, int64_t weight_stride, int64_t rows, const T* panel, int64_t token, int64_t padded,
-               float* sums, int64_t sum_stride) {
+               int64_t width, float* sums, int64_t sum_stride) {
   const T* pair = panel + token / 2 * 2 * padded;
-  for (int64_t c = 0; c < padded; c += kLanes) {
+  for (int64_t c = 0; c < width; c += kLanes) {
     const F32 y = Pairs<T>::widen(pair + c * Pairs<T>::kColumn, 2 * padded, token % 2);
     for (int64_t r = 0; r < rows; ++r) {
       float* sum = sums + r * sum_stride + c;

@@ -1,6 +1,7 @@
 // Writes keys and values to their slots in the layout of attention.hpp.
 #include "attention_write.hpp"
 
+#include <cstring>
 #include <type_traits>
 
 #include "rows.hpp"
@@ -76,6 +77,15 @@ void put_head(const T* x, const CacheShape& shape, const Place& place, int64_t o
         put_int8(x, shape.head_dim, place, reinterpret_cast<int8_t*>(tile));
 }
 
+// A token's vector of a latent cache, from its two parts.
+template <typename T>
+void put_latent(const T* first, const T* rest, const CacheShape& shape, int64_t offset, char* tile) {
+  T* joined = reinterpret_cast<T*>(attention_scratch(shape.head_dim));
+  std::memcpy(joined, first, sizeof(T) * static_cast<size_t>(shape.latent));
+  std::memcpy(joined + shape.latent, rest, sizeof(T) * static_cast<size_t>(shape.head_dim - shape.latent));
+  put_head(joined, shape, key_place(shape, offset), offset, tile);
+}
+
 }  // namespace
 
 void write_cache(const CacheWrite& a, const Step& step, int64_t begin, int64_t end) {
@@ -86,11 +96,16 @@ void write_cache(const CacheWrite& a, const Step& step, int64_t begin, int64_t e
     for (int64_t row = begin; row < end; ++row) {
       if (step.slots[row] < 0) continue;
       const int64_t block = step.slots[row] / shape.block_size, offset = step.slots[row] % shape.block_size;
+      const T *k = static_cast<const T*>(a.k) + row * a.k_stride, *v = static_cast<const T*>(a.v) + row * a.v_stride;
+      if (shape.latent) {
+        put_latent(k, v, shape, offset, a.key_cache + block * tile_bytes);
+        continue;
+      }
       const Place key = key_place(shape, offset), value = value_place(shape, offset);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         const int64_t tile = (block * shape.kv_heads + head) * tile_bytes, column = head * shape.head_dim;
-        put_head(static_cast<const T*>(a.k) + row * a.k_stride + column, shape, key, offset, a.key_cache + tile);
-        put_head(static_cast<const T*>(a.v) + row * a.v_stride + column, shape, value, offset, a.value_cache + tile);
+        put_head(k + column, shape, key, offset, a.key_cache + tile);
+        put_head(v + column, shape, value, offset, a.value_cache + tile);
       }
     }
   });

@@ -43,14 +43,17 @@ class AttentionOp : public Op {
   int64_t group_;
 };
 
-CacheShape shape_of(Dtype cache_dtype, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+CacheShape shape_of(Dtype cache_dtype, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t latent = 0) {
   if (head_dim < 2 || head_dim % 2 != 0)
     throw std::invalid_argument("head_dim must be even and at least 2, not " + std::to_string(head_dim));
   if (kv_heads < 1) throw std::invalid_argument("kv_heads must be at least 1, not " + std::to_string(kv_heads));
   if (block_size < 1) throw std::invalid_argument("block_size must be at least 1, not " + std::to_string(block_size));
   if (cache_dtype == Dtype::i8 && block_size * ((head_dim + 15) / 16 * 16) % 4 != 0)
     throw std::invalid_argument("scales would not be aligned");
-  return {cache_dtype, kv_heads, head_dim, block_size};
+  if (latent < 0 || latent > head_dim || (latent > 0 && kv_heads != 1))
+    throw std::invalid_argument("a latent cache has one KV head, and values of at most head_dim (" +
+                                std::to_string(head_dim) + ") numbers, not " + std::to_string(latent));
+  return {cache_dtype, kv_heads, head_dim, block_size, latent};
 }
 
 void require_float(Dtype dtype) {
@@ -65,20 +68,20 @@ T* pointer(uintptr_t address) {
 
 OpPtr reshape_and_cache(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t key_cache,
                         uintptr_t value_cache, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
-                        Dtype cache_dtype, int64_t group) {
+                        Dtype cache_dtype, int64_t group, int64_t latent) {
   require_float(dtype);
   return std::make_shared<WriteOp>(CacheWrite{pointer<void>(k), k_stride, pointer<void>(v), v_stride, dtype,
                                               pointer<char>(key_cache), pointer<char>(value_cache),
-                                              shape_of(cache_dtype, kv_heads, head_dim, block_size)},
+                                              shape_of(cache_dtype, kv_heads, head_dim, block_size, latent)},
                                    group);
 }
 
 OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t key_cache, uintptr_t value_cache,
                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
                       Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes,
-                      bool causal, int64_t group) {
+                      bool causal, int64_t group, int64_t latent) {
   require_float(dtype);
-  const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size);
+  const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size, latent);
   if (heads < 1 || heads % kv_heads != 0)
     throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +
                                 std::to_string(heads));
@@ -103,10 +106,10 @@ void bind_attention(nb::module_& m) {
       "Bytes of a block of keys, or of values, of one layer.");
   m.def("reshape_and_cache", &reshape_and_cache, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "key_cache"_a,
         "value_cache"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a,
-        "group"_a = 0);
+        "group"_a = 0, "latent"_a = 0);
   m.def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "key_cache"_a, "value_cache"_a, "heads"_a,
         "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a, "scale"_a, "window"_a = 0,
-        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "causal"_a = true, "group"_a = 0);
+        "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "causal"_a = true, "group"_a = 0, "latent"_a = 0);
   m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
         nb::call_guard<nb::gil_scoped_release>());

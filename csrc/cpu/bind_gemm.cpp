@@ -1,4 +1,5 @@
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -123,6 +124,47 @@ class Linear : public Op {
   bool in_place_;
 };
 
+// Products of heads: row r of head h is x[r * x_stride + h * x_head_stride], and likewise in out. A task has one head.
+class HeadProducts : public Op {
+ public:
+  HeadProducts(std::vector<Weights> weights, const char* x, int64_t x_stride, int64_t x_head_stride, Dtype x_dtype,
+               Product product, int64_t out_head_stride)
+      : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_head_stride_(x_head_stride), x_dtype_(x_dtype),
+        product_(product), out_head_stride_(out_head_stride) {}
+
+  void run(const Step& step) override {
+    const int64_t parts = (step.tokens + kRowsOfTask - 1) / kRowsOfTask;
+    parallel_for(static_cast<int64_t>(weights_.size()) * parts, [&](int64_t task) {
+      run_rows(task / parts, step.tokens * (task % parts) / parts, step.tokens * (task % parts + 1) / parts);
+    });
+  }
+
+ private:
+  static constexpr int64_t kRowsOfTask = 72;
+
+  void run_rows(int64_t head, int64_t begin, int64_t end) const {
+    thread_local Rows memory;
+    Product share = product_;
+    share.weights = weights_[head]->view();
+    share.out = static_cast<char*>(share.out) + (begin * share.out_stride + head * out_head_stride_) * size_of(share.out_dtype);
+    share.x_stride = (share.weights.k + 15) / 16 * 16 + 16;  // rows of a tile must not share lines of the cache
+    float* rows = memory.take(static_cast<size_t>((end - begin) * share.x_stride));
+    isa().gemm->prepare(x_ + (begin * x_stride_ + head * x_head_stride_) * size_of(x_dtype_), x_dtype_, x_stride_,
+                        weights_[head]->k(), share.weights.dtype, rows, share.weights.k, share.x_stride, end - begin);
+    share.x = rows;
+    isa().gemm->multiply(share, 0, share.weights.groups, 0, end - begin);
+  }
+
+  static int64_t size_of(Dtype dtype) { return dtype == Dtype::bf16 ? 2 : 4; }
+
+  std::vector<Weights> weights_;
+  const char* x_;
+  int64_t x_stride_, x_head_stride_;
+  Dtype x_dtype_;
+  Product product_;
+  int64_t out_head_stride_;
+};
+
 void require(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
@@ -148,6 +190,22 @@ OpPtr linear(Weights weights, uintptr_t x, int64_t x_stride, Dtype x_dtype, uint
                                            std::to_string(n) + " columns of the product");
   require(!product.gated || activation != Activation::none, "weights packed as gate and up need an activation");
   return std::make_shared<Linear>(std::move(weights), reinterpret_cast<const void*>(x), x_stride, x_dtype, product);
+}
+
+OpPtr head_products(std::vector<Weights> weights, uintptr_t x, int64_t x_stride, int64_t x_head_stride, Dtype x_dtype,
+                    uintptr_t out, int64_t out_stride, int64_t out_head_stride, Dtype out_dtype) {
+  require(x_dtype != Dtype::i8 && out_dtype != Dtype::i8, "x and out must be float32 or bfloat16");
+  for (const Weights& weight : weights) {
+    require(weight->k() <= x_head_stride && weight->view().n <= out_head_stride,
+            "a head's strides are less than its inputs or outputs");
+    require(weight->order() == PackedLinear::Order::plain, "weights of heads have no gate");
+  }
+  Product product;
+  product.out = reinterpret_cast<void*>(out);
+  product.out_stride = out_stride;
+  product.out_dtype = out_dtype;
+  return std::make_shared<HeadProducts>(std::move(weights), reinterpret_cast<const char*>(x), x_stride, x_head_stride,
+                                        x_dtype, product, out_head_stride);
 }
 
 std::shared_ptr<PackedLinear> pack_linear(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
@@ -177,6 +235,9 @@ void bind_gemm(nb::module_& m) {
         nb::arg("activation") = Activation::none,
         "out[r] = activation(x[r] W^T + bias + add[r]), for each token r of the step; of weights packed with gate_up, "
         "activation(gate) * up.");
+  m.def("head_products", &head_products, nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"),
+        nb::arg("x_head_stride"), nb::arg("x_dtype"), nb::arg("out"), nb::arg("out_stride"), nb::arg("out_head_stride"),
+        nb::arg("out_dtype"), "out[r, h] = x[r, h] W[h]^T, for each token r of the step and each head h.");
   m.def("measure_read_bandwidth", &measure_read_bandwidth, nb::arg("threads"),
         nb::call_guard<nb::gil_scoped_release>(), "Bytes a second that so many threads read from memory.");
   m.def("measure_fma_peak", &measure_fma_peak, nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),

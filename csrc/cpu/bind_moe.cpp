@@ -41,13 +41,18 @@ class ExpertGroup {
     for (size_t e = 0; e < this->gate_up.size(); ++e) {
       const ExpertMatrix &first = *this->gate_up[e], &second = *this->down[e];
       if (!first.gated() || second.gated() || first.outputs() != second.inputs() || first.inputs() != inputs() ||
-          second.outputs() != outputs() || second.pieces() != pieces())
+          second.outputs() != outputs())
         throw std::invalid_argument("the matrices of expert " + std::to_string(e) + " do not fit those of the others");
     }
   }
   int64_t inputs() const { return gate_up[0]->inputs(); }
   int64_t outputs() const { return down[0]->outputs(); }
-  int pieces() const { return down[0]->pieces(); }
+  // Of sums that are joined at the end: the most that a matrix of down has.
+  int pieces() const {
+    int most = 1;
+    for (const auto& matrix : down) most = std::max(most, matrix->pieces());
+    return most;
+  }
 
   const std::vector<ExpertMatrixPtr> gate_up, down;
 };
@@ -87,7 +92,8 @@ class Experts : public Op {
     int64_t add_stride;
   };
 
-  Experts(std::shared_ptr<const ExpertGroup> group, const Rows& rows) : group_(std::move(group)), rows_(rows) {
+  Experts(std::shared_ptr<const ExpertGroup> group, const Rows& rows)
+      : group_(std::move(group)), rows_(rows), pieces_(group_->pieces()) {
     const auto experts = static_cast<int64_t>(group_->gate_up.size());
     at_once_ = std::clamp(kRowsOfExpert * experts / rows.slots, kExpertRows, kMostTokens);
   }
@@ -229,7 +235,7 @@ class Experts : public Op {
     const int64_t first_column = begin * group_->down[0]->unit_columns();
     const int64_t width = (end - begin) * group_->down[0]->unit_columns();
     const int64_t columns = std::min(width, group_->outputs() - first_column);
-    const int pieces = group_->pieces();
+    const int pieces = pieces_;
     const auto floats = static_cast<size_t>(pieces * width);
     auto* sums = reinterpret_cast<float*>(memory_of_sums.take(4 * floats * tokens));
     auto* products = reinterpret_cast<float*>(memory_of_products.take(4 * floats * kExpertRows));
@@ -238,9 +244,9 @@ class Experts : public Op {
       const Block& block = s.blocks[b];
       const void* next = b + 1 < s.blocks.size() ? group_->down[s.blocks[b + 1].expert]->unit(begin) : nullptr;
       const int64_t apart = block.rows * width;
-      group_->down[block.expert]->multiply(block.prepared, block.rows, begin, end,
-                                           {products, width, Dtype::f32, apart}, next);
-      for (int piece = 0; piece < pieces; ++piece)
+      const ExpertMatrix& down = *group_->down[block.expert];
+      down.multiply(block.prepared, block.rows, begin, end, {products, width, Dtype::f32, apart}, next);
+      for (int piece = 0; piece < down.pieces(); ++piece)
         isa().moe->add_scaled(products + piece * apart, width, s.weights.data() + block.first,
                               s.tokens.data() + block.first, block.rows, columns, sums + piece * tokens * width, width);
     }
@@ -251,6 +257,7 @@ class Experts : public Op {
 
   std::shared_ptr<const ExpertGroup> group_;
   Rows rows_;
+  int pieces_;
   int64_t at_once_;
 };
 

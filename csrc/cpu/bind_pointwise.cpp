@@ -123,13 +123,21 @@ OpPtr soft_cap(uintptr_t x, int64_t x_stride, int64_t width, double cap) {
 }
 
 OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64_t heads, int64_t kv_heads,
-             int64_t head_dim, int64_t rotary_dim, uintptr_t cos_sin, Dtype dtype) {
+             int64_t head_dim, int64_t rotary_dim, uintptr_t cos_sin, Dtype dtype, int64_t q_head_stride, uintptr_t out,
+             int64_t out_stride, int64_t out_head_stride) {
   require_float(dtype);
+  if (q_head_stride == 0) q_head_stride = head_dim;
+  if (out == 0) {
+    out = q;
+    out_stride = q_stride;
+    out_head_stride = q_head_stride;
+  }
   if (rotary_dim % 2 != 0 || rotary_dim < 0 || rotary_dim > head_dim)
     throw std::invalid_argument("rotary_dim must be even, from 0 to head_dim (" + std::to_string(head_dim) + "), not " +
                                 std::to_string(rotary_dim));
-  const Rotary arguments{pointer<void>(q), q_stride, pointer<void>(k), k_stride, heads,
-                         kv_heads, head_dim, rotary_dim, pointer<float>(cos_sin), dtype};
+  const Rotary arguments{pointer<void>(q), q_stride, q_head_stride, pointer<void>(out), out_stride, out_head_stride,
+                         pointer<void>(k), k_stride, head_dim, heads, kv_heads, rotary_dim,
+                         pointer<float>(cos_sin), dtype};
   return row_op(&PointwiseTable::rotary, arguments, 2 * (heads + kv_heads) * rotary_dim);
 }
 
@@ -168,7 +176,8 @@ void bind_pointwise(nb::module_& m) {
 
   m.def("activate", &activate, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a, "activation"_a, "gated"_a = false);
   m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
-        "rotary_dim"_a, "cos_sin"_a, "dtype"_a);
+        "rotary_dim"_a, "cos_sin"_a, "dtype"_a, "q_head_stride"_a = 0, "out"_a = 0, "out_stride"_a = 0,
+        "out_head_stride"_a = 0, "Rotates q, in place or to out, and k in place.");
   m.def("argmax", &argmax, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
   m.def("logsumexp", &logsumexp, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
 }

@@ -67,14 +67,16 @@ void soft_cap(const SoftCap& a, const Step&, int64_t begin, int64_t end) {
 
 // ---- rotary positions ---------------------------------------------------------------------------------------------
 
+// Rotates heads of a token; cos_sin has its angles.
 template <typename T>
-void rotate_heads(T* x, int64_t heads, int64_t head_dim, const float* cos, const float* sin, int64_t half) {
-  for (T* head = x; head < x + heads * head_dim; head += head_dim) {
+void rotate_heads(const T* x, int64_t x_step, T* out, int64_t out_step, int64_t heads, const float* cos_sin,
+                  int64_t half) {
+  for (int64_t head = 0; head < heads; ++head, x += x_step, out += out_step) {
     for_vectors(half, [&](int64_t i, auto lanes) {
-      const F32 first = load(head + i, lanes), second = load(head + half + i, lanes);
-      const F32 c = load(cos + i, lanes), s = load(sin + i, lanes);
-      store(head + i, fma(first, c, -(second * s)), lanes);
-      store(head + half + i, fma(second, c, first * s), lanes);
+      const F32 first = load(x + i, lanes), second = load(x + half + i, lanes);
+      const F32 c = load(cos_sin + i, lanes), s = load(cos_sin + half + i, lanes);
+      store(out + i, fma(first, c, -(second * s)), lanes);
+      store(out + half + i, fma(second, c, first * s), lanes);
     });
   }
 }
@@ -84,9 +86,11 @@ void rotary(const Rotary& a, const Step& step, int64_t begin, int64_t end) {
   with_type(a.dtype, [&](auto type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for (int64_t row = begin; row < end; ++row) {
-      const float* cos = a.cos_sin + step.positions[row] * a.rotary_dim;
-      rotate_heads(static_cast<T*>(a.q) + row * a.q_stride, a.heads, a.head_dim, cos, cos + half, half);
-      rotate_heads(static_cast<T*>(a.k) + row * a.k_stride, a.kv_heads, a.head_dim, cos, cos + half, half);
+      const float* cos_sin = a.cos_sin + step.positions[row] * a.rotary_dim;
+      rotate_heads(static_cast<const T*>(a.q) + row * a.q_stride, a.q_head_stride,
+                   static_cast<T*>(a.out) + row * a.out_stride, a.out_head_stride, a.heads, cos_sin, half);
+      T* k = static_cast<T*>(a.k) + row * a.k_stride;
+      rotate_heads<T>(k, a.k_head_stride, k, a.k_head_stride, a.kv_heads, cos_sin, half);
     }
   });
 }

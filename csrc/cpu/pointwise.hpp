@@ -59,14 +59,17 @@ struct Activate {
   bool gated;
 };
 
-// Rotates in place heads of q [T, heads, head_dim] and k [T, kv_heads, head_dim], rows strided: dimension i is paired
-// with i + rotary_dim / 2. cos_sin [max position, rotary_dim]: cosines, then sines, of half as many angles.
+// Rotates the first rotary_dim dimensions of heads of q [T, heads, ..] to out, which may be q, and of k [T, kv_heads, ..]
+// in place: dimension i is paired with i + rotary_dim / 2. cos_sin [max position, rotary_dim]: cosines, then sines, of
+// half as many angles.
 struct Rotary {
-  void* q;
-  int64_t q_stride;
+  const void* q;
+  int64_t q_stride, q_head_stride;
+  void* out;
+  int64_t out_stride, out_head_stride;
   void* k;
-  int64_t k_stride;
-  int64_t heads, kv_heads, head_dim, rotary_dim;
+  int64_t k_stride, k_head_stride;
+  int64_t heads, kv_heads, rotary_dim;
   const float* cos_sin;
   Dtype dtype;
 };

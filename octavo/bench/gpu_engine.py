@@ -122,7 +122,7 @@ def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]
     )
     yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
     network = outline(core.model_config, core.dtype)
-    weights, cached = weight_bytes_read(network), kv_bytes_per_token(network)
+    weights, cached = weight_bytes_read(network, batch), kv_bytes_per_token(network)
     if peak.gb_s:
         yield (
             f"{name}, share of bandwidth",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -104,13 +105,13 @@ def measure(
     gflops: float,
     device: torch.device | str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers, then decode attention, then prefill attention, against these peak rates.
+    """Measures linear layers, experts, then decode attention, then prefill attention, against these peak rates.
 
     Raises:
         ConfigError: the backend does not support such weights.
     """
     device = torch.device(device)
-    for cases in (linear_cases, attention_cases):
+    for cases in (linear_cases, expert_cases, attention_cases):
         for case in cases(kernels, config, types, shapes, device):
             yield measure_case(kernels, case, device, read_gb_s, gflops)
 
@@ -151,7 +152,8 @@ def linear_cases(
     """The matrix products of a layer and of the head, made one at a time as their tensors are large."""
     layers: dict[str, list[Weight]] = {}
     for weight in matrices(types.network(c)):
-        layers.setdefault(weight.name.split(".")[-2], []).append(weight)
+        if weight.active == 1:
+            layers.setdefault(weight.name.split(".")[-2], []).append(weight)
     for name, weights in layers.items():
         for use in _USES.get(name, [""]):
             yield from _linear_cases(kernels, name, weights, use, types.dtype, shapes.rows, device)
@@ -197,6 +199,57 @@ def _linear_cases(
             len(weights),
             _repeated(packed, x, options),
             _decodes(count, 1, device),
+        )
+
+
+def expert_cases(
+    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
+) -> Iterator[Case]:
+    """The experts of each layer, of which each row has as many random ones as a token of the model."""
+    layers: dict[str, list[Weight]] = {}
+    for weight in matrices(types.network(c)):
+        if weight.active < 1:
+            layers.setdefault(weight.name.split(".experts.")[0], []).append(weight)
+    if not layers:
+        return
+    gate_up, down = next(iter(layers.values()))[:2]
+    count = len(next(iter(layers.values()))) // 2
+    slots = round(count * gate_up.active)
+    values = [_random(*weight.shape, dtype=types.dtype, device=device) for weight in (gate_up, down)]
+    packed = []
+    for _ in layers:
+        pairs = [
+            (
+                kernels.pack(values[0].chunk(2), quantization=types.quantization, gated=True),
+                kernels.pack([values[1]], quantization=types.quantization, pieces=down.pieces),
+            )
+            for _ in range(count)
+        ]
+        packed.append(kernels.pack_experts([first for first, _ in pairs], [second for _, second in pairs]))
+    for rows in shapes.rows:
+        x = _random(rows, gate_up.shape[1], dtype=types.dtype, device=device)
+        chosen = torch.rand(rows, count, device=device).argsort(1)[:, :slots].int().contiguous()
+        weights = torch.full((rows, slots), 1 / slots, device=device)
+        add = torch.zeros(rows, down.shape[0], device=device)
+
+        def forward(
+            batch: ForwardBatch, x: Tensor = x, rest: tuple[Tensor, ...] = (chosen, weights, add)
+        ) -> ForwardOutput:
+            for experts in packed:
+                out = experts(x, *rest)
+            return ForwardOutput(out)
+
+        size = size_bytes(gate_up, down)
+        elements = math.prod(gate_up.shape) + math.prod(down.shape)
+        yield Case(
+            "experts",
+            f"{slots} of {count}, {down.shape[0]} x {down.shape[1]}",
+            rows,
+            len(chosen.unique()) * size,
+            2.0 * elements * slots * rows,
+            len(layers),
+            forward,
+            _decodes(rows, 1, device),
         )
 
 

@@ -98,12 +98,12 @@ def share_of_bandwidth(core: EngineCore, run: BatchRun, bandwidth_gb_s: float) -
 
 
 def step_bytes(core: EngineCore, run: BatchRun) -> float:
-    """Bytes that a steady step must read: every matrix once, and each sequence's KV cache once."""
+    """Bytes that a steady step must read: every matrix (of experts the chosen ones) and all KV entries once."""
     options = core.options
     # Where the bandwidth is known, on a GPU, "auto" is never a file's own bits.
     quantization = options.quantization if options.quantization in ("int8", "int4", "fp8") else None
     network = outline(core.model_config, core.dtype, quantization, options.kv_cache_dtype)
-    return weight_bytes_read(network) + run.batch * run.context * kv_bytes_per_token(network)
+    return weight_bytes_read(network, run.batch) + run.batch * run.context * kv_bytes_per_token(network)
 
 
 @dataclass(frozen=True)

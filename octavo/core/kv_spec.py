@@ -44,13 +44,15 @@ class KVSpec:
     window: int | None = None
 
     @property
+    def vectors(self) -> int:
+        """Vectors of ``head_dim`` numbers that a token has for each head: a key and a value, or a latent one."""
+        return {"none": 0, "latent": 1}.get(self.kind, 2)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in this layer's cache: keys, values and scales, without padding."""
-        if self.kind == "none":
-            return 0
         scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0
-        vectors = 1 if self.kind == "latent" else 2
-        return int(vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
+        return int(self.vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
 
 
 @dataclass(frozen=True)

@@ -95,3 +95,8 @@ class ModelConfig:
     quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token in the activations of a layer's attention: q, its result, k and v."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim

@@ -36,7 +36,7 @@ class ModelOptions(_Options):
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
-    tokenizer: str | None = Field(None, description="Folder with tokenizer.json, if not the model's own.")
+    tokenizer: str | None = Field(None, description="Folder with a tokenizer, if not the model's own.")
     skip_tokenizer_init: bool = Field(
         False,
         description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
@@ -247,6 +247,11 @@ class SchedulerOptions(_Options):
         None,
         description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
     )
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether a prompt may be computed in chunks of any length."""
+        return self.enable_chunked_prefill and self.batching == "mixed"
 
     @property
     def token_budget(self) -> int:

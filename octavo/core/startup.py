@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.core.kv_groups import GroupBlocks
+
 GIB = 1 << 30
 
 
@@ -35,8 +37,8 @@ class StartupFacts:
     #: How the checkpoint is quantised; None: it is not.
     checkpoint_quantization: str | None
     kv_cache_dtype: str
-    num_blocks: int
-    num_host_blocks: int
+    #: The KV cache: a group for each kind of layers.
+    groups: list[GroupBlocks]
     block_size: int
     #: Longest sequence in tokens.
     max_model_len: int
@@ -74,13 +76,26 @@ class StartupFacts:
             f"model: {self.model} ({self.architecture}), {_count(self.parameters)} parameters in "
             f"{self.dtype}{quantized}, {weights:.2f} GiB",
             *kernels,
-            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens "
-            f"({self.num_blocks * self.block_size} tokens, {cache:.2f} GiB in {self.kv_cache_dtype}), at most "
+            f"KV cache: {self._cache(cache)}, at most "
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
-            f"{self.num_host_blocks} host blocks ({host:.2f} GiB)",
+            f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)",
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
             f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),
         ]
+
+    def _cache(self, gib: float) -> str:
+        """The blocks of each kind of layers; with a window it is not their tokens that count."""
+        size, memory = self.block_size, f"{gib:.2f} GiB in {self.kv_cache_dtype}"
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            (group,) = self.groups
+            return f"{group.num_blocks} blocks of {size} tokens ({group.num_blocks * size} tokens, {memory})"
+        kinds = (
+            f"{group.num_blocks} for all tokens ({group.num_blocks * size} tokens)"
+            if group.window is None
+            else f"{group.num_blocks} for windows of {group.window} tokens"
+            for group in self.groups
+        )
+        return f"{memory} in blocks of {size} tokens, {' and '.join(kinds)}"
 
 
 def _count(number: float) -> str:

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+
+class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The blocks of one KV group now; see ``SchedulerState``."""
+
+    #: Attention window of its layers, in tokens; None: they keep all.
+    window: int | None
+    used: int
+    cached: int
+    free: int
+    pinned: int
+    host_used: int
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """The numbers, in their order."""
+        return self.used, self.cached, self.free, self.pinned, self.host_used
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that are in use or pinned."""
+        held = self.used + self.pinned
+        return held / max(1, held + self.cached + self.free)
 
 
 class SchedulerState(msgspec.Struct, gc=False):
@@ -14,6 +39,7 @@ class SchedulerState(msgspec.Struct, gc=False):
     num_waiting: int = 0
     num_running: int = 0
     num_swapped: int = 0
+    # Of all KV groups together:
     blocks_used: int = 0
     #: In use by no sequence, kept for prompts that begin alike.
     blocks_cached: int = 0
@@ -31,6 +57,14 @@ class SchedulerState(msgspec.Struct, gc=False):
     #: Prompt tokens looked up in the prefix cache, and found there.
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    #: Blocks of each KV group now, if there are several.
+    groups: list[GroupState] = []
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use or pinned, of the group that has the largest: that one is full first."""
+        whole = GroupState(None, self.blocks_used, self.blocks_cached, self.blocks_free, self.blocks_pinned, 0)
+        return max(group.usage for group in self.groups or [whole])
 
     @property
     def num_blocks(self) -> int:
@@ -71,4 +105,19 @@ class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type
 
 def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     """The statistics of several engine cores together."""
-    return SchedulerStats(*map(sum, zip(*map(msgspec.structs.astuple, replicas), strict=True)))
+    total = SchedulerStats()
+    for name in SchedulerStats.__struct_fields__:
+        if name != "groups":
+            setattr(total, name, sum(getattr(replica, name) for replica in replicas))
+    total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
+    return total
+
+
+def sum_groups(groups: Sequence[GroupState]) -> GroupState:
+    """The blocks of several groups together."""
+    first = groups[0]
+    return (
+        first
+        if len(groups) == 1
+        else GroupState(first.window, *map(sum, zip(*(g.counts for g in groups), strict=True)))
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
+from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
 from octavo.engine.step_loop import StepLoop
@@ -18,7 +19,6 @@ from octavo.executor.executor import make_executor
 from octavo.executor.external import without_clock
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.kv_groups import GroupBlocks, split_memory, window_blocks
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.policies import load_policy
@@ -55,41 +55,36 @@ class EngineCore(StepLoop):
         executor = make_executor(options, fitted, folder, self.dtype, replica)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
         self._end_workers = weakref.finalize(self, executor.shutdown)
-        blocks = executor.num_blocks(context_length)
+        in_flight = options.token_budget * _steps_in_flight(options)
         #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
-        self.max_model_len = min(context_length, blocks * options.block_size)
+        self.max_model_len, counts = executor.cache_size(context_length, in_flight)
         if self.max_model_len < context_length:
             logger.warning(
                 "the KV cache holds %d tokens, less than the context length of %d: longer requests are refused",
                 self.max_model_len,
                 context_length,
             )
-        host_blocks = executor.num_host_blocks()
+        host_counts = executor.num_host_blocks(self.max_model_len, in_flight)
         groups = executor.kv_groups()
         sizes = [
-            GroupBlocks(count, host_count, window)
-            for count, host_count, (_, window) in zip(
-                _split(blocks, groups, options, self.max_model_len),
-                _split(host_blocks, groups, options, self.max_model_len),
-                groups,
-                strict=True,
-            )
+            GroupBlocks(count, host_count, window, block_bytes)
+            for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
         self.blocks = BlockManager(
             sizes,
             options.block_size,
-            max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
+            max_num_batched_tokens=in_flight,
+            cuts_prompts=options.cuts_prompts,
             watermark=options.watermark,
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
         scheduler = Scheduler(self.blocks, options, self.max_model_len, num_stages=executor.num_stages)
-        counts = [size.num_blocks for size in sizes], [size.num_host_blocks for size in sizes]
-        executor.collective_rpc("make_cache", [*counts, self.max_model_len])
+        executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
             if seconds:
-                scheduler.move_cost.observe_move(1, seconds)
+                scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -100,11 +95,10 @@ class EngineCore(StepLoop):
             dtype=self.dtype,
             checkpoint_quantization=checkpoint.name if checkpoint else None,
             kv_cache_dtype=self.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
-            num_blocks=self.blocks.num_blocks,
-            num_host_blocks=sum(size.num_host_blocks for size in sizes),
+            groups=sizes,
             block_size=options.block_size,
             max_model_len=self.max_model_len,
-            full_length_requests=_full_length_requests(sizes, options, self.max_model_len),
+            full_length_requests=KVLayout.of(groups, options, in_flight).full_length_seqs(counts, self.max_model_len),
             max_num_seqs=options.max_num_seqs,
             token_budget=options.token_budget,
             seconds=time.perf_counter() - start,
@@ -166,34 +160,6 @@ def _check_threads(options: EngineConfig) -> None:
             options.num_threads,
             processors,
         )
-
-
-def _split(
-    num_blocks: int, groups: list[tuple[int, int | None]], options: EngineConfig, max_model_len: int
-) -> list[int]:
-    """Blocks for each KV group in the memory of ``num_blocks`` of all of them; ``groups`` as ``Executor.kv_groups``."""
-    if len(groups) == 1:
-        return [num_blocks]
-    block_bytes, windows = [size for size, _ in groups], [window for _, window in groups]
-    return split_memory(
-        num_blocks * sum(block_bytes),
-        block_bytes,
-        windows,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
-        max_model_len=max_model_len,
-    )
-
-
-def _full_length_requests(sizes: list[GroupBlocks], options: EngineConfig, max_model_len: int) -> int:
-    """Most sequences of ``max_model_len`` tokens that the blocks hold at once."""
-    whole = -(-max_model_len // options.block_size)
-
-    def held_by_one(size: GroupBlocks) -> int:
-        return whole if size.window is None else min(whole, window_blocks(size.window, options.block_size))
-
-    return min([options.max_num_seqs, *(size.num_blocks // held_by_one(size) for size in sizes)])
 
 
 def _steps_in_flight(options: EngineConfig) -> int:

@@ -75,13 +75,12 @@ class StatusLine:
             self._queried, self._hits = stats.prefix_queried_tokens, stats.prefix_hit_tokens
 
     def _line(self, stats: StepStats, seconds: float) -> str:
-        blocks, held = stats.num_blocks, stats.blocks_used + stats.blocks_pinned
         queried = stats.prefix_queried_tokens - self._queried
         hits = stats.prefix_hit_tokens - self._hits
         swapped = f", {stats.num_swapped} swapped" if stats.num_swapped else ""
         return (
             f"{stats.num_running} running, {stats.num_waiting} waiting{swapped}; "
             f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
-            f"KV cache {held / blocks if blocks else 0:.1%} used; "
+            f"KV cache {stats.kv_cache_usage:.1%} used; "
             f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
         )

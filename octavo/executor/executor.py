@@ -114,13 +114,15 @@ class Executor(ABC):
         """One step, from its start to its result; errors are those of ``submit`` and ``PendingStep.wait``."""
         return self.submit(plan).wait()
 
-    def num_blocks(self, max_model_len: int) -> int:
-        """KV cache blocks that every worker has memory for."""
-        return min(self.collective_rpc("num_blocks", [max_model_len]))
+    def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
+        """Tokens of the longest sequence, and blocks of each KV group, that every worker has memory for."""
+        lengths, counts = zip(*self.collective_rpc("cache_size", [max_model_len, max_num_batched_tokens]), strict=True)
+        return min(lengths), [*map(min, zip(*counts, strict=True))]
 
-    def num_host_blocks(self) -> int:
-        """Blocks for preempted requests that every worker has memory for."""
-        return min(self.collective_rpc("num_host_blocks"))
+    def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
+        """Blocks of each KV group for preempted requests that every worker has memory for."""
+        counts = self.collective_rpc("num_host_blocks", [max_model_len, max_num_batched_tokens])
+        return [*map(min, zip(*counts, strict=True))]
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         """The groups of KV layers: bytes of a block in all layers of each, on the worker with most; and its window."""

@@ -18,7 +18,7 @@ from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
 
@@ -28,6 +28,7 @@ class LayerCache:
     """KV cache of one layer, in the layout of the backend that made it."""
 
     key: Tensor
+    #: The same tensor as ``key`` in a latent cache.
     value: Tensor
     #: KV group of the layer: index of its block tables and slot mapping in the batch.
     group: int = field(default=0, kw_only=True)
@@ -48,6 +49,8 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
     #: Whether a token attends to no later token. If not, it attends to the whole context, without a window.
     causal: bool = True
+    #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -219,6 +222,10 @@ class Kernels(ABC):
         return plain_route(logits, spec, bias)
 
     @abstractmethod
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """Packs a matrix for each head, weight [H, N, K] of the activations' type; the caller then drops it."""
+
+    @abstractmethod
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
     ) -> Tensor:
@@ -276,7 +283,10 @@ class Kernels(ABC):
 
     @abstractmethod
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes k and v [T, K, D] (last dimension contiguous) to their slots."""
+        """Writes k and v [T, K, D] (last dimension contiguous) to their slots.
+
+        To a latent cache: k [T, 1, value_dim] and v [T, 1, D - value_dim] are the two parts of the tokens' vectors.
+        """
 
     def rotary_and_cache(
         self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cos_sin: Tensor, cache: LayerCache
@@ -285,6 +295,39 @@ class Kernels(ABC):
         q, k = self.rotary(q, k, batch.positions, cos_sin)
         self.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         return q
+
+    def latent_rotary_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        absorb: PackedHeads,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        """The queries of multi-head latent attention, and the tokens' vectors to a latent cache.
+
+        Keys are never expanded (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): a head's query of N dimensions without
+        positions is multiplied by the matrix that would expand its keys.
+
+        Args:
+            q: [T, H, N + R], tokens strided; may be changed in place.
+            latent: [T, L], after its norm.
+            k_rope: [T, R], the keys' dimensions with positions, rows strided; may be changed in place.
+            absorb: from N to L dimensions.
+            batch: positions and slots.
+            cos_sin: [max_position, R], see ``rotary``.
+            cache: vectors of L + R numbers.
+
+        Returns:
+            [T, H, L + R]: N dimensions of q absorbed, and its last R rotated.
+        """
+        rope = k_rope.shape[1]
+        q_nope, q_rope = q.split((q.shape[2] - rope, rope), dim=2)
+        q_rope, k = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
+        self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
+        return torch.cat((absorb(q_nope), q_rope), dim=2)
 
     def check_attention(self, spec: AttentionSpec) -> None:  # noqa: B027
         """Called when a layer is created, to refuse attention that the backend does not support.
@@ -295,7 +338,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-        """Attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D].
+        """Attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D], or [T, H, value_dim].
 
         The positions of queries, ``batch.positions``, are consecutive within a sequence, but need not be the last of
         its context, which has ``batch.seq_lens`` tokens.

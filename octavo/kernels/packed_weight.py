@@ -48,6 +48,19 @@ class PackedWeight(ABC):
         """Bytes of the weight and its bias."""
 
 
+class PackedHeads(ABC):
+    """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+
+
 def stack_rows(parts: Sequence[Tensor]) -> Tensor:
     """The parts [n_i, K] as one matrix; a view if their rows already follow each other in memory, else a copy."""
     first, end = parts[0], parts[0].data_ptr()

@@ -21,7 +21,7 @@ from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.numpy_sampling import NumpySampling
-from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
+from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
@@ -75,6 +75,23 @@ class PlainWeight(PackedWeight):
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True)
+class PlainHeads(PackedHeads):
+    """Matrices of heads of this backend."""
+
+    #: [H, N, K].
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A batch of products."""
+        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.weight.nbytes
+
+
 class ReferenceKernels(Kernels):
     """Plain torch on any device."""
 
@@ -104,12 +121,14 @@ class ReferenceKernels(Kernels):
                 f"the reference backend has no KV cache of type {spec.dtype}; kv_cache_dtype may be auto, float32, "
                 "bfloat16 or float16"
             )
-        return 2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return spec.vectors * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """Keys and values [blocks, block_size, kv_heads, head_dim], one pair a layer, all zero."""
+        """Keys and values [blocks, block_size, kv_heads, head_dim] of each layer, of a latent cache one; all zero."""
         shape, dtype = (blocks, block_size, spec.num_kv_heads, spec.head_dim), torch_dtype(spec.dtype)
-        return [LayerCache(*(_untouched_zeros(shape, dtype, self.device) for _ in range(2))) for _ in range(layers)]
+        arrays = [_untouched_zeros(shape, dtype, self.device) for _ in range(spec.vectors * layers)]
+        pairs = zip(arrays[:: spec.vectors], arrays[spec.vectors - 1 :: spec.vectors], strict=True)
+        return [LayerCache(key, value) for key, value in pairs]
 
     def pack(
         self,
@@ -128,6 +147,10 @@ class ReferenceKernels(Kernels):
                 f"quantization={quantization or 'gguf'!r}"
             )
         return PlainWeight(stack_rows(tensors), bias, gated)
+
+    def pack_heads(self, weight: Tensor) -> PlainHeads:
+        """As it is."""
+        return PlainHeads(weight)
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
@@ -182,9 +205,12 @@ class ReferenceKernels(Kernels):
         return rotated_q, rotated_k
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes k and v [T, K, D] to their slots."""
+        """Writes k and v [T, K, D] to their slots, or as one vector to a latent cache."""
         written = slots >= 0
         slots, k, v = slots[written], k[written], v[written]
+        if cache.value is cache.key:
+            cache.key.view(-1, *cache.key.shape[2:]).index_copy_(0, slots, torch.cat((k, v), dim=2))
+            return
         cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
         cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
@@ -217,7 +243,8 @@ class ReferenceKernels(Kernels):
         read, written = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for source, target in zip(sources, targets, strict=True):
             target.key.index_copy_(0, written, source.key.index_select(0, read))
-            target.value.index_copy_(0, written, source.value.index_select(0, read))
+            if source.value is not source.key:
+                target.value.index_copy_(0, written, source.value.index_select(0, read))
 
 
 def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
@@ -267,13 +294,13 @@ def _decode_slice(
     shape = (sequences, num_blocks * block_size, kv_heads, head_dim)
     blocks = tables.reshape(-1)
     key = _as_heads(cache.key.index_select(0, blocks).view(shape))
-    value = _as_heads(cache.value.index_select(0, blocks).view(shape))
+    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[..., : spec.value_dim])
     value.masked_fill_(beyond[:, None, :, None], 0.0)
     query = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float() * spec.scale
     scores = torch.matmul(query, key.transpose(2, 3)).unsqueeze(3)
     distance = columns - positions.unsqueeze(1)
     weights = _weights(scores, distance[:, None, None, None], beyond[:, None, None, None], spec).squeeze(3)
-    return torch.matmul(weights, value).view(sequences, heads, head_dim).to(q.dtype)
+    return torch.matmul(weights, value).view(sequences, heads, value.shape[-1]).to(q.dtype)
 
 
 def _prefill(
@@ -291,9 +318,9 @@ def _prefill(
     shape = (1, blocks.shape[0] * block_size, kv_heads, head_dim)
     # [K, context, D], from position `origin` to the last one that a query attends to.
     key = _as_heads(cache.key.index_select(0, blocks).view(shape)[:, : last - origin])[0]
-    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : last - origin])[0]
+    value = _as_heads(cache.value.index_select(0, blocks).view(shape)[:, : last - origin, :, : spec.value_dim])[0]
     query = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, length, head_dim).float() * spec.scale
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
     step = max(1, _MAX_ELEMENTS // (heads * (last - origin)))
     for start in range(0, length, step):
         end = min(start + step, length)
@@ -307,8 +334,8 @@ def _prefill(
         scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
         weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, columns >= seq_len, spec)
         attended = torch.matmul(weights.view_as(scores), value[:, seen])
-        out[:, :, start:end] = attended.view(kv_heads, -1, end - start, head_dim)
-    return out.view(heads, length, head_dim).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
+        out[:, :, start:end] = attended.view(kv_heads, -1, end - start, value.shape[-1])
+    return out.view(heads, length, value.shape[-1]).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
 
 
 def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec) -> Tensor:

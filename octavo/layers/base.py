@@ -29,6 +29,8 @@ class Weight(NamedTuple):
     is_tied: bool = False
     #: Pieces in which a product sums the inputs; see ``Kernels.pack``.
     pieces: int = 1
+    #: Share of the tokens for which it is read: of an expert, experts of a token / experts.
+    active: float = 1.0
 
 
 class Layer:

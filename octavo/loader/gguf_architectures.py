@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.loader.gguf_keys import Keys
+from octavo.models.registry import unsupported
 
 #: The order of a file's rows, where transformers has another one. "interleaved": the rows of the two halves of each
 #: head take turns. "qkv": all queries, then all keys, then all values; transformers has them by KV head.
@@ -513,6 +514,6 @@ def architecture_of(keys: Keys) -> Architecture:
     elif name == "llama" and keys.window():
         name = "llama with a window"
     if name not in ARCHITECTURES:
-        known = ", ".join(known for known in ARCHITECTURES if " " not in known)
-        raise UnsupportedModelError(f"{keys.file.path} has the architecture {name!r}; supported: {known}")
+        known = [known for known in ARCHITECTURES if " " not in known]
+        raise unsupported(f"{keys.file.path}: GGUF architecture", name, known)
     return ARCHITECTURES[name]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from octavo.core.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model", "*.tiktoken"]
 #: Copies of the weights in other layouts, which many repositories have.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]

@@ -7,6 +7,7 @@ https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.prot
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,8 @@ class SentencePieceModel:
         Raises:
             TokenizerError: the model contradicts itself.
         """
+        if twice := next((p for p, count in Counter(self.pieces).items() if count > 1), None):
+            raise TokenizerError(f"{self.source}: the token {twice!r} occurs twice")
         tokenizer = Tokenizer(self._unigram() if self.unigram else self._bpe())
         tokenizer.normalizer = normalizers.Sequence(list(self._normalizers()))
         tokenizer.decoder = decoders.Sequence(list(self._decoders()))
@@ -97,9 +100,6 @@ class SentencePieceModel:
 
     def _bpe(self) -> models.BPE:
         ids = {piece: i for i, piece in enumerate(self.pieces)}
-        if len(ids) != len(self.pieces):
-            twice = next(piece for i, piece in enumerate(self.pieces) if ids[piece] != i)
-            raise TokenizerError(f"{self.source}: the token {twice!r} occurs twice")
         # Bytes, control and unknown pieces are never made by merging.
         ranks = {p: -self.scores[i] for p, i in ids.items() if self.types[i] in (NORMAL, USER_DEFINED)}
         merges = merges_by_rank(self.source, ranks, ids)
@@ -109,6 +109,7 @@ class SentencePieceModel:
     def _normalizers(self) -> Iterator[Any]:
         if self.charsmap:
             try:
+                _check_charsmap(self.charsmap)
                 yield normalizers.Precompiled(self.charsmap)
             except Exception as e:  # the library raises plain Exception
                 raise TokenizerError(f"{self.source}: the rules that normalize characters are damaged: {e}") from e
@@ -165,10 +166,45 @@ def parse_sentencepiece(source: Path, data: bytes) -> SentencePieceModel:
         raise UnsupportedModelError(
             f"{source}: SentencePiece models are read if they are BPE or unigram, not type {kind}"
         )
-    if not model.pieces:
-        raise TokenizerError(f"{source} is no SentencePiece model: it has no pieces")
+    if not all(model.pieces) or not model.pieces:
+        raise TokenizerError(f"{source} is no SentencePiece model: it has no pieces, or an empty one")
     model.unigram = kind == _UNIGRAM
     return model
+
+
+def _check_charsmap(data: bytes) -> None:
+    """Whether no text leads out of the arrays of compiled rules, where the library would panic in a request.
+
+    The rules are the length of a double-array trie (Aoe 1989; units as in darts-clone), the trie, whose leaves are
+    positions among texts, and these texts.
+
+    Raises:
+        ValueError: some text would.
+    """
+    import numpy as np
+
+    size = int.from_bytes(data[:4], "little")
+    if size < 4 or size % 4 or size > len(data) - 4:
+        raise ValueError(f"a trie of {size} bytes in {len(data)}")
+    units = np.frombuffer(data, "<u4", size // 4, offset=4).astype(np.int64)
+    texts = np.frombuffer(data, np.uint8, offset=4 + size)
+    texts.tobytes().decode("utf-8")
+    starts = np.append((texts & 0xC0) != 0x80, True)  # of characters, and the end
+    offsets = (units >> 10) << ((units & 0x200) >> 6)
+    letters = np.arange(1, 256)
+    seen = np.zeros(units.size, bool)
+    nodes = np.zeros(1, np.int64)
+    while nodes.size:
+        bases = nodes ^ offsets[nodes]
+        children = bases[:, None] ^ letters
+        if max(bases.max(), children.max()) >= units.size:
+            raise ValueError("the trie leads out of itself")
+        values = units[bases[(units[nodes] >> 8 & 1) == 1]] & 0x7FFFFFFF
+        if values.size and (values.max() >= starts.size or not starts[values].all()):
+            raise ValueError("a rule leads to no text")
+        nodes = np.unique(children[units[children] & 0x800000FF == letters])
+        nodes = nodes[~seen[nodes]]
+        seen[nodes] = True
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -76,7 +76,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     pair = [folder / "vocab.json", folder / "merges.txt"]
     if all(path.is_file() for path in pair):
         return pair
-    single = [folder / "tokenizer.model", folder / "tiktoken.model", *sorted(folder.glob("*.tiktoken"))]
+    single = [folder / "tokenizer.model", *sorted(folder.glob("*.tiktoken"))]
     return [path for path in single if path.is_file()][:1]
 
 
@@ -181,7 +181,7 @@ def _pre_tokenizer(source: Path, name: str, pre: str | None) -> PreTokenizer:
     if pre is None:
         raise UnsupportedModelError(
             f"{source}: the tokenizer of {name} is not published as {source.name}, so how it cuts text is not known; "
-            "name its tokenizer_class in tokenizer_config.json"
+            "name its tokenizer_class in tokenizer_config.json, such as GPT2Tokenizer"
         )
     return PRE_TOKENIZERS[pre]
 
@@ -246,7 +246,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
     added: dict[int, AddedToken] = {}
     for token, token_id in read_object(folder / "added_tokens.json").items():
         added[_id(folder, token_id)] = AddedToken(token, special=token in special, normalized=False)
-    given = config.get("added_tokens_decoder") or {}
+    given = config.get("added_tokens_decoder", {})
     if not isinstance(given, dict):
         raise TokenizerError(f"{folder}: added_tokens_decoder must be an object, not {type(given).__name__}")
     for token_id, entry in given.items():

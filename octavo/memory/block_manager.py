@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from octavo.core.errors import ConfigError
+from octavo.core.kv_groups import GroupBlocks
 from octavo.core.plan import TableChange
-from octavo.memory.block_pool import BlockPool
-from octavo.memory.kv_group import KVGroup, Write
-from octavo.memory.kv_groups import GroupBlocks
+from octavo.memory.block_tables import NO_BLOCK
+from octavo.memory.kv_group import Demand, KVGroup, Write
 from octavo.memory.moves import Moves
 from octavo.memory.pinned_prefixes import PinnedPrefixes
 from octavo.memory.prefix_cache import PrefixMatch, check_room, find_match
@@ -26,6 +26,8 @@ class AllocStatus(enum.Enum):
     LATER = "later"
     NEVER = "never"
 
+
+_NOTHING = Demand()
 
 #: ``_Registration.count`` of a sequence whose blocks must never be registered.
 _NEVER_REGISTER = sys.maxsize
@@ -47,8 +49,8 @@ class BlockManager:
     a group follow those of the group before it, so a block move does not name its group. ``KVGroup`` states the
     invariants of tables and blocks.
 
-    Callers count in blocks of the first group, which keeps the most blocks per sequence; all statistics are those of
-    the first group.
+    Callers count in blocks that keep all tokens (``Demand`` says what windows make of it); statistics are sums over the
+    groups unless they say otherwise.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class BlockManager:
         prefix_caching: bool = False,
         host_cache: bool = False,
         max_num_batched_tokens: int = 0,
+        cuts_prompts: bool = True,
     ) -> None:
         """Creates the pools.
 
@@ -69,10 +72,12 @@ class BlockManager:
                 keeps the most blocks per sequence comes first.
             block_size: Tokens per block, in every group.
             num_host_blocks: Host blocks, if ``num_blocks`` is an integer.
-            watermark: Share of the first group's blocks that admission leaves free.
+            watermark: Share of each group's blocks that admission leaves free.
             prefix_caching: Whether full blocks are registered and found by their content.
             host_cache: Whether the prefix cache may use host blocks that no swapped sequence needs.
             max_num_batched_tokens: Tokens of all steps in flight, for which windowed groups keep room.
+            cuts_prompts: Whether a prompt may be computed in chunks of any length, so that fewer blocks make them
+                shorter (``max_chunk``).
 
         Raises:
             ConfigError: ``host_cache`` with several groups.
@@ -93,13 +98,16 @@ class BlockManager:
                 first_block=first,
                 first_host_block=first_host,
                 host_cache=host_cache,
+                watermark=watermark,
                 max_num_batched_tokens=max_num_batched_tokens,
+                cuts_prompts=cuts_prompts,
             )
             self.groups.append(group)
             first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
         self._first = self.groups[0]
+        self._firsts = [group.device.first for group in self.groups]
         self._windowed = [group for group in self.groups if group.window is not None]
-        self.watermark_blocks = math.ceil(watermark * self.num_blocks)
+        self._cuts_prompts = cuts_prompts
         self._prefix_caching = prefix_caching
         self._registrations: dict[int, _Registration] = {}
         self.pinned = PinnedPrefixes(self.groups)
@@ -110,59 +118,59 @@ class BlockManager:
     # --- statistics -------------------------------------------------------------------------------------------------
 
     @property
-    def device(self) -> BlockPool:
-        """The first group's device blocks."""
-        return self._first.device
-
-    @property
-    def host(self) -> BlockPool:
-        """The first group's host blocks."""
-        return self._first.host
-
-    @property
     def num_blocks(self) -> int:
         """Device blocks in all."""
-        return self.device.num_blocks
+        return sum(group.device.num_blocks for group in self.groups)
 
     @property
     def num_free(self) -> int:
         """Device blocks without references and without cached content."""
-        return self.device.num_free
+        return sum(group.device.num_free for group in self.groups)
 
     @property
     def num_cached(self) -> int:
         """Device blocks without references that the prefix cache keeps."""
-        return self.device.num_cached
+        return sum(group.device.num_cached for group in self.groups)
 
     @property
     def num_pinned(self) -> int:
         """Device blocks of pinned prefixes."""
-        return self.device.num_pinned
+        return sum(group.device.num_pinned for group in self.groups)
 
     @property
     def num_used(self) -> int:
         """Device blocks referenced by tables or by the block moves of this step that are not pinned."""
-        return self.device.num_used
+        return sum(group.device.num_used for group in self.groups)
 
     @property
     def num_available(self) -> int:
         """Device blocks that can be allocated: free and cached."""
-        return self.device.num_available
+        return sum(group.device.num_available for group in self.groups)
 
     @property
     def num_host_blocks(self) -> int:
         """Host blocks in all."""
-        return self.host.num_blocks
+        return sum(group.host.num_blocks for group in self.groups)
 
     @property
     def host_used(self) -> int:
         """Host blocks referenced by swapped sequences or by the block moves of this step."""
-        return self.host.num_used
+        return sum(group.host.num_used for group in self.groups)
 
     @property
     def num_tables(self) -> int:
         """Sequences that hold blocks, on the device or the host."""
         return len(self._first.tables) + len(self._first.on_host.by_id)
+
+    def held_bytes(self, seq_id: int) -> int:
+        """Bytes of the device blocks of a sequence, in all groups; ``GroupBlocks.block_bytes`` says in which unit."""
+        return sum(group.num_held(seq_id) * group.block_bytes for group in self.groups)
+
+    def bytes_of(self, blocks: Sequence[int]) -> int:
+        """Bytes of these device blocks."""
+        if len(self.groups) == 1:
+            return len(blocks) * self._first.block_bytes
+        return sum(self.groups[bisect.bisect_right(self._firsts, block) - 1].block_bytes for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one sequence, the last one perhaps partly filled."""
@@ -172,29 +180,61 @@ class BlockManager:
         """A copy of the sequence's block table in a group; empty if it has no table on the device."""
         return self.groups[group].table(seq_id)
 
+    def held(self, seq_id: int) -> Iterator[tuple[int, int]]:
+        """The device blocks of a sequence in all groups, each with its index in the table."""
+        for group in self.groups:
+            for index, block in enumerate(group.tables.get(seq_id, ())):
+                if block != NO_BLOCK:
+                    yield index, block
+
     def tables(self, seq_id: int) -> list[TableChange]:
         """The sequence's block tables in all groups as changes of empty tables, for a plan that adds the sequence."""
         return [TableChange(seq_id, 0, group.table(seq_id), group.number) for group in self.groups]
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def can_allocate(self, num_blocks: int, reserved_blocks: int = 0, num_seqs: int = 1) -> AllocStatus:
+    def demand(self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0) -> Demand:
+        """The demand of sequences that need ``num_blocks`` more where all tokens are kept, less where a window is.
+
+        Args:
+            num_blocks: Blocks for all tokens, in addition to those held.
+            num_seqs: Sequences that fill windows.
+            seq_ids: Those of them that may hold blocks.
+            own_blocks: Of ``num_blocks``, those of sequences that will be forked from these.
+        """
+        if not self._windowed:
+            return Demand(num_blocks)
+        windows = (
+            num_blocks if group.window is None else min(num_blocks, group.until_full(num_seqs, seq_ids) + own_blocks)
+            for group in self.groups
+        )
+        return Demand(num_blocks, tuple(windows))
+
+    def can_allocate(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> AllocStatus:
         """Whether sequences can be admitted in addition to reserved blocks and the watermark.
 
         Args:
-            num_blocks: Blocks of each group that the sequences will need at most; a windowed group needs no more than
-                its window for each sequence.
-            reserved_blocks: Blocks that running sequences will still need.
+            demand: What the sequences need.
+            reserved: What running sequences will still need.
             num_seqs: Sequences that will hold blocks on the device, the admitted ones included.
         """
-        if not all(group.could_hold(num_blocks, num_seqs) for group in self.groups):
+        if not all(group.could_hold(demand, num_seqs) for group in self.groups):
             return AllocStatus.NEVER
-        fits = self.fits(num_blocks + self.watermark_blocks, reserved_blocks, num_seqs)
+        wanted = demand + reserved
+        fits = all(group.has_room(wanted, num_seqs, group.watermark_blocks) for group in self.groups)
         return AllocStatus.OK if fits else AllocStatus.LATER
 
-    def fits(self, num_blocks: int, reserved_blocks: int = 0, num_seqs: int = 1) -> bool:
+    def fits(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> bool:
         """Whether the blocks are available now; as ``can_allocate``, without the watermark."""
-        return all(group.has_room(num_blocks + reserved_blocks, num_seqs) for group in self.groups)
+        wanted = demand + reserved
+        return all(group.has_room(wanted, num_seqs) for group in self.groups)
+
+    @property
+    def max_chunk(self) -> int:
+        """Tokens of the longest chunk of a prompt for which there are blocks beside its window."""
+        if not self._windowed or not self._cuts_prompts:
+            return sys.maxsize
+        return min(group.chunk_blocks(group.window_blocks) for group in self._windowed) * self.block_size
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +264,18 @@ class BlockManager:
 
     def _can_grow(self, writes: list[Write]) -> bool:
         return all(group.can_grow(writes) for group in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group has a window."""
+        return bool(self._windowed)
+
+    def free_outside_windows(self, sequences: Iterable[tuple[int, int]]) -> None:
+        """Frees what no later token of these sequences reads, cached or not; each is (sequence id, tokens computed).
+
+        ``grow`` does so for those that it is called with; others may hold a chunk that they have computed.
+        """
+        self._free_outside_windows([(seq_id, num_computed, sys.maxsize) for seq_id, num_computed in sequences])
 
     def _free_outside_windows(self, sequences: list[tuple[int, int, int]]) -> None:
         """Each entry is (sequence id, tokens computed, number of first blocks that may be freed)."""
@@ -311,9 +363,9 @@ class BlockManager:
                 registration.count = 0
         return True
 
-    def blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
-        """Device blocks that ``swap_in`` allocates in the first group; in every other group it needs no more."""
-        return len(self._first.on_host.distinct_blocks(seq_ids))
+    def blocks_to_swap_in(self, seq_ids: Sequence[int]) -> tuple[int, ...]:
+        """Device blocks that ``swap_in`` allocates, by group."""
+        return tuple(len(group.on_host.distinct_blocks(seq_ids)) for group in self.groups)
 
     # --- prefix cache -----------------------------------------------------------------------------------------------
 
@@ -394,7 +446,7 @@ class BlockManager:
         """
         if self._num_registered(seq_id) == _NEVER_REGISTER:
             return AllocStatus.LATER
-        chain, beside = self.chain(token_ids, context), self.blocks_for(max_tokens)
+        chain, beside = self.chain(token_ids, context), self.demand(self.blocks_for(max_tokens), 1)
         return AllocStatus.OK if self.pinned.add(name, chain, seq_id, token_ids, beside) else AllocStatus.NEVER
 
     def reset_prefix_cache(self) -> None:

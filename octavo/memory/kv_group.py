@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from octavo.core.kv_groups import GroupBlocks, max_window_seqs, window_blocks
 from octavo.core.plan import TableChange
+from octavo.core.stats import GroupState
 from octavo.memory.block_pool import BlockPool
 from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks
-from octavo.memory.kv_groups import GroupBlocks, max_window_seqs
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_cache import PrefixCache, first_block_read
 from octavo.memory.prefix_chain import PrefixChain
@@ -16,6 +19,27 @@ _NO_BLOCKS: list[int] = []
 
 #: Sequence id, tokens computed, tokens to hold.
 Write = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Blocks that sequences will need until their tokens are computed; demands can be added."""
+
+    #: Of each group, if it kept all tokens.
+    blocks: int = 0
+    #: By group, until the windows of these sequences are full, without a chunk; ``blocks`` where all is kept, or where
+    #: that is less. Empty if no group has a window.
+    windows: tuple[int, ...] = ()
+    #: By group, blocks that are needed in any case; empty: none.
+    exact: tuple[int, ...] = ()
+
+    def __add__(self, other: Demand) -> Demand:
+        """What both need together."""
+        return Demand(self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact))
+
+
+def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(one, other, strict=True))) if one and other else one or other
 
 
 class KVGroup:
@@ -39,12 +63,21 @@ class KVGroup:
         first_block: int = 0,
         first_host_block: int = 0,
         host_cache: bool = False,
+        watermark: float = 0.0,
         max_num_batched_tokens: int = 0,
+        cuts_prompts: bool = True,
     ) -> None:
-        """Creates the pools; ``block_size`` in tokens, ``first_block`` and ``first_host_block`` the first ids."""
+        """Creates the pools; ``block_size`` in tokens, ``first_block`` and ``first_host_block`` the first ids.
+
+        The others as for ``BlockManager``.
+        """
         self.number = number
         self.block_size = block_size
+        self.block_bytes = blocks.block_bytes
         self.window = blocks.window
+        #: Blocks of one sequence's window; see ``window_blocks``.
+        self.window_blocks = 0 if blocks.window is None else window_blocks(blocks.window, block_size)
+        self.watermark_blocks = math.ceil(watermark * blocks.num_blocks)
         self.device = BlockPool(blocks.num_blocks, first_block)
         self.host = BlockPool(blocks.num_host_blocks, first_host_block)
         self.moves = PendingMoves(self.device, self.host)
@@ -53,6 +86,13 @@ class KVGroup:
         self.on_host = BlockTables(self.host)
         self.tables = self.on_device.by_id
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._cuts_prompts = cuts_prompts
+
+    def state(self) -> GroupState:
+        """Its blocks now."""
+        device = self.device
+        counts = device.num_used, device.num_cached, device.num_free, device.num_pinned, self.host.num_used
+        return GroupState(self.window, *counts)
 
     @property
     def max_window_seqs(self) -> int:
@@ -66,13 +106,30 @@ class KVGroup:
         """Device blocks that sequences can have."""
         return self.device.num_blocks - self.device.num_pinned
 
-    def could_hold(self, num_blocks: int, num_seqs: int) -> bool:
-        """As ``has_room``, if nothing else held a block."""
-        return num_blocks <= self.num_unpinned or num_seqs <= self.max_window_seqs
+    def chunk_blocks(self, windows: int) -> int:
+        """Blocks that tokens in flight may take beside so many blocks of windows."""
+        chunk = -(-self._max_num_batched_tokens // self.block_size)
+        return max(1, min(chunk, self.num_unpinned - windows)) if self._cuts_prompts else chunk
 
-    def has_room(self, num_blocks: int, num_seqs: int) -> bool:
-        """Whether this many blocks are available, or ``num_seqs`` sequences in all never need more than there are."""
-        return num_blocks <= self.device.num_available or num_seqs <= self.max_window_seqs
+    def until_full(self, num_seqs: int, seq_ids: Sequence[int]) -> int:
+        """Blocks that so many sequences may still need until each has those of its window; some may hold blocks."""
+        return num_seqs * self.window_blocks - sum(min(self.num_held(seq_id), self.window_blocks) for seq_id in seq_ids)
+
+    def needed(self, demand: Demand) -> int:
+        """Blocks of this group: those of all tokens, or if that is less, of windows and a chunk."""
+        needed = demand.blocks
+        if demand.windows and self.window is not None:
+            windows = demand.windows[self.number]
+            needed = min(needed, windows + self.chunk_blocks(windows))
+        return needed + (demand.exact[self.number] if demand.exact else 0)
+
+    def could_hold(self, demand: Demand, num_seqs: int) -> bool:
+        """As ``has_room``, if nothing else held a block."""
+        return self.needed(demand) <= self.num_unpinned or num_seqs <= self.max_window_seqs
+
+    def has_room(self, demand: Demand, num_seqs: int, beside: int = 0) -> bool:
+        """Whether the blocks and ``beside`` more are available, or the windows of ``num_seqs`` sequences always are."""
+        return self.needed(demand) + beside <= self.device.num_available or num_seqs <= self.max_window_seqs
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
@@ -173,6 +230,10 @@ class KVGroup:
         table = self.tables.get(seq_id, _NO_BLOCKS)
         held = held_blocks(table)
         return [self.device.first] * (len(table) - len(held)) + held
+
+    def num_held(self, seq_id: int) -> int:
+        """Blocks of a sequence on the device."""
+        return len(held_blocks(self.tables.get(seq_id, _NO_BLOCKS)))
 
     def holds_window_at(self, seq_id: int, num_blocks: int) -> bool:
         """Whether a sequence still has the blocks that the token after its first ``num_blocks`` blocks reads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.memory.kv_group import KVGroup
+from octavo.memory.kv_group import Demand, KVGroup
 from octavo.memory.prefix_chain import PrefixChain
 
 
@@ -27,11 +27,11 @@ class PinnedPrefixes:
         beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
         return f"{first.num_unpinned} blocks{beside}"
 
-    def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: int) -> bool:
+    def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: Demand) -> bool:
         """Pins the blocks of the chain, all of which the sequence ``seq_id`` has computed.
 
         Returns:
-            False, and nothing is pinned, if ``beside`` blocks of one sequence would not fit beside the pinned ones.
+            False, and nothing is pinned, if a sequence with the demand ``beside`` would not fit beside the pins.
 
         Raises:
             ValueError: the name is taken.

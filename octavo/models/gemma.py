@@ -23,7 +23,7 @@ from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import rotary_table
+from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Rename
 from octavo.models.config import ConfigReader, common_fields, read_layer_types, read_rope, refuse_activations
@@ -90,9 +90,7 @@ class GemmaForCausalLM(Network):
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary tables anew if they are shorter."""
         for config, table in self._tables:
-            if positions > len(table):
-                longer = rotary_table(config, table.device, positions)
-                table.set_(longer.untyped_storage(), 0, longer.shape, longer.stride())
+            extend_rotary_table(table, config, positions)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""

@@ -14,7 +14,9 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
@@ -45,15 +47,18 @@ class LlamaForCausalLM(Network):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, hidden))
         cos_sin = rotary_table(config, context.device, context.positions)
         self._cos_sin = cos_sin
-        windows = config.sliding_windows or (None,) * config.num_layers
-        self.layers = [
-            self.attach(f"model.layers.{i}", DecoderLayer(config, context, cos_sin, windows[i])) for i in stage
-        ]
+        self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context, cos_sin)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         if self.is_last:
             self.norm = self.attach("model.norm", RMSNorm(context, hidden, config.rms_norm_eps))
             head = ParallelLMHead(context, vocab, hidden, self.embed_tokens if tied else None)
             self.head = self.attach("lm_head", head)
+
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> DecoderLayer:
+        """Layer ``index`` of the network."""
+        windows = config.sliding_windows
+        attention = Attention(config, context, cos_sin, windows[index] if windows else None)
+        return DecoderLayer(config, context, attention, MLP(config, context))
 
     def position_bytes(self) -> int:
         """Bytes of a row of the rotary table."""
@@ -118,13 +123,15 @@ class LlamaForCausalLM(Network):
 class DecoderLayer(Layer):
     """Attention, then the MLP; each has the norm of the residual stream as its input and is added to the stream."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, attention: Attention | LatentAttention, mlp: MLP | SparseMoE
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = self.attach("input_layernorm", RMSNorm(context, hidden, eps))
-        self.attention = self.attach("self_attn", Attention(config, context, cos_sin, window))
+        self.attention = self.attach("self_attn", attention)
         self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
-        self.mlp = self.attach("mlp", MLP(config, context))
+        self.mlp = self.attach("mlp", mlp)
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""

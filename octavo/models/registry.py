@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 NETWORKS = {
     "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
     "CohereForCausalLM": ("cohere", "octavo.models.cohere", "CohereForCausalLM"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "FalconForCausalLM": ("falcon", "octavo.models.falcon", "FalconForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
     "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt2", "GPTBigCodeForCausalLM"),
@@ -27,14 +32,35 @@ NETWORKS = {
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
+    "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "StableLmForCausalLM": ("stablelm", "octavo.models.stablelm", "StableLmForCausalLM"),
     "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.starcoder2", "Starcoder2ForCausalLM"),
 }
+
+
+#: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
+_STATE_SPACE = re.compile(
+    r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
+    r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
+)
+_SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$")
+
+
+def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
+    """The error for a kind of model that is not among ``supported``, with the reason or the nearest one if known."""
+    reason = ": state-space layers are not supported" if _STATE_SPACE.search(name.lower()) else ""
+    known = {_SUFFIX.sub("", other).lower(): other for other in supported}
+    near = [] if reason else difflib.get_close_matches(_SUFFIX.sub("", name).lower(), known, n=1)
+    hint = f"; the nearest is {known[near[0]]!r}" if near else ""
+    return UnsupportedModelError(f"{what} {name!r} is not supported{reason}; supported: {', '.join(supported)}{hint}")
 
 
 def supported_architectures() -> list[str]:
@@ -54,9 +80,7 @@ def network_class(architecture: str) -> type[Network]:
         UnsupportedModelError: there is none.
     """
     if architecture not in NETWORKS:
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}"
-        )
+        raise unsupported("architecture", architecture, supported_architectures())
     _, module, name = NETWORKS[architecture]
     network: type[Network] = getattr(import_module(module), name)
     return network

@@ -37,13 +37,18 @@ def outline(config: ModelConfig, dtype: str, quantization: str | None = None, kv
 
 
 def matrices(network: Network) -> list[Weight]:
-    """The matrices of the layers and the head, which every step reads."""
+    """The matrices of the layers and the head, which every step reads, except those of experts that none chose."""
     return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
 
 
 def num_parameters(network: Network) -> int:
     """Numbers in the weights of this rank, tied ones once."""
     return sum(math.prod(weight.shape) for weight in network.weights() if not weight.is_tied)
+
+
+def num_active_parameters(network: Network) -> int:
+    """As ``num_parameters``, of a mixture of experts with as many experts as a token has."""
+    return round(sum(math.prod(weight.shape) * weight.active for weight in network.weights() if not weight.is_tied))
 
 
 def size_bytes(*weights: Weight) -> int:
@@ -66,9 +71,12 @@ def loading_bytes(network: Network, *, copies: bool) -> int:
     return size_bytes(*weights) + (max(map(size_bytes, matrices(network)), default=0) if copies else 0)
 
 
-def weight_bytes_read(network: Network) -> int:
-    """Least bytes of weights that a step reads: each matrix once."""
-    return size_bytes(*matrices(network))
+def weight_bytes_read(network: Network, tokens: int = 1) -> int:
+    """Least bytes of weights that a step of ``tokens`` tokens reads: each matrix once.
+
+    Of experts those that are chosen, on average if all are chosen equally often and independently.
+    """
+    return round(sum(size_bytes(weight) * (1 - (1 - weight.active) ** tokens) for weight in matrices(network)))
 
 
 def kv_bytes_per_token(network: Network) -> int:
@@ -77,13 +85,20 @@ def kv_bytes_per_token(network: Network) -> int:
 
 
 def layer_weights(network: Network) -> int:
-    """Elements of the matrices of all layers, without the embedding and the head."""
-    return sum(math.prod(weight.shape) for weight in network.weights() if weight.kind == "linear")
+    """Elements of the matrices of all layers that a token is multiplied with, without the embedding and the head."""
+    weights = (weight for weight in network.weights() if weight.kind == "linear")
+    return round(sum(math.prod(weight.shape) * weight.active for weight in weights))
 
 
 def prefill_operations(network: Network, tokens: int) -> int:
     """Operations (a multiply-add is two) to prefill one prompt: matrices, causal attention, one row of logits."""
-    c, pairs = network.config, tokens * (tokens + 1) // 2
+    c = network.config
     products = 2 * layer_weights(network) * tokens
-    attention = 4 * c.num_layers * c.num_heads * c.head_dim * pairs
+    attention = 4 * c.num_heads * sum(spec.head_dim * _pairs(tokens, spec.window) for spec in network.kv_specs)
     return products + attention + 2 * c.vocab_size * c.hidden_size
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """Pairs of a token of a prompt and one that it attends to, itself included."""
+    near = min(tokens, window or tokens)
+    return near * (near + 1) // 2 + (tokens - near) * near

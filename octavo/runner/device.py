@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from octavo.core.config import EngineConfig
+from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.kernels import resolve_device
 from octavo.kernels.forward_batch import ForwardBatch
@@ -15,7 +16,7 @@ from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import StepInputs
-from octavo.runner.memory import CudaMemory, WorkerShare
+from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
 from octavo.runner.pending import CudaTimers, StepTimer
 
 
@@ -35,26 +36,26 @@ class Device(ABC):
         """Bytes that weights may take."""
 
     @abstractmethod
-    def num_blocks(
-        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
-    ) -> int:
-        """KV cache blocks of ``block_bytes`` each that fit beside the weights and the largest step.
+    def cache_size(
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> CacheSize:
+        """The KV cache that fits beside the weights and the largest step.
 
-        Each position of the longest sequence takes ``position_bytes`` beside them.
+        Each position of the longest sequence takes ``position_bytes`` beside it.
 
         Raises:
-            InsufficientMemoryError: too few do; see ``memory.num_blocks``.
+            InsufficientMemoryError: too little does; see ``memory.cache_size``.
         """
 
-    def num_host_blocks(self, block_bytes: int) -> int:
+    def num_host_blocks(self, layout: KVLayout, max_model_len: int) -> list[int]:
         """Blocks of host memory for preempted requests; see ``memory.num_host_blocks``."""
-        return self._host_blocks_within(self._free_for_caches(), block_bytes)
+        return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
         return memory.free_for_caches(self._config, self._options, self._share)
 
-    def _host_blocks_within(self, free: int, block_bytes: int) -> int:
-        return memory.num_host_blocks(self._config, self._options, block_bytes, free, self._share.local_size)
+    def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:
+        return memory.num_host_blocks(layout, self._options, free, max_model_len, self._share.local_size)
 
     @abstractmethod
     def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
@@ -82,16 +83,15 @@ class HostDevice(Device):
         """The worker's share of what is free on the host."""
         return self._share.free_memory()
 
-    def num_blocks(
-        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
-    ) -> int:
-        """See ``memory.num_blocks``; the largest step is estimated."""
+    def cache_size(
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> CacheSize:
+        """See ``memory.cache_size``; the largest step is estimated."""
         free = self._free_for_caches()
         # Swapping moves blocks within this memory, so the host blocks are subtracted although they are not touched
         # before they are used: otherwise memory would be short just when the cache is full.
-        host_blocks = self._host_blocks_within(free, block_bytes)
-        free -= host_blocks * block_bytes
-        return memory.num_blocks(self._options, block_bytes, free, max_model_len, position_bytes)
+        free -= layout.size(self._host_blocks_within(free, layout, max_model_len))
+        return memory.cache_size(layout, self._options, free, max_model_len, position_bytes)
 
     def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``Device``."""
@@ -125,15 +125,15 @@ class CudaDevice(Device):
         """As the driver and torch count it."""
         return self._memory.free()
 
-    def num_blocks(
-        self, block_bytes: int, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
-    ) -> int:
-        """See ``memory.num_gpu_blocks``; the largest step is measured."""
+    def cache_size(
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+    ) -> CacheSize:
+        """See ``memory.gpu_cache_size``; the largest step is measured."""
         peak = 0
         if self._options.num_gpu_blocks_override is None:
             peak = memory.measure_peak(run_largest_step, self._memory)
         total = self._memory.total()
-        return memory.num_gpu_blocks(self._options, block_bytes, total, peak, max_model_len, position_bytes)
+        return memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
 
     def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """In one copy from pinned memory."""

@@ -16,6 +16,7 @@ import torch
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InsufficientMemoryError
+from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 from octavo.layers.context import LayerContext
@@ -24,6 +25,8 @@ from octavo.runner.cgroups import MemoryLimit, group_limits
 
 GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
+#: Tokens of the longest sequence by default if its length takes no KV cache, as all layers have windows.
+_LONGEST_CONTEXT = 1 << 20
 #: Defaults of ``gpu_memory_utilization``: of what is free on a CPU, where other programs live; of all a GPU has.
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
 
@@ -75,8 +78,7 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
 
     Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
     """
-    heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
-    row = 4 * config.hidden_size + heads + 3 * config.intermediate_size
+    row = 4 * config.hidden_size + config.attention_width + 3 * config.intermediate_size
     logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
     return 4 * (options.token_budget * row + logits)
 
@@ -101,20 +103,22 @@ def free_for_caches(config: ModelConfig, options: EngineConfig, share: WorkerSha
     return max(0, share.free_memory() - activation_bytes(config, options))
 
 
-def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int, free: int, workers: int = 1) -> int:
-    """Host blocks of ``block_bytes`` each for what preempted requests hold, of ``free`` bytes of host memory.
+def num_host_blocks(
+    layout: KVLayout, options: EngineConfig, free: int, max_model_len: int, workers: int = 1
+) -> list[int]:
+    """Host blocks of each KV group for what preempted requests hold, of ``free`` bytes of host memory.
 
-    Both are those of one of the machine's ``workers``, which divide ``swap_space``.
+    ``layout`` and ``free`` are those of one of the machine's ``workers``, which divide ``swap_space``.
 
-    ``num_host_blocks_override`` if given. Else as many as ``swap_space`` holds, by default 4 GiB or a tenth of what is
-    free if that is less, or none if the other options never move a block there; and never more than ``max_num_seqs``
-    sequences of full length could use.
+    ``num_host_blocks_override`` if given: with several groups, the memory of so many blocks of each. Else as many as
+    ``swap_space`` holds, by default 4 GiB or a tenth of what is free if that is less, or none if the other options
+    never move a block there; and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens could use.
 
     Raises:
         InsufficientMemoryError: the ``swap_space`` that was asked for is more than what is free.
     """
     if options.num_host_blocks_override is not None:
-        return options.num_host_blocks_override
+        return _override(layout, options.num_host_blocks_override, max_model_len)
     free *= workers
     space = _default_swap_space(options, free) if options.swap_space is None else int(options.swap_space * GIB)
     if space > free:
@@ -122,8 +126,15 @@ def num_host_blocks(config: ModelConfig, options: EngineConfig, block_bytes: int
             f"swap_space={options.swap_space:g} GiB is more than the {free / GIB:.3f} GiB that are free beside the "
             "weights and the largest step's activations; lower it (0: preempted requests are recomputed)"
         )
-    full_length = -(-config.max_position // options.block_size)
-    return min(space // workers // block_bytes, full_length * options.max_num_seqs)
+    return layout.split(space // workers, layout.longest(space // workers, max_model_len))
+
+
+def _override(layout: KVLayout, num_blocks: int, max_model_len: int) -> list[int]:
+    """The memory of so many blocks of each KV group, divided among the groups."""
+    if len(layout.windows) == 1:
+        return [num_blocks]
+    num_bytes = num_blocks * sum(layout.block_bytes)
+    return layout.split(num_bytes, layout.longest(num_bytes, max_model_len), limited=False)
 
 
 def _default_swap_space(options: EngineConfig, free: int) -> int:
@@ -132,12 +143,24 @@ def _default_swap_space(options: EngineConfig, free: int) -> int:
     return min(_DEFAULT_SWAP_SPACE, free // 10)
 
 
-def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len: int, position_bytes: int = 0) -> int:
-    """KV cache blocks of ``block_bytes`` each on a CPU, of ``free`` bytes of its memory.
+@dataclass(frozen=True)
+class CacheSize:
+    """The KV cache that a worker has memory for."""
 
-    ``num_gpu_blocks_override`` if given. Else those of ``kv_cache_memory_bytes``, or of the share
-    ``gpu_memory_utilization`` of what is free, less ``position_bytes`` for each position of the longest sequence; and
-    never more than ``max_num_seqs`` sequences of full length could use.
+    #: Tokens of the longest sequence that it holds.
+    max_model_len: int
+    #: Of each KV group.
+    num_blocks: list[int]
+
+
+def cache_size(
+    layout: KVLayout, options: EngineConfig, free: int, max_model_len: int, position_bytes: int = 0
+) -> CacheSize:
+    """The KV cache on a CPU, of ``free`` bytes of its memory, for sequences of up to ``max_model_len`` tokens.
+
+    ``num_gpu_blocks_override`` blocks if given: with several groups, the memory of so many blocks of each. Else those
+    of ``kv_cache_memory_bytes``, or of the share ``gpu_memory_utilization`` of what is free, less ``position_bytes``
+    for each position of the longest sequence; and never more than ``max_num_seqs`` sequences of full length could use.
 
     Raises:
         InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
@@ -150,19 +173,19 @@ def num_blocks(options: EngineConfig, block_bytes: int, free: int, max_model_len
         f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB that are free beside the weights, the "
         "largest step and the swap space gives",
     )
-    return _blocks_within(options, block_bytes, budget, max_model_len, position_bytes)
+    return _size_within(layout, options, budget, max_model_len, position_bytes)
 
 
-def num_gpu_blocks(
-    options: EngineConfig, block_bytes: int, total: int, peak: int, max_model_len: int, position_bytes: int = 0
-) -> int:
-    """KV cache blocks of ``block_bytes`` each on a GPU with ``total`` bytes of memory.
+def gpu_cache_size(
+    layout: KVLayout, options: EngineConfig, total: int, peak: int, max_model_len: int, position_bytes: int = 0
+) -> CacheSize:
+    """The KV cache on a GPU with ``total`` bytes of memory.
 
-    As ``num_blocks``, but ``gpu_memory_utilization`` is a share of all memory, and what it leaves beside ``peak``, the
+    As ``cache_size``, but ``gpu_memory_utilization`` is a share of all memory, and what it leaves beside ``peak``, the
     bytes in use at the peak of the largest step, is for the blocks.
 
     Raises:
-        InsufficientMemoryError: as ``num_blocks``.
+        InsufficientMemoryError: as ``cache_size``.
     """
     share = options.gpu_memory_utilization or _GPU_SHARE
     budget = _Budget(
@@ -171,7 +194,7 @@ def num_gpu_blocks(
         f"gpu_memory_utilization={share} of the GPU's {total / GIB:.3f} GiB, less {peak / GIB:.3f} GiB for weights and "
         "the largest step, leaves",
     )
-    return _blocks_within(options, block_bytes, budget, max_model_len, position_bytes)
+    return _size_within(layout, options, budget, max_model_len, position_bytes)
 
 
 @dataclass(frozen=True)
@@ -184,11 +207,14 @@ class _Budget:
     source: str
 
 
-def _blocks_within(
-    options: EngineConfig, block_bytes: int, given: _Budget, max_model_len: int, position_bytes: int
-) -> int:
-    if options.num_gpu_blocks_override is not None:
-        return options.num_gpu_blocks_override
+def _size_within(
+    layout: KVLayout, options: EngineConfig, given: _Budget, max_model_len: int, position_bytes: int
+) -> CacheSize:
+    if options.max_model_len is None and None not in layout.windows:  # windows alone set no limit
+        max_model_len = min(max_model_len, _LONGEST_CONTEXT)
+    if (override := options.num_gpu_blocks_override) is not None:
+        longest = layout.longest(override * sum(layout.block_bytes), max_model_len)
+        return CacheSize(longest, _override(layout, override, max_model_len))
     asked, budget, source = options.kv_cache_memory_bytes, given.meant, given.source
     if asked is not None:
         if asked > given.free:
@@ -198,18 +224,26 @@ def _blocks_within(
             )
         budget, source = asked, f"kv_cache_memory_bytes={asked} is"
     else:
-        tokens = budget // (block_bytes // options.block_size + position_bytes or 1)
-        budget -= position_bytes * max(0, min(tokens, max_model_len))
-    per_sequence = -(-max_model_len // options.block_size)
-    least = per_sequence if options.max_model_len is not None else 1
-    if budget < least * block_bytes:
-        what = f"one sequence of {max_model_len} tokens" if least > 1 else "one block"
+        budget -= position_bytes * _positions(layout, budget, max_model_len, position_bytes)
+    given_length = options.max_model_len is not None
+    least = layout.size(layout.held(max_model_len)) if given_length else sum(layout.block_bytes)
+    if budget < least:
+        what = f"one sequence of {max_model_len} tokens" if given_length else "one block"
         raise InsufficientMemoryError(
-            f"the KV cache of {what} needs {least * block_bytes / GIB:.3f} GiB, but {source} "
+            f"the KV cache of {what} needs {least / GIB:.3f} GiB, but {source} "
             f"{max(0, budget) / GIB:.3f} GiB; lower max_model_len, max_num_batched_tokens, max_num_seqs or swap_space, "
             "or raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
-    return min(budget // block_bytes, per_sequence * options.max_num_seqs)
+    longest = layout.longest(budget, max_model_len)
+    return CacheSize(longest, layout.split(budget, longest))
+
+
+def _positions(layout: KVLayout, budget: int, max_model_len: int, position_bytes: int) -> int:
+    """Positions of the longest sequence that the budget holds, its row in the tables of positions included."""
+    kept = sum(size for size, window in zip(layout.block_bytes, layout.windows, strict=True) if window is None)
+    if not kept:  # what windows hold is no larger for a longer sequence: half of the budget at most for the tables
+        budget //= 2
+    return max(0, min(max_model_len, budget // (kept // layout.block_size + position_bytes or 1)))
 
 
 class DeviceMemory(Protocol):

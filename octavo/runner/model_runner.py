@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_groups import KVLayout
+from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
@@ -29,7 +31,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
-from octavo.models.sizes import outline_network, weight_bytes
+from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
@@ -74,10 +76,12 @@ class ModelRunner:
         layout = ranks.layout
         self._device = make_device(options, config, share)
         self.device = self._device.torch_device
+        # Of the whole network: kernels that serve some of its layers only are not chosen.
+        kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
         kernels = load_kernels(
             options.kernels,
             str(self.device),
-            head_dim=config.head_dim,
+            head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
             deterministic=options.deterministic,
             # An exchange between stages is a call on the host, which a graph cannot hold.
             enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
@@ -105,7 +109,8 @@ class ModelRunner:
         )
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
-        kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
+        for spec in kv_specs:
+            kernels.block_bytes(spec, options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
         self._folder, self._context = folder, context
         #: Seconds of each part of the start.
@@ -149,19 +154,26 @@ class ModelRunner:
             dict(self._startup_seconds),
         )
 
-    def num_blocks(self, max_model_len: int) -> int:
-        """KV cache blocks that the memory allows now; see ``Device.num_blocks``."""
+    def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
+        """Tokens of the longest sequence, and blocks of each KV group, that the memory allows now.
+
+        See ``Device.cache_size``; ``max_num_batched_tokens`` are those of all steps in flight.
+        """
         with self._timed("memory profile"):
-            return self._device.num_blocks(
-                self._block_bytes(),
+            size = self._device.cache_size(
+                self._kv_layout(max_num_batched_tokens),
                 self.model.position_bytes(),
                 max_model_len,
                 lambda: self._run_largest_step(max_model_len),
             )
+        return size.max_model_len, size.num_blocks
 
-    def num_host_blocks(self) -> int:
-        """Blocks for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
-        return self._device.num_host_blocks(self._block_bytes())
+    def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
+        """Blocks of each KV group for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
+        return self._device.num_host_blocks(self._kv_layout(max_num_batched_tokens), max_model_len)
+
+    def _kv_layout(self, max_num_batched_tokens: int) -> KVLayout:
+        return KVLayout.of(self.kv_groups(), self.options, max_num_batched_tokens)
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
@@ -191,8 +203,9 @@ class ModelRunner:
     def _run_largest_step(self, max_model_len: int) -> None:
         """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
         # No context is longer than what all of the memory could hold, whatever the model says.
-        room = self._device.free_memory() // self._block_bytes() * self.options.block_size
-        batch = largest_step(self._largest(min(max_model_len, max(1, room))), self.device)
+        layout = self._kv_layout(self.options.token_budget)
+        room = layout.longest(self._device.free_memory(), max_model_len)
+        batch = largest_step(self._largest(max(1, room)), self.device)
         output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
         if output.logits is None:
             return

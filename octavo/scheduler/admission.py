@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import AllocStatus
+from octavo.memory.kv_group import Demand
 from octavo.memory.prefix_chain import PrefixChain
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
@@ -17,6 +20,8 @@ from octavo.scheduler.step import (
     restore_sharing,
     schedule_prefill,
 )
+
+_ONE_BLOCK = Demand(1)
 
 
 class Admission:
@@ -38,15 +43,18 @@ class Admission:
         if group.num_seqs > self._options.max_num_seqs:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
-        needed = full + group.num_seqs * self._blocks.blocks_for(rest + group.samples)
-        if self._never_fits(group, needed) and self._never_fits(group, needed - self._pinned_hits(group)):
-            return (
-                f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed} KV cache blocks, "
-                f"but there are {self._blocks.pinned.capacity}"
-            )
+        own = self._blocks.blocks_for(rest + group.samples)
+        needed = self._blocks.demand(full + group.num_seqs * own, own_blocks=(group.num_seqs - 1) * own)
+        if self._never_fits(group, needed):
+            sharing = replace(needed, blocks=needed.blocks - self._pinned_hits(group))
+            if sharing == needed or self._never_fits(group, sharing):
+                return (
+                    f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed.blocks} KV "
+                    f"cache blocks, but there are {self._blocks.pinned.capacity}"
+                )
         return None
 
-    def _never_fits(self, group: SequenceGroup, needed: int) -> bool:
+    def _never_fits(self, group: SequenceGroup, needed: Demand) -> bool:
         return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
 
     def _pinned_hits(self, group: SequenceGroup) -> int:
@@ -107,19 +115,21 @@ class Admission:
         blocks = self._blocks
         if not self._within_max_num_seqs(group) or self.has_tokens_in_flight(group):
             return False
-        reserved_blocks = self._reserved_blocks(step)
-        if not self._fits(group, 1, reserved_blocks):
+        reserved = self._reserved(step)
+        if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # the common case needs no prefix cache lookup
         first = group.seqs[0]
-        match = blocks.match(first.token_ids, self._prefix_chain(group)) if self._may_use_prefix_cache(group) else None
+        match = None
+        if self._may_use_prefix_cache(group):
+            match = blocks.match(self._tokens_to_match(group), self._prefix_chain(group))
         needed = blocks_still_needed(blocks, group)
         if match is not None:
             # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
-            needed += min(0, blocks.cost(match) - match.num_full)
-        if not self._fits(group, needed, reserved_blocks):
+            needed = replace(needed, blocks=needed.blocks + min(0, blocks.cost(match) - match.num_full))
+        if not self._fits(group, needed, reserved):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
-        if not prompt_chunks(group, step.budget, self._options) and not _awaits_sharing(group):
+        if not prompt_chunks(self._blocks, group, step.budget, self._options) and not _awaits_sharing(group):
             first.num_computed = 0
             return False
         if match is not None:
@@ -136,10 +146,9 @@ class Admission:
         blocks = self._blocks
         if not self._within_max_num_seqs(group) or len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
-        reserved_blocks = self._reserved_blocks(step)
-        swapped_in = blocks.blocks_to_swap_in(group.seq_ids)
         for_next_tokens = len(group.seqs) if self._queues.running else 0
-        if not self._fits(group, swapped_in + for_next_tokens, reserved_blocks) or not blocks.swap_in(group.seq_ids):
+        needed = Demand(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
+        if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.seq_ids):
             return False
         step.swapped_groups.append(group)
         self._queues.start_running(group)
@@ -158,7 +167,7 @@ class Admission:
         if group.prefilling and len(group.seqs) > 1 and group.is_prefilled:
             queues.finish_prefill(group)
         if group.prefilling:
-            chunks = prompt_chunks(group, step.budget, self._options)
+            chunks = prompt_chunks(self._blocks, group, step.budget, self._options)
             if chunks and allocate_slots(queues, chunks, step):
                 schedule_prefill(queues, group, chunks, step)
                 step.budget -= sum(n for _, n in chunks)
@@ -166,28 +175,42 @@ class Admission:
             step.decodes += group.seqs
             step.budget -= len(group.seqs)
 
-        if group.prefilling and step.reserved_blocks is not None:
-            step.reserved_blocks += blocks_still_needed(self._blocks, group)
+        if group.prefilling and step.reserved is not None:
+            step.reserved += blocks_still_needed(self._blocks, group)
 
-    def _reserved_blocks(self, step: Step) -> int:
-        """Blocks that partly computed prompts still need; counted once a step."""
-        if step.reserved_blocks is None:
-            step.reserved_blocks = sum(blocks_still_needed(self._blocks, g) for g in self._queues.prefilling)
-        return step.reserved_blocks
+    def _reserved(self, step: Step) -> Demand:
+        """What partly computed prompts still need; counted once a step."""
+        if step.reserved is None:
+            step.reserved = self._needed_by_prompts()
+        return step.reserved
+
+    def _needed_by_prompts(self) -> Demand:
+        return sum((blocks_still_needed(self._blocks, g) for g in self._queues.prefilling), Demand())
 
     def _within_max_num_seqs(self, group: SequenceGroup) -> bool:
         return self._queues.num_running_seqs + group.num_seqs <= self._options.max_num_seqs
 
-    def _fits(self, group: SequenceGroup, needed: int, reserved_blocks: int) -> bool:
+    def _fits(self, group: SequenceGroup, needed: Demand, reserved: Demand) -> bool:
         num_seqs = self._queues.num_running_seqs + group.num_seqs
         # A group that runs alone may use the watermark too; otherwise one as long as the pool would never run.
         if not self._queues.running:
-            return self._blocks.fits(needed, reserved_blocks, num_seqs)
-        return self._blocks.can_allocate(needed, reserved_blocks, num_seqs) is AllocStatus.OK
+            return self._blocks.fits(needed, reserved, num_seqs)
+        return self._blocks.can_allocate(needed, reserved, num_seqs) is AllocStatus.OK
 
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
         """Logprobs of the prompt need the logits of all its tokens, so nothing of it is taken from the cache."""
         return group.request.task.prompt_logprobs is None
+
+    def _tokens_to_match(self, group: SequenceGroup) -> list[int]:
+        """The tokens of its first sequence, as far as others are to share them.
+
+        Of a longer match, the blocks in the window at its end are taken, and not those that the others would read.
+        """
+        tokens = group.seqs[0].token_ids
+        if len(group.seqs) == 1 or not self._blocks.has_windows:
+            return tokens
+        shared = [seq.shared_prefix[1] for seq in group.seqs if seq.shared_prefix is not None]
+        return tokens[: 1 + min(shared) * self._blocks.block_size] if shared else tokens
 
     def _prefix_chain(self, group: SequenceGroup) -> PrefixChain:
         """The digests of its blocks; kept, as a group may be looked up many times before it fits."""
@@ -218,9 +241,8 @@ class Admission:
         return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:
-        reserved_blocks = sum(blocks_still_needed(self._blocks, g) for g in self._queues.prefilling)
         return self._within_max_num_seqs(group) and self._fits(
-            group, blocks_still_needed(self._blocks, group), reserved_blocks
+            group, blocks_still_needed(self._blocks, group), self._needed_by_prompts()
         )
 
 

@@ -18,23 +18,23 @@ class MoveCost:
     """Observed cost of swapping blocks and of recomputing tokens."""
 
     def __init__(self) -> None:
-        #: Seconds to move one block one way, and to prefill one token; None until observed.
-        self.seconds_per_block: float | None = None
+        #: Seconds to move a byte one way, and to prefill one token; None until observed.
+        self.seconds_per_byte: float | None = None
         self.seconds_per_token: float | None = None
 
-    def observe_move(self, blocks: int, seconds: float) -> None:
-        """Adds an observation: ``blocks`` were moved in ``seconds``."""
-        self.seconds_per_block = _smooth(self.seconds_per_block, seconds / blocks)
+    def observe_move(self, num_bytes: int, seconds: float) -> None:
+        """Adds an observation: so many bytes were moved in ``seconds``. Blocks of KV groups differ in size."""
+        self.seconds_per_byte = _smooth(self.seconds_per_byte, seconds / num_bytes)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Adds an observation: a step of ``tokens``, most of them of prompts, took ``seconds``."""
         self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
 
-    def swap_is_cheaper(self, blocks: int, tokens: int) -> bool:
-        """Whether moving ``blocks`` out and back takes less time than recomputing ``tokens``; False until observed."""
-        if self.seconds_per_block is None or self.seconds_per_token is None:
+    def swap_is_cheaper(self, num_bytes: int, tokens: int) -> bool:
+        """Whether moving the bytes out and back takes less time than recomputing ``tokens``; False until observed."""
+        if self.seconds_per_byte is None or self.seconds_per_token is None:
             return False
-        return 2 * blocks * self.seconds_per_block < tokens * self.seconds_per_token
+        return 2 * num_bytes * self.seconds_per_byte < tokens * self.seconds_per_token
 
 
 def _smooth(average: float | None, observed: float) -> float:
@@ -75,13 +75,13 @@ class Preemption:
         if len(group.seqs) > 1:
             return True
         seq = group.seqs[0]
-        return self.cost.swap_is_cheaper(len(self._blocks.table(seq.seq_id)), seq.num_computed)
+        return self.cost.swap_is_cheaper(self._blocks.held_bytes(seq.seq_id), seq.num_computed)
 
     def _swap_out(self, group: SequenceGroup) -> bool:
         if not self._blocks.swap_out(group.seq_ids):
             return False
         group.num_swaps += 1
-        group.num_swapped_blocks += self._blocks.blocks_to_swap_in(group.seq_ids)
+        group.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.seq_ids))
         self._stats.preemptions_by_swap += 1
         self._queues.requeue(group, SequenceStatus.SWAPPED)
         return True

@@ -126,7 +126,7 @@ class Running:
         for group in queues.prefilling:
             if step.budget <= 0:
                 break
-            work = prompt_chunks(group, step.budget, self._options)
+            work = prompt_chunks(queues.blocks, group, step.budget, self._options)
             if not work:  # it has to be computed whole, and must not be overtaken
                 step.budget = 0
                 break

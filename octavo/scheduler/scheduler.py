@@ -9,7 +9,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
-from octavo.core.stats import SchedulerStats
+from octavo.core.stats import SchedulerStats, sum_groups
 from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
@@ -45,7 +45,7 @@ class Scheduler:
         Raises:
             ValueError: ``max_model_len`` tokens do not fit the blocks.
         """
-        if blocks.can_allocate(blocks.blocks_for(max_model_len)) is AllocStatus.NEVER:
+        if blocks.can_allocate(blocks.demand(blocks.blocks_for(max_model_len))) is AllocStatus.NEVER:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
@@ -247,9 +247,9 @@ class Scheduler:
 
     def _observe_costs(self, step: Step, plan: StepPlan, result: StepResult) -> None:
         """Updates the observed costs of moving a block and of computing a token."""
-        moved = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
-        if moved and result.swap_seconds:
-            self._preemption.cost.observe_move(moved, result.swap_seconds)
+        if result.swap_seconds:
+            moved = [block for block, _ in plan.blocks_to_swap_out] + [block for _, block in plan.blocks_to_swap_in]
+            self._preemption.cost.observe_move(self.blocks.bytes_of(moved), result.swap_seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
             computing = result.seconds - result.swap_seconds
             self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
@@ -265,9 +265,12 @@ class Scheduler:
         stats, queues, blocks = self._stats, self.queues, self.blocks
         stats.num_waiting, stats.num_running = queues.num_waiting, len(queues.running)
         stats.num_swapped = len(queues.swapped)
-        stats.blocks_used, stats.blocks_cached = blocks.num_used, blocks.num_cached
-        stats.blocks_free, stats.host_blocks_used = blocks.num_free, blocks.host_used
-        stats.blocks_pinned = blocks.num_pinned
+        groups = [group.state() for group in blocks.groups]
+        total = sum_groups(groups)
+        stats.blocks_used, stats.blocks_cached, stats.blocks_free = total.used, total.cached, total.free
+        stats.blocks_pinned, stats.host_blocks_used = total.pinned, total.host_used
+        if len(groups) > 1:
+            stats.groups = groups
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 
@@ -277,8 +280,6 @@ class Scheduler:
         held: dict[int, int] = {}
         for group in self.queues.running:
             for seq in group.seqs:
-                left = seq.num_computed
-                for block in self.blocks.table(seq.seq_id):
-                    held[block] = max(held.get(block, 0), min(size, left))
-                    left = max(0, left - size)
-        return len(held) * size - sum(held.values())
+                for index, block in self.blocks.held(seq.seq_id):
+                    held[block] = max(held.get(block, 0), min(size, seq.num_computed - index * size))
+        return len(held) * size - sum(max(0, tokens) for tokens in held.values())

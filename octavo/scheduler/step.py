@@ -10,6 +10,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.plan import Fork, NewSequence, StepPlan, TableChange
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import Demand
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 
@@ -41,7 +42,7 @@ class Step:
     #: Groups whose blocks this step moves to the host or back.
     swapped_groups: list[SequenceGroup] = field(default_factory=list)
     #: Blocks that partly computed prompts still need; None until counted.
-    reserved_blocks: int | None = None
+    reserved: Demand | None = None
     #: Groups that were admitted, for the first time or again.
     admitted: list[SequenceGroup] = field(default_factory=list)
     #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
@@ -51,15 +52,17 @@ class Step:
     num_prompt_tokens: int = 0
 
 
-def prompt_chunks(group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
-    """The chunks that a prefilling group computes within a budget of tokens.
+def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
+    """The chunks that a prefilling group computes within a budget of tokens, and of blocks beside its windows.
 
     Of several sequences, none computes its last token yet: a group samples together, when all are prefilled.
     """
     held_back = 1 if len(group.seqs) > 1 else 0
     whole = not options.enable_chunked_prefill or _wants_whole_prompt(group, options)
-    if group.is_long and not whole:
-        budget = min(budget, options.long_prefill_token_threshold)
+    if not whole:
+        budget = min(budget, blocks.max_chunk)
+        if group.is_long:
+            budget = min(budget, options.long_prefill_token_threshold)
     chunks: Chunks = []
     for seq in group.seqs:
         if seq.shared_prefix is not None:
@@ -91,13 +94,14 @@ def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
             queues.new_seqs.append(seq)
 
 
-def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> int:
-    """Blocks that a group still needs until its tokens are computed and it has forked."""
-    total = group.num_pending_forks  # each writes into a block of its own next
+def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> Demand:
+    """What a group still needs until its tokens are computed and it has forked."""
+    forks = group.num_pending_forks  # each writes into a block of its own next
+    total = forks
     for seq in group.seqs:
         held = seq.shared_prefix[1] if seq.shared_prefix is not None else len(blocks.table(seq.seq_id))
         total += max(0, blocks.blocks_for(len(seq.token_ids)) - held)
-    return total
+    return blocks.demand(total, len(group.seqs), group.seq_ids, forks)
 
 
 def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
@@ -105,18 +109,34 @@ def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
     blocks = queues.blocks
     short = [(seq, n) for seq, n in work if seq.free_slots < n]
     if short:
-        changes = blocks.grow([(s.seq_id, s.num_computed, s.num_computed + n) for s, n in short])
+        writes = [(s.seq_id, s.num_computed, s.num_computed + n) for s, n in short]
+        changes = blocks.grow(writes)
+        if changes is None and blocks.has_windows:
+            blocks.free_outside_windows(_behind_windows(queues))
+            changes = blocks.grow(writes)
         if changes is None:
             return False
         step.table_changes += changes
         for seq, n in short:
             slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
             free_slots = min(slots, seq.max_length - 1) - seq.num_computed
-            # Without free slots it comes here again before its next token, which may depend on a result.
-            seq.free_slots = n if seq.group.plans_on_results else free_slots
+            # Without free slots it comes here again before its next token, which may depend on a result, or before
+            # which what the chunk leaves behind the window is freed.
+            again = seq.group.plans_on_results or (n > 1 and blocks.has_windows)
+            seq.free_slots = n if again else free_slots
     for seq, n in work:
         seq.free_slots -= n
     return True
+
+
+def _behind_windows(queues: Queues) -> list[tuple[int, int]]:
+    """Running sequences that may hold more than their windows, and how many of their tokens are computed.
+
+    That number may still fall where drafts await their result, and where sequences are to share a beginning again they
+    share what is behind the window, too.
+    """
+    groups = (g for g in queues.running if not (g.awaits_result or (g.prefilling and len(g.seqs) > 1)))
+    return [(seq.seq_id, seq.num_computed) for group in groups for seq in group.seqs]
 
 
 def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:

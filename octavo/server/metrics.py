@@ -120,6 +120,13 @@ class Metrics:
     def _make_cache(self) -> None:
         families = self._by_replica
         families["blocks"] = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["replica", "state"])
+        # A model whose layers have blocks of one kind has no series of these.
+        families["group_blocks"] = self._gauge(
+            "kv_cache_group_blocks",
+            "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its "
+            "layers attend to; all: the whole context.",
+            ["replica", "group", "window", "state"],
+        )
         families["capacity"] = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.", ["replica"])
         families["host_blocks"] = self._gauge(
             "kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.", ["replica"]
@@ -190,6 +197,7 @@ class _ReplicaMetrics:
             "num_blocks": families["capacity"](replica),
             "host_blocks_used": families["host_blocks"](replica),
         }
+        self._group_blocks = lambda *labels: families["group_blocks"](replica, *labels)
         self._totals = {
             "preemptions_by_recompute": _Total(preemptions(replica, "recompute")),
             "preemptions_by_swap": _Total(preemptions(replica, "swap")),
@@ -202,6 +210,10 @@ class _ReplicaMetrics:
         """Takes queues, blocks and totals."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
+        for number, group in enumerate(stats.groups):
+            window = "all" if group.window is None else str(group.window)
+            for state in ("used", "cached", "free", "pinned"):
+                self._group_blocks(str(number), window, state).set(getattr(group, state))
         for name, total in self._totals.items():
             total.set_total(getattr(stats, name))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo import LLM, SamplingParams
+from octavo.core.config import EngineConfig
+from octavo.core.errors import InvalidRequestError, TokenizerError, UnsupportedModelError
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 
 TEXTS = [
@@ -188,11 +191,39 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_missing_tokenizer_says_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_text("")
-    with pytest.raises(TokenizerError, match=r"no tokenizer\.json.*tokenizer\.model.*save_pretrained"):
+    (tmp_path / "old_tokenizer.bin").write_text("")
+    (tmp_path / "vocab.json").write_text("{}")  # without merges.txt it is nothing
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json.*old_tokenizer\.bin.*merges\.txt.*save_pretrained"):
         load_tokenizer(tmp_path)
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_model_generates_with_the_files_that_its_family_was_published_with(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    shutil.copytree(tiny_model, folder)
+    own = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(own["model"]["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    texts = []
+    for path in (tiny_model, folder):
+        llm = LLM(str(path), dtype="float32", num_gpu_blocks_override=16)
+        texts.append(llm.generate("Hi é", SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text)
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize("given", ["vocab.json", "tokenizer.model"])
+def test_random_weights_come_with_the_tokenizer_that_there_is(tiny_model: Path, tmp_path: Path, given: str) -> None:
+    shutil.copy(tiny_model / "config.json", tmp_path)
+    options = EngineConfig(model=str(tmp_path), load_format="dummy")
+    assert isinstance(find_tokenizer(options, tmp_path), NoTokenizer)
+    (tmp_path / given).write_text("?")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises((TokenizerError, UnsupportedModelError), match=given):
+        find_tokenizer(options, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}'])

@@ -29,16 +29,16 @@ class Worker:
         self.cache: tuple[Any, ...] = ()
         self.fails = self.is_lost = False
 
-    def num_blocks(self, max_model_len: int) -> int:
+    def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         if not self.blocks:
             raise InsufficientMemoryError("no memory")
-        return self.blocks
+        return min(max_model_len, self.blocks * 4), [self.blocks]
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         return [(4096, None)]
 
-    def num_host_blocks(self) -> int:
-        return self.host_blocks
+    def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
+        return [self.host_blocks]
 
     def make_cache(self, *sizes: Any) -> None:
         self.cache = sizes
@@ -111,11 +111,13 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
     tiny_model: Path, executor: TwoWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(tiny_model)
-    assert (engine.blocks.num_blocks, engine.executor.num_host_blocks()) == (30, 9)
+    assert (engine.blocks.num_blocks, engine.blocks.num_host_blocks) == (30, 9)
     assert engine.max_model_len == 30 * 4, "the context that the smaller worker can hold"
     caches = [worker.cache for worker in executor.workers]
     assert caches[0] == caches[1] and caches[0][-1] == 120
-    assert engine.scheduler.move_cost.seconds_per_block == 0.5, "a block has moved when the slower worker has moved it"
+    assert engine.scheduler.move_cost.seconds_per_byte == 0.5 / 4096, (
+        "a block has moved when the slower worker has moved it"
+    )
     facts = engine.startup
     assert [worker.seconds for worker in facts.workers] == [{"weights": 0.25}, {"weights": 0.5}]
     lines = facts.lines()

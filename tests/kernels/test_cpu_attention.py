@@ -43,11 +43,13 @@ class Network:
     soft_cap: float = 0.0
     alibi: bool = False
     causal: bool = True
+    #: Of a latent cache, with one KV head: how many numbers of a key are its value.
+    latent: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
         slopes = tuple(2.0**-i for i in range(1, self.heads + 1)) if self.alibi else None
-        return AttentionSpec(self.head_dim**-0.5, self.window, self.soft_cap or None, slopes, self.causal)
+        return AttentionSpec(self.head_dim**-0.5, self.window, self.soft_cap or None, slopes, self.causal, self.latent)
 
     @property
     def heads(self) -> int:
@@ -72,7 +74,9 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // n.block_size) for length in lengths]
         total = sum(counts) + 2
-        [self.cache] = attention.make_cache(1, total, n.block_size, n.kv_heads, n.head_dim, n.cache_dtype)
+        vectors = 1 if n.latent else 2
+        [self.cache] = attention.make_cache(1, total, n.block_size, n.kv_heads, n.head_dim, n.cache_dtype, vectors)
+        assert (self.cache.key is self.cache.value) == bool(n.latent)
         for blocks in (self.cache.key, self.cache.value):
             blocks.fill_(0xFF)  # a NaN in every type and scale
         free = torch.randperm(total, generator=generator).tolist()
@@ -107,7 +111,7 @@ class World:
         tables = torch.zeros(len(parts), 1 + max([len(s.blocks) for s, _, _ in parts], default=0), dtype=torch.int32)
         for row, (s, _, _) in zip(tables, parts, strict=True):
             row[: len(s.blocks)] = torch.tensor(s.blocks, dtype=torch.int32)
-        out = torch.full((tokens, n.heads, n.head_dim), float("nan"), dtype=n.dtype)
+        out = torch.full((tokens, n.heads, n.latent or n.head_dim), float("nan"), dtype=n.dtype)
         step = _cpu.Step(
             tokens,
             len(parts),
@@ -118,7 +122,8 @@ class World:
             block_tables=tables.data_ptr(),
             block_table_stride=tables.stride(0),
         )
-        attention.write_op(k, v, self.cache).run(step)
+        parts_of_k = (k[:, :, : n.latent], k[:, :, n.latent :].clone()) if n.latent else (k, v)
+        attention.write_op(*parts_of_k, self.cache).run(step)
         attention.attention_op(q, self.cache, out, n.spec).run(step)
         return list(out.split(counts))
 
@@ -127,8 +132,10 @@ class World:
         n, sequence, spec, context = self.network, self.sequences[s], self.network.spec, end + after
         q = sequence.q[begin:end].double()
         k, v = (
-            as_cached(x[:context], n.cache_dtype).repeat_interleave(n.group, dim=1) for x in (sequence.k, sequence.v)
+            as_cached(x[:context], n.cache_dtype).repeat_interleave(n.group, dim=1)
+            for x in (sequence.k, sequence.k if n.latent else sequence.v)
         )
+        v = v[:, :, : n.latent]
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
         if n.soft_cap:
             scores = n.soft_cap * torch.tanh(scores / n.soft_cap)
@@ -172,6 +179,17 @@ networks = st.builds(
     soft_cap=st.sampled_from([0.0, 0.0, 5.0]),
     alibi=st.booleans(),
 )
+latents = st.builds(
+    Network,
+    group=st.integers(1, 40),
+    kv_heads=st.just(1),
+    head_dim=st.integers(17, 80).map(lambda i: 2 * i),
+    block_size=st.one_of(st.integers(1, 33), st.sampled_from([16, 32])),
+    dtype=st.sampled_from([F32, BF16]),
+    cache_dtype=st.sampled_from([F32, BF16, I8]),
+    latent=st.integers(1, 32),
+)
+networks = st.one_of(networks, networks, latents)
 
 
 seeds = st.integers(0, 2**31)
@@ -260,6 +278,7 @@ VARIANTS = [
     Network(group=7, kv_heads=1, head_dim=72, block_size=5),
     Network(window=37, soft_cap=4.0, alibi=True),
     Network(window=290, cache_dtype=I8, block_size=7),
+    Network(group=6, kv_heads=1, head_dim=144, block_size=16, latent=128),
 ]
 
 
@@ -348,6 +367,18 @@ def test_a_cache_takes_as_much_memory_as_its_tokens() -> None:
     assert cache.key.shape == (3, 16 * 2 * (64 + 4))  # and a scale
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 4 * 592), (BF16, 2 * 592), (I8, 592 + 4)])
+def test_a_latent_cache_has_one_vector_a_token_and_its_blocks_are_moved_once(dtype: torch.dtype, size: int) -> None:
+    first, second = (attention.make_cache(2, 4, 8, 1, 578, dtype, vectors=1) for _ in range(2))
+    for i, cache in enumerate(first):
+        assert cache.value is cache.key and cache.key.shape == (4, 8 * size)  # 578 padded to a multiple of 16
+        cache.key.copy_(torch.arange(4)[:, None] + 10 * i)
+    attention.copy_blocks(first, [(0, 1), (1, 0)])  # done twice, they would be where they were
+    assert [cache.key[:, 0].tolist() for cache in first] == [[1, 0, 2, 3], [11, 10, 12, 13]]
+    attention.swap_blocks(first, second, [(3, 0), (1, 2)])
+    assert [cache.key[:, -1].tolist() for cache in second] == [[3, 0, 0, 0], [13, 0, 10, 0]]
+
+
 def test_what_cannot_be_is_refused() -> None:
     from octavo.core.errors import ConfigError
 
@@ -357,3 +388,8 @@ def test_what_cannot_be_is_refused() -> None:
         attention.make_cache(1, 1, 16, 1, 7, BF16)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         _cpu.paged_attention(0, 0, 0, 0, 0, 4, 3, 64, 16, _cpu.Dtype.bf16, _cpu.Dtype.bf16, 1.0)
+    for kv_heads, latent in ((2, 32), (1, 65)):
+        with pytest.raises(ValueError, match="a latent cache has one KV head, and values of at most head_dim"):
+            _cpu.paged_attention(
+                0, 0, 0, 0, 0, 4, kv_heads, 64, 16, _cpu.Dtype.bf16, _cpu.Dtype.bf16, 1.0, latent=latent
+            )

@@ -232,3 +232,73 @@ def test_an_unknown_family_is_refused_with_the_known_ones(tmp_path: Path, tiny_l
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path, tiny_llama: Any) -> None:
     with pytest.raises(TokenizerError, match="only 100 embeddings"):
         written(tiny_llama(tmp_path / "m.gguf"), vocab_size=100)
+
+
+def kind_file(path: Path, kind: str, tokens: list[str], types: list[int], **numbers: Any) -> Path:
+    """A vocabulary of a kind, with the metadata ``tokenizer.ggml.<name>``."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in numbers.items():
+        if name == "scores":
+            writer.add_token_scores(value)
+        else:
+            writer.add_uint32(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_unigram_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    pieces = [*"▁helowrdt", "▁the", "▁hello", "hell", "▁wor", "ld", "lo", "▁world", "[PAD21]"]
+    tokens = ["<pad>", "</s>", "<unk>", *pieces]
+    scores = [0.0] * 3 + [-3.0 - 0.1 * i for i in range(len(pieces))]
+    path = kind_file(tmp_path / "m.gguf", "t5", tokens, [3, 3, 2] + [1] * (len(pieces) - 1) + [5], scores=scores)
+    ours, theirs = written(path), transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for text in ["hello world", "  the   hell worldthe ", "é the", "", "low lord</s>"]:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+    assert ours.decode(ours("hello the world", add_special_tokens=False)["input_ids"]) == "hello the world"
+
+
+def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    bert = [*special, "hello", "world", "un", "##aff", "##able", "!", ",", "e", "##e", "日", "a", "##b"]
+    (tmp_path / "vocab.txt").write_text("\n".join(bert), encoding="utf-8")
+    theirs = transformers.BertTokenizer(vocab={token: i for i, token in enumerate(bert)})
+    tokens = [t if t in special else t[2:] if t.startswith("##") else f"▁{t}" for t in bert]
+    ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3, "padding_token_id": 0}
+    for types in ([3] * 5 + [1] * (len(bert) - 5), [1] * len(bert)):  # older files call all of them normal
+        path = kind_file(tmp_path / f"{types[0]}.gguf", "bert", tokens, types, **ids)
+        ours = written(path)
+        for text in ["Hello WORLD!", "unaffable, unable", "日日 éb ab", "[MASK] hello", "xyz", ""]:
+            if types[0] == 1 and "[MASK]" in text:
+                continue
+            assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+    assert ours.decode(ours("hello unaffable", add_special_tokens=False)["input_ids"]) == "hello unaffable"
+
+
+def test_word_pieces_without_the_special_tokens_of_bert_are_refused(tmp_path: Path) -> None:
+    path = kind_file(tmp_path / "m.gguf", "bert", ["[CLS]", "[SEP]", "▁a"], [3, 3, 1], cls_token_id=0)
+    with pytest.raises(TokenizerError, match="unknown_token_id"):
+        written(path)
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2, llama, t5, bert"):
+        written(kind_file(tmp_path / "m.gguf", "rwkv", ["a"], [1]))
+
+
+def test_gemma_s_runs_of_spaces_and_line_breaks_are_single_tokens(tmp_path: Path) -> None:
+    runs = ["\n", "\n\n", "  ", "   "]
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    pieces = ["▁a", "▁", "a", "▁b", "b"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *runs, *byte_tokens, *pieces]
+    types = [3] * 4 + [4] * 4 + [6] * 256 + [1] * len(pieces)
+    scores = [-1000.0] * 8 + [0.0] * 256 + [-float(i) for i in range(len(pieces))]
+    numbers = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_space_prefix": 0}
+    ours = written(kind_file(tmp_path / "m.gguf", "llama", tokens, types, scores=scores, **numbers))
+    text = "a   b\n\n\na a    b\u00e9"
+    assert ours.tokenize(text) == ["a", "   ", "b", "\n\n", "\n", "a", "▁a", "   ", "▁b", "<0xC3>", "<0xA9>"]
+    assert ours.decode(ours(text)["input_ids"], skip_special_tokens=True) == text

@@ -6,6 +6,7 @@ import pytest
 
 from octavo.core.plan import TableChange
 from octavo.memory.block_manager import AllocStatus, BlockManager
+from octavo.memory.kv_group import Demand
 
 
 def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[TableChange]:
@@ -54,15 +55,15 @@ def test_growth_without_enough_blocks_changes_nothing() -> None:
 
 def test_the_watermark_holds_blocks_back_from_admission_only() -> None:
     manager = BlockManager(10, 4, watermark=0.15)
-    assert manager.watermark_blocks == 2
-    assert manager.can_allocate(8) is AllocStatus.OK
-    assert manager.can_allocate(9) is AllocStatus.LATER
-    assert manager.can_allocate(8, reserved_blocks=1) is AllocStatus.LATER
-    assert manager.can_allocate(10) is AllocStatus.LATER
-    assert manager.can_allocate(11) is AllocStatus.NEVER
-    assert manager.fits(10)
-    assert manager.fits(8, reserved_blocks=2)
-    assert not manager.fits(8, reserved_blocks=3)
+    assert manager.groups[0].watermark_blocks == 2
+    assert manager.can_allocate(Demand(8)) is AllocStatus.OK
+    assert manager.can_allocate(Demand(9)) is AllocStatus.LATER
+    assert manager.can_allocate(Demand(8), reserved=Demand(1)) is AllocStatus.LATER
+    assert manager.can_allocate(Demand(10)) is AllocStatus.LATER
+    assert manager.can_allocate(Demand(11)) is AllocStatus.NEVER
+    assert manager.fits(Demand(10))
+    assert manager.fits(Demand(8), reserved=Demand(2))
+    assert not manager.fits(Demand(8), reserved=Demand(3))
     assert manager.grow([(0, 0, 40)]) is not None
 
 
@@ -190,10 +191,10 @@ def test_a_group_is_swapped_with_each_shared_block_once() -> None:
     assert manager.is_swapped(1)
     assert manager.table(0) == []
     assert manager.num_tables == 2
-    assert (manager.num_free, manager.host_used, manager.host.num_available) == (4, 3, 0)
+    assert (manager.num_free, manager.host_used, manager.groups[0].host.num_available) == (4, 3, 0)
     out = dict(manager.take_moves().swap_out)
     assert len(out) == 3
-    assert manager.blocks_to_swap_in([0, 1]) == 3
+    assert manager.blocks_to_swap_in([0, 1]) == (3,)
     assert manager.swap_in([0, 1])
     back = dict(manager.take_moves().swap_in)
     for seq_id, blocks in before.items():
@@ -208,7 +209,7 @@ def test_swapping_out_without_host_room_changes_nothing() -> None:
     table = manager.table(0)
     assert not manager.swap_out([0])
     assert manager.table(0) == table
-    assert manager.host.num_available == 1
+    assert manager.groups[0].host.num_available == 1
     assert manager.take_moves() == ([], [], [])
 
 
@@ -241,9 +242,9 @@ def test_host_blocks_in_a_plan_are_not_reused_before_it_is_complete() -> None:
     manager.take_moves()
     assert manager.swap_out([1])
     manager.free(1)
-    assert manager.host.num_available == 0
+    assert manager.groups[0].host.num_available == 0
     manager.take_moves()
-    assert manager.host.num_available == 2
+    assert manager.groups[0].host.num_available == 2
 
 
 def test_a_sequence_is_not_swapped_out_in_the_step_that_brings_its_blocks() -> None:
@@ -293,4 +294,4 @@ def test_swapping_nothing_succeeds() -> None:
     manager = BlockManager(2, 4)
     assert manager.swap_out([5])
     assert manager.swap_in([5])
-    assert manager.blocks_to_swap_in([5]) == 0
+    assert manager.blocks_to_swap_in([5]) == (0,)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.errors import ConfigError
+from octavo.core.kv_groups import GroupBlocks, KVLayout, window_blocks
 from octavo.core.plan import TableChange
 from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_groups import GroupBlocks, split_memory, window_blocks
 
 
 def two_groups(
@@ -105,17 +105,65 @@ def test_a_host_cache_wants_one_group() -> None:
 # --- admission ------------------------------------------------------------------------------------------------------
 
 
-def test_a_windowed_group_admits_as_many_sequences_as_have_their_windows() -> None:
+def test_a_windowed_group_counts_windows_and_a_chunk_not_lengths() -> None:
     window = window_blocks(6, 4)
     manager = two_groups(100, 2 * window + 2)
-    assert manager.can_allocate(50, num_seqs=2) is AllocStatus.OK
-    assert manager.can_allocate(50, num_seqs=3) is AllocStatus.NEVER
-    assert manager.can_allocate(101, num_seqs=1) is AllocStatus.NEVER
-    assert manager.can_allocate(2 * window + 2, num_seqs=3) is AllocStatus.OK  # so few blocks cannot be too many
+    assert manager.can_allocate(manager.demand(50)) is AllocStatus.OK
+    assert manager.can_allocate(manager.demand(101)) is AllocStatus.NEVER, "the other group keeps all"
+    assert manager.can_allocate(manager.demand(2 * window + 2), num_seqs=3) is AllocStatus.OK, "so few are kept whole"
+    assert manager.can_allocate(manager.demand(50, 2), num_seqs=2) is AllocStatus.OK
+    assert manager.can_allocate(manager.demand(50, 3), num_seqs=3) is AllocStatus.NEVER
     assert manager.grow([(0, 0, 4)]) is not None
-    assert manager.can_allocate(2 * window + 2, num_seqs=3) is AllocStatus.LATER
-    assert manager.can_allocate(2 * window, reserved_blocks=2, num_seqs=3) is AllocStatus.LATER
-    assert manager.fits(50, reserved_blocks=10, num_seqs=2)
+    # Beside what one sequence holds, there is room for a window and a chunk, however many short ones run.
+    assert manager.can_allocate(manager.demand(50), num_seqs=9) is AllocStatus.OK
+    held = manager.demand(50, 1, [0])
+    assert manager.groups[1].needed(held) == window + 2 - 1, "less what it holds already"
+    assert manager.can_allocate(manager.demand(40), held, num_seqs=2) is AllocStatus.OK
+    assert manager.can_allocate(manager.demand(20), held + manager.demand(20), num_seqs=3) is AllocStatus.LATER
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 6])
+def test_few_blocks_make_chunks_short(blocks: int) -> None:
+    """Blocks of 4 tokens, 8 tokens in flight; a window of 5 blocks at most."""
+    manager = BlockManager([GroupBlocks(window_blocks(6, 4) + blocks, window=6)], 4, max_num_batched_tokens=8)
+    assert manager.max_chunk == 4 * min(blocks, 2)
+    assert manager.can_allocate(manager.demand(10_000)) is AllocStatus.OK
+
+
+def test_without_short_chunks_all_tokens_in_flight_need_room() -> None:
+    groups = [GroupBlocks(window_blocks(6, 4) + 1, window=6)]
+    manager = BlockManager(groups, 4, max_num_batched_tokens=8, cuts_prompts=False)
+    assert manager.can_allocate(manager.demand(7)) is AllocStatus.NEVER
+    assert manager.can_allocate(manager.demand(6)) is AllocStatus.OK
+
+
+def test_the_watermark_is_a_share_of_each_group() -> None:
+    groups = [GroupBlocks(100), GroupBlocks(18, window=6)]
+    manager = BlockManager(groups, 4, watermark=0.1, max_num_batched_tokens=8)
+    assert [group.watermark_blocks for group in manager.groups] == [10, 2]
+    assert manager.can_allocate(manager.demand(90, 2), num_seqs=9) is AllocStatus.OK
+    assert manager.can_allocate(manager.demand(91, 2), num_seqs=9) is AllocStatus.LATER
+    assert manager.can_allocate(manager.demand(40, 3), num_seqs=9) is AllocStatus.LATER
+
+
+def test_sequences_whose_windows_all_fit_are_always_admitted() -> None:
+    window = window_blocks(6, 4)
+    groups = [GroupBlocks(3 * window + 2, window=6)]
+    manager = BlockManager(groups, 4, watermark=0.9, max_num_batched_tokens=8)
+    assert manager.can_allocate(manager.demand(1000), num_seqs=3) is AllocStatus.OK
+    assert manager.can_allocate(manager.demand(1000), num_seqs=4) is AllocStatus.LATER
+
+
+def test_bytes_are_those_of_each_groups_blocks() -> None:
+    manager = BlockManager([GroupBlocks(10, 10, None, 7), GroupBlocks(10, 10, 6, 100)], 4)
+    compute(manager, 0, list(range(20)))
+    held = used(manager)
+    assert held == [5, 3]
+    assert manager.held_bytes(0) == 5 * 7 + 3 * 100
+    assert manager.bytes_of([0, 9, 10, 19]) == 2 * 7 + 2 * 100
+    assert manager.swap_out([0])
+    assert manager.blocks_to_swap_in([0]) == (5, 3)
+    assert manager.held_bytes(0) == 0
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------
@@ -153,37 +201,73 @@ def test_a_prefix_ends_where_a_group_has_lost_what_is_read_next() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def split(num_bytes: int, block_bytes: list[int], windows: list[int | None], seqs: int = 2) -> list[int]:
-    return split_memory(
-        num_bytes, block_bytes, windows, block_size=4, max_num_seqs=seqs, max_num_batched_tokens=8, max_model_len=1000
-    )
+def layout(block_bytes: list[int], windows: list[int | None], seqs: int = 2, **options: bool) -> KVLayout:
+    return KVLayout(block_bytes, windows, 4, seqs, 8, **options)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 99, 100, 12345])
 @pytest.mark.parametrize("window", [None, 6])
 def test_one_group_has_the_whole_budget(num_bytes: int, window: int | None) -> None:
-    assert split(num_bytes, [100], [window]) == [num_bytes // 100]
+    alone = layout([100], [window], seqs=100)
+    assert alone.split(num_bytes, alone.longest(num_bytes, 1000)) == [num_bytes // 100]
+
+
+def test_no_group_has_more_than_all_sequences_can_use() -> None:
+    windows = 2 * window_blocks(6, 4) + 2
+    assert layout([100], [None]).split(10**6, 40) == [20]
+    assert layout([100], [6]).split(10**6, 1000) == [windows]
+    assert layout([30, 70], [None, 6]).split(10**6, 1000) == [500, windows]
+    small, large = windows, 2 * window_blocks(101, 4) + 2
+    assert layout([30, 10, 70], [None, 101, 6]).split(10**6, 1000) == [500, large, small]
+    assert layout([30, 0], [None, 6]).split(3000, 1000) == [100, windows], "of no bytes on this stage"
 
 
 def test_groups_that_keep_all_have_equal_numbers_of_blocks() -> None:
-    assert split(1000, [30, 70], [None, None]) == [10, 10]
-    assert split(1099, [30, 70], [None, 6], seqs=100) == [10, 10]
+    assert layout([30, 70], [None, None]).split(1000, 40) == [10, 10]
+    assert layout([30, 70], [None, 6], seqs=100).split(1099, 20) == [10, 10], "no sequence is longer than the window"
 
 
-def test_a_windowed_group_has_the_blocks_that_all_sequences_can_use_and_the_others_share_the_rest() -> None:
-    enough = 2 * window_blocks(6, 4) + 2
-    assert split(100_000, [30, 70], [None, 6]) == [(100_000 - 70 * enough) // 30, enough]
-    small, large = enough, 2 * window_blocks(101, 4) + 2
-    assert split(100_000, [30, 10, 70], [None, 101, 6]) == [(100_000 - 10 * large - 70 * small) // 30, large, small]
+def at_once(blocks: list[int], held: list[int]) -> float:
+    return min(count / need for count, need in zip(blocks, held, strict=True))
+
+
+@pytest.mark.parametrize("windowed_layers", [1, 5])
+def test_short_and_long_sequences_lose_the_same_share_of_those_that_fit(windowed_layers: int) -> None:
+    """One full layer and others with a window, in less memory than all windows take; blocks of 4 tokens."""
+    sizes, windows, whole = [100, 100 * windowed_layers], [None, 6], 2500
+    mix = KVLayout(sizes, windows, 4, max_num_seqs=10**6, max_num_batched_tokens=8)
+    memory = 10**8
+    blocks = mix.split(memory, 4 * whole)
+    shares = []
+    for held in ([1, 1], [whole, window_blocks(6, 4)]):
+        best = memory / sum(size * need for size, need in zip(sizes, held, strict=True))
+        shares.append(at_once(blocks, held) / best)
+    assert shares[0] == pytest.approx(shares[1], rel=0.01)
+    assert min(shares) > 0.5
+    assert blocks[0] * sizes[0] > memory / 2, "the group that keeps all has most of it"
+
+
+@pytest.mark.parametrize("memory", [10_000, 77_777, 10**6])
+def test_one_sequence_of_the_longest_length_fits(memory: int) -> None:
+    mixes: list[list[int | None]] = [[None], [6], [None, 6], [None, 6, 40], [40, 6], [None, None]]
+    for windows in mixes:
+        sizes = [30, 70, 11][: len(windows)]
+        for cuts in (True, False):
+            mix = layout(sizes, windows, cuts_prompts=cuts)
+            longest = mix.longest(memory, 4000)
+            blocks = mix.split(memory, longest)
+            assert mix.size(blocks) <= memory
+            groups = [GroupBlocks(count, window=window) for count, window in zip(blocks, windows, strict=True)]
+            manager = BlockManager(groups, 4, max_num_batched_tokens=8, cuts_prompts=cuts)
+            assert manager.can_allocate(manager.demand(manager.blocks_for(longest))) is AllocStatus.OK
+            assert mix.full_length_seqs(blocks, longest) >= 1
+            assert longest == 4000 or mix.size(mix.held(longest + 4)) > memory, "no longer one does"
+            if None not in windows:
+                assert longest == 4000
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 6000, 77))
 def test_the_split_is_within_the_budget_and_leaves_less_than_a_block(num_bytes: int) -> None:
-    block_bytes, windows = [30, 70, 11], [None, 6, 40]
-    counts = split(num_bytes, block_bytes, windows)
-    left = num_bytes - sum(count * size for count, size in zip(counts, block_bytes, strict=True))
-    assert 0 <= left < sum(block_bytes)
-    groups = [GroupBlocks(count, window=window) for count, window in zip(counts, windows, strict=True)]
-    manager = BlockManager(groups, 4, max_num_batched_tokens=8)
-    if counts[0]:  # what the first group admits, the others do
-        assert manager.can_allocate(counts[0], num_seqs=2) is AllocStatus.OK
+    mix = layout([30, 70, 11], [None, 6, 40], seqs=100)
+    left = num_bytes - mix.size(mix.split(num_bytes, mix.longest(num_bytes, 1000)))
+    assert 0 <= left < sum(mix.block_bytes)

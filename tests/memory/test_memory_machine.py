@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from octavo.core.kv_groups import GroupBlocks
 from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.kv_groups import GroupBlocks
 from octavo.memory.moves import Moves
 from octavo.memory.prefix_cache import PrefixMatch
 from octavo.memory.prefix_chain import FeatureSpan
@@ -333,7 +333,7 @@ class MemoryMachine(RuleBasedStateMachine):
         group = self.pick(picks, lambda s: s.swapped)
         seq_ids = [s.seq_id for s in group]
         counts = [len(g.on_host.distinct_blocks(seq_ids)) for g in self.manager.groups]
-        assert self.manager.blocks_to_swap_in(seq_ids) == counts[0]
+        assert self.manager.blocks_to_swap_in(seq_ids) == tuple(counts)
         available = self.available()
         moved = self.manager.swap_in(seq_ids)
         assert moved == all(count <= room for count, room in zip(counts, available, strict=True))

@@ -421,7 +421,7 @@ def test_swapped_sequences_evict_cached_host_blocks() -> None:
     leave(manager, tokens(8))
     manager.grow([(0, 0, 8)])
     manager.take_moves()
-    assert manager.host.num_available == 2
+    assert manager.groups[0].host.num_available == 2
     assert manager.swap_out([0])
     assert match(manager, tokens(9)).num_tokens == 0
     assert manager.host_used == 2

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import InsufficientMemoryError
+from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.reference import ReferenceKernels
@@ -83,11 +84,16 @@ def options(**values: Any) -> EngineConfig:
     return make_config(model="m", max_num_seqs=1000, **values)
 
 
+def gpu_blocks(options: EngineConfig, block_bytes: int, total: int, peak: int, max_model_len: int) -> int:
+    layout = KVLayout.of([(block_bytes, None)], options, 2048)
+    return memory.gpu_cache_size(layout, options, total, peak, max_model_len).num_blocks[0]
+
+
 def test_the_cache_gets_what_the_share_of_the_card_leaves_beside_the_peak() -> None:
     block = 2 << 20
 
     def blocks(**values: Any) -> int:
-        return memory.num_gpu_blocks(options(**values), block, 80 * GIB, 20 * GIB, 100_000)
+        return gpu_blocks(options(**values), block, 80 * GIB, 20 * GIB, 100_000)
 
     assert blocks() == (72 - 20) * 512
     assert blocks(gpu_memory_utilization=0.5) == (40 - 20) * 512
@@ -96,14 +102,14 @@ def test_the_cache_gets_what_the_share_of_the_card_leaves_beside_the_peak() -> N
 
 
 def test_no_more_blocks_than_the_sequences_could_use() -> None:
-    assert memory.num_gpu_blocks(options(), 1 << 20, 80 * GIB, GIB, 160) == 10 * 1000
+    assert gpu_blocks(options(), 1 << 20, 80 * GIB, GIB, 160) == 10 * 1000
 
 
 def test_a_card_that_is_too_small_is_refused_with_the_sums() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"0\.9 of the GPU's 16\.000 GiB, less 14\.390 GiB"):
-        memory.num_gpu_blocks(options(max_model_len=4096), 1 << 20, 16 * GIB, int(14.39 * GIB), 4096)
+        gpu_blocks(options(max_model_len=4096), 1 << 20, 16 * GIB, int(14.39 * GIB), 4096)
     with pytest.raises(InsufficientMemoryError, match="one block needs"):
-        memory.num_gpu_blocks(options(), 1 << 20, 16 * GIB, 15 * GIB, 4096)
+        gpu_blocks(options(), 1 << 20, 16 * GIB, 15 * GIB, 4096)
 
 
 def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, InsufficientMemoryError
-from octavo.core.model_config import ModelConfig
+from octavo.core.kv_groups import KVLayout, window_blocks
 from octavo.core.parallel import ParallelLayout
 from octavo.models.config import read_model_config
 from octavo.runner import memory
@@ -21,42 +22,53 @@ from octavo.runner.ranks import Ranks
 GIB = 1 << 30
 
 
-@pytest.fixture
-def config(network: Path) -> ModelConfig:
-    return read_model_config(network)
+Groups = Sequence[tuple[int, int | None]]
 
 
 def options(**values: Any) -> EngineConfig:
     return make_config(model="m", max_num_seqs=10, **values)
 
 
-def test_swap_space_is_what_was_asked_for(config: ModelConfig) -> None:
-    assert memory.num_host_blocks(config, options(swap_space=0.25), 1 << 24, 4 * GIB) == 16
-    assert memory.num_host_blocks(config, options(swap_space=0), 1 << 24, 4 * GIB) == 0
-    assert memory.num_host_blocks(config, options(num_host_blocks_override=7, swap_space=9), 1 << 24, GIB) == 7
+def host_blocks(options: EngineConfig, block_bytes: int, free: int, workers: int = 1) -> int:
+    """For sequences of 128 tokens in blocks of 16."""
+    layout = KVLayout.of([(block_bytes, None)], options, 512)
+    return memory.num_host_blocks(layout, options, free, 128, workers)[0]
 
 
-def test_the_default_is_four_gib_or_a_tenth_of_the_free_memory(config: ModelConfig) -> None:
-    assert memory.num_host_blocks(config, options(), GIB // 8, 100 * GIB) == 32
-    assert memory.num_host_blocks(config, options(), GIB // 8, 10 * GIB) == 8
-    assert memory.num_host_blocks(config, options(), GIB // 8, 0) == 0
+def cache_blocks(
+    options: EngineConfig, free: int, max_model_len: int, groups: Groups = ((1 << 20, None),)
+) -> list[int]:
+    layout = KVLayout.of(groups, options, 512)
+    return memory.cache_size(layout, options, free, max_model_len).num_blocks
 
 
-def test_by_default_nothing_is_set_aside_for_what_is_never_swapped(config: ModelConfig) -> None:
+def test_swap_space_is_what_was_asked_for() -> None:
+    assert host_blocks(options(swap_space=0.25), 1 << 24, 4 * GIB) == 16
+    assert host_blocks(options(swap_space=0), 1 << 24, 4 * GIB) == 0
+    assert host_blocks(options(num_host_blocks_override=7, swap_space=9), 1 << 24, GIB) == 7
+
+
+def test_the_default_is_four_gib_or_a_tenth_of_the_free_memory() -> None:
+    assert host_blocks(options(), GIB // 8, 100 * GIB) == 32
+    assert host_blocks(options(), GIB // 8, 10 * GIB) == 8
+    assert host_blocks(options(), GIB // 8, 0) == 0
+
+
+def test_by_default_nothing_is_set_aside_for_what_is_never_swapped() -> None:
     def blocks(**values: Any) -> int:
-        return memory.num_host_blocks(config, options(preemption_mode="recompute", **values), GIB // 8, 10 * GIB)
+        return host_blocks(options(preemption_mode="recompute", **values), GIB // 8, 10 * GIB)
 
     assert (blocks(), blocks(host_prefix_cache=True), blocks(swap_space=0.5)) == (0, 8, 4)
 
 
-def test_no_more_than_the_running_sequences_could_use(config: ModelConfig) -> None:
+def test_no_more_than_the_running_sequences_could_use() -> None:
     """Ten sequences of 128 tokens in blocks of 16."""
-    assert memory.num_host_blocks(config, options(swap_space=1), 1000, 4 * GIB) == 80
+    assert host_blocks(options(swap_space=1), 1000, 4 * GIB) == 80
 
 
-def test_swap_space_that_does_not_fit_is_refused_with_what_is_free(config: ModelConfig) -> None:
+def test_swap_space_that_does_not_fit_is_refused_with_what_is_free() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"swap_space=2.5 GiB is more than the 1.500 GiB"):
-        memory.num_host_blocks(config, options(swap_space=2.5), 1 << 24, 3 * GIB // 2)
+        host_blocks(options(swap_space=2.5), 1 << 24, 3 * GIB // 2)
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much"])
@@ -83,7 +95,8 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
         # A long context, so that neither number is bounded by what the sequences could use.
         runner = ModelRunner(engine, read_model_config(network), network, "float32")
         spare = free - memory.activation_bytes(runner.config, engine)
-        return runner.num_blocks(10**6), runner.num_host_blocks(), spare
+        (on_device,), (on_host,) = runner.cache_size(10**6, 64)[1], runner.num_host_blocks(10**6, 64)
+        return on_device, on_host, spare
 
     block_bytes, position_bytes = 2 * 2 * 64 * 2 * 8 * 4, 8 * 4
 
@@ -101,15 +114,40 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
 def test_the_cache_has_the_size_that_was_asked_for() -> None:
     asked = options(kv_cache_memory_bytes="64MiB")
     assert asked.kv_cache_memory_bytes == 64 << 20
-    assert memory.num_blocks(asked, 1 << 20, GIB, 10**6) == 64
-    assert memory.num_gpu_blocks(asked, 1 << 20, 80 * GIB, 20 * GIB, 10**6) == 64
-    assert memory.num_blocks(asked, 1 << 20, GIB, 32) == 20, "no more than ten sequences could use"
+    on_gpu = memory.gpu_cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, 80 * GIB, 20 * GIB, 10**6)
+    assert (on_gpu.num_blocks, on_gpu.max_model_len) == ([64], 64 * 16)
+    assert cache_blocks(asked, GIB, 10**6) == [64]
+    assert cache_blocks(asked, GIB, 32) == [20], "no more than ten sequences could use"
     with pytest.raises(InsufficientMemoryError, match=r"kv_cache_memory_bytes=67108864 .* is more than the 0.031 GiB"):
-        memory.num_blocks(asked, 1 << 20, 32 << 20, 10**6)
+        cache_blocks(asked, 32 << 20, 10**6)
     with pytest.raises(InsufficientMemoryError, match=r"more than the 0.031 GiB"):
-        memory.num_gpu_blocks(asked, 1 << 20, GIB, GIB - (32 << 20), 10**6)
+        memory.gpu_cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, GIB, GIB - (32 << 20), 10**6)
     with pytest.raises(InsufficientMemoryError, match=r"needs 0.125 GiB, but kv_cache_memory_bytes=67108864 is"):
-        memory.num_blocks(options(kv_cache_memory_bytes=64 << 20, max_model_len=2048), 1 << 20, GIB, 2048)
+        cache_blocks(options(kv_cache_memory_bytes=64 << 20, max_model_len=2048), GIB, 2048)
+
+
+def test_a_long_sequence_needs_windows_only_where_there_are_windows() -> None:
+    """Blocks of 16 tokens: 64 MiB hold 1,024 tokens of a layer that keeps all, and any number of one with a window."""
+    asked = options(kv_cache_memory_bytes="64MiB", max_model_len=2048)
+    window = [(1 << 20, 256)]
+    assert cache_blocks(asked, GIB, 2048, window) == [64]
+    mix = [(1 << 18, None), (3 << 18, 256)]  # 32 MiB of the first, and the window's blocks
+    full, windowed = cache_blocks(asked, GIB, 2048, mix)
+    assert full >= 128 and windowed > window_blocks(256, 16)
+    assert full * (1 << 18) + windowed * (3 << 18) <= 64 << 20
+    with pytest.raises(InsufficientMemoryError, match=r"sequence of 16384 tokens needs 0.265 GiB"):
+        cache_blocks(options(kv_cache_memory_bytes="64MiB", max_model_len=16384), GIB, 16384, mix)
+    longest = memory.cache_size(KVLayout.of(mix, options(), 512), options(gpu_memory_utilization=0.0625), GIB, 10**6)
+    assert 2048 < longest.max_model_len < 16384
+
+
+def test_windows_alone_set_no_limit_to_the_length_of_a_sequence() -> None:
+    few, endless = options(num_gpu_blocks_override=24), 10**12
+    layout = KVLayout.of([(1 << 20, 256)], few, 512)
+    assert memory.cache_size(layout, few, GIB, 32768) == memory.CacheSize(32768, [24])
+    assert memory.cache_size(layout, few, GIB, endless).max_model_len == 1 << 20, "but for the tables of positions"
+    at_most_half = memory.cache_size(layout, options(gpu_memory_utilization=1.0), GIB, endless, position_bytes=1 << 20)
+    assert at_most_half.num_blocks == [10 * window_blocks(256, 16) + 32]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "much", "-1GB"])
@@ -135,12 +173,12 @@ def test_workers_of_one_machine_divide_its_memory_and_threads(monkeypatch: pytes
     assert sum(share.num_threads(None) or 0 for share in shares) == max(3, processors)
 
 
-def test_workers_of_one_machine_divide_the_swap_space(config: ModelConfig) -> None:
-    assert memory.num_host_blocks(config, options(swap_space=0.5), 1 << 24, GIB // 2, workers=2) == 16
-    assert memory.num_host_blocks(config, options(), GIB // 8, 50 * GIB, workers=2) == 16, "four GiB in all"
-    assert memory.num_host_blocks(config, options(), GIB // 8, 5 * GIB, workers=2) == 4, "a tenth of the free memory"
+def test_workers_of_one_machine_divide_the_swap_space() -> None:
+    assert host_blocks(options(swap_space=0.5), 1 << 24, GIB // 2, workers=2) == 16
+    assert host_blocks(options(), GIB // 8, 50 * GIB, workers=2) == 16, "four GiB in all"
+    assert host_blocks(options(), GIB // 8, 5 * GIB, workers=2) == 4, "a tenth of the free memory"
     with pytest.raises(InsufficientMemoryError, match=r"swap_space=2.5 GiB is more than the 1.500 GiB"):
-        memory.num_host_blocks(config, options(swap_space=2.5), 1 << 24, 3 * GIB // 4, workers=2)
+        host_blocks(options(swap_space=2.5), 1 << 24, 3 * GIB // 4, workers=2)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 1), (4, 1)])

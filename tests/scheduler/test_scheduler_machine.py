@@ -9,10 +9,10 @@ import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
+from octavo.core.kv_groups import GroupBlocks, window_blocks
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.kv_groups import GroupBlocks, window_blocks
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import Policy
 from tests.scheduler.fake_worker import (
@@ -117,8 +117,9 @@ class Run:
         sizes = []
         for window, share in case.groups:
             count = case.num_blocks
-            if window is not None:  # enough for one sequence, or more
-                one = min(count, least + window_blocks(window, case.block_size))
+            if window is not None:  # enough for one sequence, in the shortest chunks that may be, or more
+                chunk = 1 if case.options.cuts_prompts else least
+                one = min(count, chunk + window_blocks(window, case.block_size))
                 count = one + int(share * (count - one))
             sizes.append(GroupBlocks(count, case.num_host_blocks, window))
         blocks = BlockManager(
@@ -128,6 +129,7 @@ class Run:
             prefix_caching=case.prefix_caching,
             host_cache=case.host_cache and len(sizes) == 1,
             max_num_batched_tokens=in_flight,
+            cuts_prompts=case.options.cuts_prompts,
         )
         self.engine = Engine(blocks, case.options, case.max_model_len, max_in_flight=case.depth)
         # Sometimes there are so few candidates that beams become fewer.

@@ -1,8 +1,8 @@
 """The KV cache of the CPU kernels.
 
 A layer's keys are one array and its values another, each ``[blocks, bytes of a block]``; csrc/cpu/attention.hpp
-describes the layout of a block (transposed panels of 16 tokens, with the scales of an int8 cache). So blocks of all
-types of caches are copied and swapped as bytes.
+describes the layout of a block (transposed panels of 16 tokens, with the scales of an int8 cache). A latent cache has
+one array. So blocks of all types of caches are copied and swapped as bytes.
 """
 
 from __future__ import annotations
@@ -52,25 +52,33 @@ def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtyp
 
 
 def make_cache(
-    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    layers: int,
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    vectors: int = 2,
 ) -> list[LayerCache]:
     """The cache of every layer, all zero, each array aligned to a page.
+
+    ``vectors``: 2, or 1 for a latent cache.
 
     Raises:
         ConfigError: there is no such type of cache.
     """
     stride = block_bytes(kv_heads, head_dim, block_size, dtype)
     size = -(-blocks * stride // _PAGE) * _PAGE
-    memory = _untouched_zeros(2 * layers * size)
-    arrays = [memory[i * size :][: blocks * stride].view(blocks, stride) for i in range(2 * layers)]
+    memory = _untouched_zeros(vectors * layers * size)
+    arrays = [memory[i * size :][: blocks * stride].view(blocks, stride) for i in range(vectors * layers)]
     return [
         CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
-        for key, value in zip(arrays[::2], arrays[1::2], strict=True)
+        for key, value in zip(arrays[::vectors], arrays[vectors - 1 :: vectors], strict=True)
     ]
 
 
 def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
-    """The operation that writes k and v [T, K, D], tokens strided, to the step's slots."""
+    """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
     assert isinstance(cache, CpuLayerCache)
     return _cpu.reshape_and_cache(
         k.data_ptr(),
@@ -85,6 +93,7 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
         _DTYPES[k.dtype],
         _DTYPES[cache.dtype],
         cache.group,
+        k.shape[2] if cache.value is cache.key else 0,
     )
 
 
@@ -95,7 +104,7 @@ def _slopes(slopes: tuple[float, ...]) -> Tensor:
 
 
 def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec) -> Any:
-    """The operation that computes attention of q [T, H, D], tokens strided, to out [T, H, D], contiguous."""
+    """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
     assert isinstance(cache, CpuLayerCache)
     return _cpu.paged_attention(
         q.data_ptr(),
@@ -115,6 +124,7 @@ def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec)
         0 if spec.alibi_slopes is None else _slopes(spec.alibi_slopes).data_ptr(),
         spec.causal,
         cache.group,
+        spec.value_dim or 0,
     )
 
 
@@ -146,7 +156,8 @@ def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
 
 
 def _addresses(caches: list[LayerCache]) -> list[int]:
-    return [blocks.data_ptr() for cache in caches for blocks in (cache.key, cache.value)]
+    both = ({cache.key.data_ptr(): None, cache.value.data_ptr(): None} for cache in caches)  # a latent cache has one
+    return [address for addresses in both for address in addresses]
 
 
 def _check(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:

@@ -24,14 +24,21 @@ from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
 from octavo.kernels.cpu.experts import CpuExperts, route_op
 from octavo.kernels.cpu.group_codes import group_format
-from octavo.kernels.cpu.linear import CpuWeight, DenseWeight, QuantizedWeight, codes_of_rows, codes_of_tensor
+from octavo.kernels.cpu.linear import (
+    CpuWeight,
+    DenseHeads,
+    DenseWeight,
+    QuantizedWeight,
+    codes_of_rows,
+    codes_of_tensor,
+)
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import PackedWeight, stack_rows
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
@@ -158,12 +165,15 @@ class CpuKernels(Kernels):
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""
-        return 2 * attention.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, torch_dtype(spec.dtype))
+        return spec.vectors * attention.block_bytes(
+            spec.num_kv_heads, spec.head_dim, block_size, torch_dtype(spec.dtype)
+        )
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values in the layout that ``paged_attention`` reads."""
         dtype = torch_dtype(spec.dtype)
-        return attention.make_cache(layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+        shape = (spec.num_kv_heads, spec.head_dim, dtype, spec.vectors)
+        return attention.make_cache(layers, blocks, block_size, *shape)
 
     def pack(
         self,
@@ -186,6 +196,10 @@ class CpuKernels(Kernels):
     def has_products(self, rows: QuantizedRows) -> bool:
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
+
+    def pack_heads(self, weight: Tensor) -> DenseHeads:
+        """Packs each head's matrix for the register tiles."""
+        return DenseHeads(self, weight)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
@@ -273,13 +287,50 @@ class CpuKernels(Kernels):
         self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()), q)
         return q, k
 
+    def latent_rotary_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        absorb: PackedHeads,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Both parts of the queries are written to their place in the result."""
+        assert isinstance(absorb, DenseHeads)
+        (tokens, heads, width), rope, rank = q.shape, k_rope.shape[1], latent.shape[1]
+        out = self._new(q, (tokens, heads, rank + rope), q.dtype)
+        step = _cpu.Step(tokens, positions=batch.positions.data_ptr(), slots=batch.slot_mapping[cache.group].data_ptr())
+        self._do(absorb.operation(q[:, :, : width - rope], out[:, :, :rank]), step, q)
+        q_rope, rotated = q[:, :, width - rope :], out[:, :, rank:]
+        rotary = _cpu.rotary(
+            q_rope.data_ptr(),
+            q.stride(0),
+            k_rope.data_ptr(),
+            k_rope.stride(0),
+            heads,
+            1,
+            rope,
+            cos_sin.shape[1],
+            cos_sin.data_ptr(),
+            _DTYPES[q.dtype],
+            q.stride(1),
+            rotated.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+        )
+        self._do(rotary, step, q)
+        self._do(attention.write_op(latent.unsqueeze(1), k_rope.unsqueeze(1), cache), step, latent)
+        return out
+
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes keys and values to their slots."""
         self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Accumulates each sequence's context in pieces at fixed positions, in order."""
-        out = self._new(q, tuple(q.shape), q.dtype)
+        out = self._new(q, (*q.shape[:2], spec.value_dim or q.shape[2]), q.dtype)
         self._do(attention.attention_op(q, cache, out, spec), step_of(batch), q)
         return out
 

@@ -20,7 +20,7 @@ from octavo.kernels.cpu.group_codes import group_codes
 from octavo.kernels.cpu.quantize import Codes, quantize_weight
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.kernels.packed_weight import Activation, PackedWeight
+from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
@@ -108,6 +108,41 @@ class DenseWeight(CpuWeight):
     def nbytes(self) -> int:
         """Padding included."""
         return int(self.packed.nbytes)
+
+
+class DenseHeads(PackedHeads):
+    """Float32 or bfloat16 matrices of heads, each packed as a ``DenseWeight``; one operation multiplies all."""
+
+    def __init__(self, kernels: CpuKernels, weight: Tensor) -> None:
+        """Copies weight [H, N, K]."""
+        self._kernels = kernels
+        self._heads = [DenseWeight(kernels, head).packed for head in weight]
+        self._outputs = weight.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To a new tensor."""
+        out = self._kernels._new(x, (*x.shape[:2], self._outputs), x.dtype)
+        self._kernels._do(self.operation(x, out), _cpu.Step(x.shape[0]), x)
+        return out
+
+    def operation(self, x: Tensor, out: Tensor) -> Any:
+        """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
+        return _cpu.head_products(
+            self._heads,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            _DTYPES[x.dtype],
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            _DTYPES[out.dtype],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return sum(int(head.nbytes) for head in self._heads)
 
 
 class QuantizedWeight(CpuWeight):

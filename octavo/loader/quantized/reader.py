@@ -48,6 +48,7 @@ class Unpack:
         shapes: Shapes,
         dtype: torch.dtype,
         keep: Callable[[QuantizedRows], bool],
+        transposed: Callable[[str], bool],
     ) -> None:
         """Checks the tensors' types and shapes before any of them is read.
 
@@ -57,12 +58,15 @@ class Unpack:
             shapes: of the tensors that the network expects.
             dtype: of what is dequantised.
             keep: whether rows are passed in their own bits.
+            transposed: whether ``checkpoint_map`` transposes the tensor of this name. Methods store matrices of GPT-2's
+                Conv1D as those of other layers, so these are transposed here to be what the map expects.
 
         Raises:
             WeightError: a part of a matrix is missing, or has another type or shape than it should; it is named.
         """
         self._dtype = dtype
         self._keep = keep
+        self._transposed = transposed
         self._matrices = {
             name: _matrix(quantization, name, parts, shapes) for name, parts in _parts_by_matrix(stored).items()
         }
@@ -82,7 +86,9 @@ class Unpack:
                 raise WeightError(f"tensor {name!r} occurs twice")
             held[part] = tensor.clone()  # the file of a view may be unmapped before the last part is read
             if len(held) == len(matrix.parts):
-                yield f"{prefix}.weight", self._values(prefix, matrix.method, waiting.pop(prefix))
+                values = self._values(prefix, matrix.method, waiting.pop(prefix))
+                name = f"{prefix}.weight"
+                yield name, values.t() if self._transposed(name) else values
         for prefix, held in waiting.items():  # all parts exist, so these came after the matrix was complete
             raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
 

@@ -1,0 +1,266 @@
+"""Mixtures of experts: routing beside transformers' routers, experts against float64, and their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
+from octavo.core.errors import ConfigError  # noqa: E402
+from octavo.kernels.communicator import sum_as_tree  # noqa: E402
+from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
+from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec  # noqa: E402
+from octavo.kernels.interface import Kernels  # noqa: E402
+from octavo.kernels.packed_weight import PackedWeight  # noqa: E402
+from octavo.kernels.reference import ReferenceKernels  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def isa_and_threads_as_before() -> Iterator[None]:
+    isa, threads = _cpu.isa(), _cpu.num_threads()
+    yield
+    _cpu.choose_isa(isa)
+    _cpu.set_threads(threads)
+
+
+@pytest.fixture(params=[*_cpu.available_isas(), "reference"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "reference":
+        return ReferenceKernels()
+    made = CpuKernels()
+    _cpu.choose_isa(request.param)
+    return made
+
+
+@pytest.fixture(params=_cpu.available_isas())
+def cpu(request: pytest.FixtureRequest) -> CpuKernels:
+    made = CpuKernels()
+    _cpu.choose_isa(request.param)
+    return made
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+
+
+def routers() -> dict[str, tuple[Any, RoutingSpec]]:
+    """transformers' routers of 24 experts, whose weight is the identity: their input is the logits."""
+    from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    size: dict[str, Any] = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 4,
+    }
+    groups = {"n_group": 6, "topk_group": 2, "routed_scaling_factor": 2.5}
+    v2 = DeepseekV2Config(**size, **groups, n_routed_experts=24, topk_method="group_limited_greedy")
+    v3 = DeepseekV3Config(**size, **groups, n_routed_experts=24, norm_topk_prob=True)
+    limited = RoutingSpec(4, scale=2.5, num_groups=6, top_groups=2)
+    return {
+        "mixtral": (
+            MixtralTopKRouter(MixtralConfig(**size, num_local_experts=24)),
+            RoutingSpec(4, renormalize=True),
+        ),
+        "qwen3": (Qwen3MoeTopKRouter(Qwen3MoeConfig(**size, num_experts=24)), RoutingSpec(4)),
+        "deepseek-v2": (DeepseekV2TopkRouter(v2), limited),
+        "deepseek-v3": (
+            DeepseekV3TopkRouter(v3),
+            replace(limited, scoring="sigmoid", renormalize=True, best_of_group=2),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "deepseek-v3"])
+def test_routing_is_that_of_transformers(kernels: Kernels, name: str) -> None:
+    router, spec = routers()[name]
+    router.weight.data.copy_(torch.eye(24))
+    bias = None
+    if name == "deepseek-v3":  # large enough to change the choice
+        bias = router.e_score_correction_bias.copy_(random(24, seed=3))
+    logits = random(50, 24, seed=1) * 2
+    _, weights, experts = router(logits)
+    ours, our_weights = kernels.route(logits, spec, bias)
+    assert ours.dtype == torch.int32 and our_weights.dtype == torch.float32
+    order, our_order = experts.argsort(1), ours.long().argsort(1)  # transformers may leave the chosen unsorted
+    assert torch.equal(ours.long().gather(1, our_order), experts.gather(1, order))
+    torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, order), atol=1e-6, rtol=1e-5)
+
+
+def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Kernels) -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 3.0], [0.0] * 6])
+    experts, _ = kernels.route(logits, RoutingSpec(4))
+    assert experts.tolist() == [[1, 3, 5, 0], [0, 1, 2, 3]]
+    experts, _ = kernels.route(logits, RoutingSpec(2, num_groups=3, top_groups=1))
+    assert experts.tolist() == [[1, 0], [0, 1]]
+
+
+def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Kernels) -> None:
+    logits = torch.tensor([[0.5, 2.0, -1.0, 4.0]])
+    experts, weights = kernels.route(logits, RoutingSpec(2, renormalize=True, scale=3.0, shared=1))
+    assert experts.tolist() == [[1, 0, 3]]
+    scores = logits[0, [1, 0]].double().exp()
+    expected = torch.cat((3 * scores / scores.sum(), logits[0, 3:].double().sigmoid()))
+    torch.testing.assert_close(weights[0].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_logits_that_are_not_numbers_stay_in_their_row(kernels: Kernels) -> None:
+    logits = random(3, 8, seed=1)
+    spec = RoutingSpec(3, renormalize=True)
+    clean = kernels.route(logits, spec)
+    broken = logits.clone()
+    broken[1, 5] = float("nan")
+    experts, weights = kernels.route(broken, spec)
+    assert weights[1].isnan().all() and len(set(experts[1].tolist())) == 3 and 0 <= experts[1].min() <= 7
+    for row in (0, 2):
+        assert torch.equal(experts[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
+
+
+@pytest.mark.parametrize(
+    "spec", [RoutingSpec(9), RoutingSpec(2, num_groups=3), RoutingSpec(5, num_groups=2, top_groups=1)]
+)
+def test_experts_that_cannot_be_chosen_are_refused(spec: RoutingSpec) -> None:
+    with pytest.raises(ConfigError, match="experts"):
+        spec.check(8)
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def matrices(
+    hidden: int, inners: list[int], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gate and up, and down, of an expert for each inner size."""
+    gate_up = [random(2 * n, hidden, seed=seed + 2 * i, dtype=dtype) / hidden**0.5 for i, n in enumerate(inners)]
+    down = [random(hidden, n, seed=seed + 2 * i + 1, dtype=dtype) / n**0.5 for i, n in enumerate(inners)]
+    return gate_up, down
+
+
+def pack(
+    kernels: Kernels, gate_up: list[Tensor], down: list[Tensor], quantization: str | None = None, pieces: int = 1
+) -> tuple[list[PackedWeight], list[PackedWeight]]:
+    return (
+        [kernels.pack(matrix.chunk(2), quantization=quantization, gated=True) for matrix in gate_up],
+        [kernels.pack([matrix], quantization=quantization, pieces=pieces) for matrix in down],
+    )
+
+
+def in_float64(
+    x: Tensor, experts: Tensor, weights: Tensor, add: Tensor, gate_up: list[Tensor], down: list[Tensor]
+) -> Tensor:
+    """The inner values rounded to the type of x."""
+    out = add.double()
+    for row in range(len(x)):
+        for expert, weight in zip(experts[row].tolist(), weights[row].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
+            inner = (F.silu(gate) * up).to(x.dtype).double()
+            out[row] += weight * (down[expert].double() @ inner)
+    return out
+
+
+def rows(count: int, hidden: int, experts: int, slots: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, experts, weights and add; the experts of a row in no order."""
+    generator = torch.Generator().manual_seed(count)
+    chosen = torch.rand(count, experts, generator=generator).argsort(1)[:, :slots].int().contiguous()
+    return [
+        random(count, hidden, seed=1, dtype=dtype),
+        chosen,
+        torch.rand(count, slots, generator=generator),
+        random(count, hidden, seed=2),
+    ]
+
+
+def run(experts: PackedExperts, arguments: list[Tensor], part: slice = slice(None)) -> Tensor:
+    """The memory of ``add`` is kept as it is."""
+    x, chosen, weights, add = (tensor[part] for tensor in arguments)
+    return experts(x, chosen, weights, add.clone())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "inner", "count", "slots", "pieces"), [(40, 24, 7, 2, 1), (200, 56, 5, 3, 4)])
+def test_experts_against_float64(
+    kernels: Kernels, dtype: torch.dtype, hidden: int, inner: int, count: int, slots: int, pieces: int
+) -> None:
+    # The last expert is of another size, as shared ones are.
+    gate_up, down = matrices(hidden, [inner] * (count - 1) + [2 * inner + 8], dtype)
+    packed = kernels.pack_experts(*pack(kernels, gate_up, down, pieces=pieces))
+    arguments = rows(33, hidden, count, slots, dtype)
+    x, chosen, weights, add = arguments
+    expected = in_float64(x, chosen, weights, add, gate_up, down)
+    # Inner values that another order of sums rounds to a neighbour.
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(run(packed, arguments).double(), expected, atol=near, rtol=0)
+    without = packed(x, chosen, weights)
+    torch.testing.assert_close(without.double(), expected - add.double(), atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_experts_are_the_products_of_quantised_weights(cpu: CpuKernels, quantization: str) -> None:
+    gate_up, down = pack(cpu, *matrices(96, [64] * 5), quantization=quantization)
+    arguments = rows(21, 96, 5, 2)
+    found = run(cpu.pack_experts(gate_up, down), arguments)
+    torch.testing.assert_close(found, run(PlainExperts(gate_up, down), arguments), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, "int4")])
+def test_neither_company_nor_threads_nor_blocks_change_a_row(
+    cpu: CpuKernels, dtype: torch.dtype, quantization: str | None
+) -> None:
+    matrices_of = pack(cpu, *matrices(96, [64] * 6, dtype), quantization=quantization, pieces=4)
+    packed = cpu.pack_experts(*matrices_of)
+    arguments = rows(700, 96, 6, 2, dtype)  # more than are computed at once
+    cpu.set_threads(1)
+    together = run(packed, arguments)
+    for first in (0, 350, 699):
+        assert torch.equal(run(packed, arguments, slice(first, first + 1))[0], together[first])
+    assert torch.equal(run(packed, arguments, slice(37, 46)), together[37:46])
+    cpu.set_threads(2)
+    assert torch.equal(run(packed, arguments), together)
+
+
+def test_experts_that_no_row_chose_are_not_touched(kernels: Kernels) -> None:
+    gate_up, down = matrices(48, [32] * 6)
+    arguments = rows(9, 48, 6, 2)
+    arguments[1] %= 3  # the first three experts alone; one may come twice
+    expected = run(kernels.pack_experts(*pack(kernels, gate_up, down)), arguments)
+    for unused in (*gate_up[3:], *down[3:]):
+        unused.fill_(float("nan"))
+    assert torch.equal(run(kernels.pack_experts(*pack(kernels, gate_up, down)), arguments), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_with_a_share_of_every_expert_give_the_same_bits(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    gate_up, down = matrices(256, [96] * 4, dtype)
+    arguments = rows(13, 256, 4, 2, dtype)
+    whole = cpu.pack_experts(*pack(cpu, gate_up, down, pieces=4))(*arguments[:3])
+    for ranks in (2, 4):
+        parts = []
+        for rank in range(ranks):
+            share = slice(96 * rank // ranks, 96 * (rank + 1) // ranks)
+            own = [torch.cat([half[share] for half in matrix.chunk(2)]) for matrix in gate_up]
+            packed = pack(cpu, own, [matrix[:, share].contiguous() for matrix in down], pieces=4 // ranks)
+            parts.append(cpu.pack_experts(*packed)(*arguments[:3]))
+        assert torch.equal(sum_as_tree(parts), whole)
+
+
+def test_an_expert_that_does_not_exist_is_refused(cpu: CpuKernels) -> None:
+    packed = cpu.pack_experts(*pack(cpu, *matrices(16, [8] * 3)))
+    x, chosen, weights, add = rows(2, 16, 3, 2)
+    chosen[1, 0] = 3
+    with pytest.raises(ValueError, match="no expert 3"):
+        packed(x, chosen, weights, add)
