@@ -27,6 +27,8 @@ _OPTIONS = SchedulerOptions(max_num_seqs=512, max_num_batched_tokens=8192)
 
 #: (prompt, output) lengths of requests, and the tokens that the KV cache would hold without windows.
 Load = tuple[list[tuple[int, int]], int]
+#: Bytes of a block, and window, of each group of layers.
+Groups = list[tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,9 @@ def measure_windows(model: str, specs: list[KVSpec], given: dict[str, Load] | No
     )
     for load, (lengths, slots) in (given or loads()).items():
         cache_bytes = slots // _BLOCK * sum(size for size, _ in groups)
-        for split in ([(sum(size for size, _ in groups), None)], groups):
+        whole: Groups = [(sum(size for size, _ in groups), None)]
+        for split in (whole, groups):
             yield _run(model, load, groups, split, lengths, cache_bytes)
-
-
-Groups = list[tuple[int, int | None]]
 
 
 def _run(
