@@ -65,8 +65,8 @@ def test_quantisation_costs_little(unquantised: float, quantization: str) -> Non
     assert quantised < LIMITS[quantization] * unquantised
 
 
-#: ``llama-perplexity -m FILE -f perplexity.txt -c 512 -b 512`` (b11434) of gemma-3-270m-q4_k_m.gguf, where activations are
-#: rounded to 8 bits, and of the same in float32 (``llama-quantize --allow-requantize ... F32``).
+#: ``llama-perplexity -m FILE -f perplexity.txt -c 512 -b 512`` (b11434) of gemma-3-270m-q4_k_m.gguf, where it rounds
+#: activations to 8 bits, and of the same in float32 (``llama-quantize --allow-requantize ... F32``).
 GEMMA_OWN_BITS, GEMMA_FLOAT32 = 24.3415, 24.1963
 
 
