@@ -51,7 +51,7 @@ class WindowFigures:
     preemptions: int
 
 
-def loads(requests: int = 360, seed: int = 0) -> dict[str, Load]:
+def loads(requests: int = 600, seed: int = 0) -> dict[str, Load]:
     """Chat logs (see ``trace``), and documents of 32,256 tokens with answers of 512."""
     return {"chat": (trace(requests, 2048, seed), 1 << 16), "32k": ([(32256, 512)] * (requests // 6), 1 << 18)}
 
@@ -59,7 +59,7 @@ def loads(requests: int = 360, seed: int = 0) -> dict[str, Load]:
 def measure_windows(model: str, specs: list[KVSpec], given: dict[str, Load] | None = None) -> Iterator[WindowFigures]:
     """Each load through the scheduler in the same memory, without groups and with them; ``specs``: of the layers."""
     kinds = group_layers(specs)
-    groups = sorted(
+    groups: Groups = sorted(
         ((len(kind.layers) * kind.spec.bytes_per_token * _BLOCK, kind.spec.window) for kind in kinds),
         key=lambda group: (group[1] is not None, -(group[1] or 0)),
     )

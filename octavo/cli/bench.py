@@ -220,6 +220,7 @@ def _device_limits(device: str) -> tuple[float, float]:
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.memory import measure_sharing, measure_use
     from octavo.engine.llm import LLM
+    from octavo.loader.shapes import SHAPES
 
     options = read_engine_config(arguments, model)
     asked = options.model_dump(exclude_unset=True)
@@ -242,6 +243,8 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
             f"  {f.running:7.1f}  {f.share_of_cache:17.1%}"
         ),
     )
+    if options.model in SHAPES:  # texts need a tokenizer
+        return
     llm = LLM(**{"max_model_len": 1024, "num_gpu_blocks_override": 2048, **asked})
     _show(
         measure_sharing(llm),

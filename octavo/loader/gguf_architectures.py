@@ -33,8 +33,11 @@ class Entry:
     added: float = 0.0
     #: Whether transformers has rows as columns.
     transposed: bool = False
-    #: Key of the configuration that is true where there is such a tensor, or false after "!"; None: there always is.
+    #: Key of the configuration or of ``Keys.traits`` that is true where there is such a tensor, or false after "!";
+    #: None: there always is.
     when: str | None = None
+    #: Another tensor and its shape, of which this one is made too: "attn_v_b" beside "attn_k_b" of latent attention.
+    beside: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ def matrix(
     bias: bool | str = False,
     order: RowOrder | None = None,
     transposed: bool = False,
+    when: str | None = None,
 ) -> Iterator[Entry]:
     """A weight and, if ``bias`` is true, its bias; or, if the configuration has a true value of that name."""
-    yield Entry(f"{source}.weight", f"{name}.weight", shape, order, transposed=transposed)
+    yield Entry(f"{source}.weight", f"{name}.weight", shape, order, transposed=transposed, when=when)
     if bias:
         when = bias if isinstance(bias, str) else None
         yield Entry(f"{source}.bias", f"{name}.bias", shape.split()[0], order, when=when)
@@ -90,22 +94,27 @@ def attention(order: RowOrder | None = None, bias: bool | str = False, out_bias:
     yield from matrix("attn_output", "self_attn.o_proj", "E Q", bias=out_bias)
 
 
-def gated_mlp(name: str = "mlp", inner: str = "F", suffix: str = "", bias: bool | str = False) -> Iterator[Entry]:
+def gated_mlp(
+    name: str = "mlp", inner: str = "F", suffix: str = "", bias: bool | str = False, when: str | None = None
+) -> Iterator[Entry]:
     """Gate, up and down projections under the names of Llama."""
-    yield from matrix(f"ffn_gate{suffix}", f"{name}.gate_proj", f"{inner} E", bias=bias)
-    yield from matrix(f"ffn_up{suffix}", f"{name}.up_proj", f"{inner} E", bias=bias)
-    yield from matrix(f"ffn_down{suffix}", f"{name}.down_proj", f"E {inner}", bias=bias)
+    yield from matrix(f"ffn_gate{suffix}", f"{name}.gate_proj", f"{inner} E", bias=bias, when=when)
+    yield from matrix(f"ffn_up{suffix}", f"{name}.up_proj", f"{inner} E", bias=bias, when=when)
+    yield from matrix(f"ffn_down{suffix}", f"{name}.down_proj", f"E {inner}", bias=bias, when=when)
 
 
 def experts(
-    inner: str, name: str = "mlp", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    inner: str,
+    name: str = "mlp",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    when: str | None = None,
 ) -> Iterator[Entry]:
     """The router and the matrices of all experts."""
     gate, up, down = (f"{name}.experts.{{e}}.{part}" for part in parts)
-    yield from matrix("ffn_gate_inp", f"{name}.gate", "X E")
-    yield from matrix("ffn_gate_exps", gate, f"X {inner} E")
-    yield from matrix("ffn_up_exps", up, f"X {inner} E")
-    yield from matrix("ffn_down_exps", down, f"X E {inner}")
+    yield from matrix("ffn_gate_inp", f"{name}.gate", "X E", when=when)
+    yield from matrix("ffn_gate_exps", gate, f"X {inner} E", when=when)
+    yield from matrix("ffn_up_exps", up, f"X {inner} E", when=when)
+    yield from matrix("ffn_down_exps", down, f"X E {inner}", when=when)
 
 
 _NORMS = (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"))
@@ -192,6 +201,59 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
     return _chosen_experts(keys, norm_topk_prob=False, attention_bias=False, clip_qkv=clip)
 
 
+def _deepseek(keys: Keys) -> dict[str, Any]:
+    """DeepSeek-V2 and V3: latent attention, and mixtures of experts after some dense layers."""
+    sizes, heads = keys.sizes, keys.sizes["H"]
+    rope = keys.rope(partial=True)
+    del rope["partial_rotary_factor"]
+    if keys.has("rope.scaling.yarn_log_multiplier"):  # written as a tenth of it
+        rope["mscale"] = rope["mscale_all_dim"] = round(keys.real("rope.scaling.yarn_log_multiplier") * 10, 6)
+    turned, rank = keys.rotated(), keys.integer("attention.kv_lora_rank")
+    key = keys.integer("attention.key_length_mla", default=sizes["D"])
+    value = keys.integer("attention.value_length_mla", default=keys.integer("attention.value_length"))
+    query_rank = keys.integer("attention.q_lora_rank") if keys.has("attention.q_lora_rank") else None
+    dense = keys.integer("leading_dense_block_count") if keys.has("leading_dense_block_count") else 0
+    shared = keys.integer("expert_shared_count") if keys.has("expert_shared_count") else None
+    groups = keys.integer("expert_group_count", default=1)
+    expert = keys.integer("expert_feed_forward_length")
+    sizes |= {"X": keys.integer("expert_count"), "S": expert * (shared or 0), "HK": heads * key, "HV": heads * value}
+    sizes |= {"HB": heads * (key - turned + value), "N": key - turned, "W": value, "P": turned, "R": rank}
+    keys.traits = {
+        "compressed_queries": query_rank is not None,
+        "split_kv_b": keys.holds("blk.0.attn_k_b.weight"),
+        "dense": [i < dense for i in range(sizes["L"])],
+        "shared": [i >= dense and shared is not None for i in range(sizes["L"])],
+        "choice_bias": [i >= dense and is_v3(keys) for i in range(sizes["L"])],
+    }
+    return {
+        **_llama(keys, rope_parameters=rope),
+        "num_key_value_heads": heads,
+        "head_dim": turned,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": key - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": value,
+        "first_k_dense_replace": dense,
+        "n_routed_experts": sizes["X"],
+        "n_shared_experts": shared,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": expert,
+        "routed_scaling_factor": keys.real("expert_weights_scale") if keys.has("expert_weights_scale") else 1.0,
+        "norm_topk_prob": keys.flag("expert_weights_norm"),
+        "n_group": groups,
+        "topk_group": keys.integer("expert_group_used_count", default=1),
+        "topk_method": "noaux_tc" if is_v3(keys) else "greedy" if groups == 1 else "group_limited_greedy",
+        "scoring_func": "sigmoid" if is_v3(keys) else "softmax",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def is_v3(keys: Keys) -> bool:
+    """Whether a "deepseek2" file is of DeepSeek-V3, whose routers are sigmoids."""
+    return keys.integer("expert_gating_func", default=1) == 2
+
+
 def _gemma(keys: Keys, layers_of_largest: int, pattern: int, rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Gemma 2 and 3; the attention's scale is told from the number of layers, as files do not have it."""
     sizes = keys.sizes
@@ -203,6 +265,11 @@ def _gemma(keys: Keys, layers_of_largest: int, pattern: int, rope: dict[str, Any
     config["sliding_window"] = keys.window() or sizes["C"]
     config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     return config
+
+
+def _gemma1(keys: Keys) -> dict[str, Any]:
+    config = _llama(keys, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    return config | {"hidden_act": "gelu_pytorch_tanh"}
 
 
 def _gemma2(keys: Keys) -> dict[str, Any]:
@@ -313,6 +380,7 @@ _MIXTRAL_LAYER = (
     *attention("interleaved"),
     *experts("F", "block_sparse_moe", ("w1", "w3", "w2")),
 )
+_GEMMA_LAYER = (*rms_norms(*_NORMS, added=1.0), *attention(), *gated_mlp())
 _GEMMA2_LAYER = (
     *rms_norms(
         ("attn_norm", "input_layernorm"),
@@ -330,6 +398,28 @@ _QWEN2_MOE_LAYER = (
     *experts("moe_intermediate_size"),
     *gated_mlp("mlp.shared_expert", "shared_expert_intermediate_size", "_shexp"),
     Entry("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", "1 E"),
+)
+_DEEPSEEK_LAYER = (
+    *rms_norms(*_NORMS),
+    *matrix("attn_q", "self_attn.q_proj", "HK E", when="!compressed_queries"),
+    *matrix("attn_q_a", "self_attn.q_a_proj", "q_lora_rank E", when="compressed_queries"),
+    Entry("attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight", "q_lora_rank", when="compressed_queries"),
+    *matrix("attn_q_b", "self_attn.q_b_proj", "HK q_lora_rank", when="compressed_queries"),
+    *matrix("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa", "R+P E"),
+    *rms_norms(("attn_kv_a_norm", "self_attn.kv_a_layernorm"), size="R"),
+    *matrix("attn_kv_b", "self_attn.kv_b_proj", "HB R", when="!split_kv_b"),
+    Entry(
+        "attn_k_b.weight",
+        "self_attn.kv_b_proj.weight",
+        "H R N",
+        when="split_kv_b",
+        beside=("attn_v_b.weight", "H W R"),
+    ),
+    *matrix("attn_output", "self_attn.o_proj", "E HV"),
+    *gated_mlp(when="dense"),
+    *experts("moe_intermediate_size", when="!dense"),
+    Entry("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", "X", when="choice_bias"),
+    *gated_mlp("mlp.shared_experts", "S", "_shexp", when="shared"),
 )
 _PHI3_LAYER = (
     *rms_norms(*_NORMS),
@@ -369,7 +459,7 @@ def _neox_like(attention_name: str, bias: bool) -> tuple[Entry, ...]:
 _LAYER_NORMS = tuple(layer_norms(*_NORMS))
 _GPT_HEAD = (*layer_norms(("output_norm", "transformer.ln_f")), *_head())
 
-#: By the value of general.architecture; "llama" files with experts or a window are those of other models.
+#: By the value of general.architecture, with what tells apart the models that share one.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama_biased, "model.layers.{i}.", _LLAMA_LAYER, ends()),
     "llama with a window": Architecture(
@@ -429,6 +519,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         ends(),
     ),
+    "deepseek2": Architecture(
+        "deepseek_v2", "DeepseekV2ForCausalLM", _deepseek, "model.layers.{i}.", _DEEPSEEK_LAYER, ends()
+    ),
+    "deepseek2 with sigmoids": Architecture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _deepseek, "model.layers.{i}.", _DEEPSEEK_LAYER, ends()
+    ),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma1, "model.layers.{i}.", _GEMMA_LAYER, ends(added=1.0)),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, "model.layers.{i}.", _GEMMA2_LAYER, ends(added=1.0)),
     "gemma3": Architecture(
         "gemma3_text",
@@ -513,6 +610,8 @@ def architecture_of(keys: Keys) -> Architecture:
         name = "llama with experts"
     elif name == "llama" and keys.window():
         name = "llama with a window"
+    elif name == "deepseek2" and is_v3(keys):
+        name = "deepseek2 with sigmoids"
     if name not in ARCHITECTURES:
         known = [known for known in ARCHITECTURES if " " not in known]
         raise unsupported(f"{keys.file.path}: GGUF architecture", name, known)

@@ -108,10 +108,13 @@ def test_a_conversation_holds_a_constant_number_of_blocks_and_is_the_same_with_l
     assert all(len(tokens) == 9 for tokens, _ in answers)
     for caching in (False, True):
         llm = make(num_gpu_blocks_override=400 if kind != "windows alone" else few, enable_prefix_caching=caching)
+        line = llm.llm_engine.core.startup.lines()[2]
+        assert "for windows of 8 tokens, at most" in line and ("for all tokens" in line) == (None in windows)
         found, held, stats = converse(llm)
         assert found == answers, "bit for bit"
         assert stats.preemptions_by_recompute + stats.preemptions_by_swap == 0
         assert (stats.prefix_hit_tokens > 1000) == caching
+        assert [group.window for group in stats.groups] == (windows if len(windows) > 1 else [])
         for group, window in enumerate(windows):
             blocks = [most[group] for most in held]
             if window is None:
