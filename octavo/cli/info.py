@@ -182,6 +182,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
+    from octavo.core.kv_spec import group_layers
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
     from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
@@ -207,6 +208,15 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "kv_bytes_per_token": kv_bytes_per_token(network),
+        # Layers with a window hold no more tokens than it has.
+        "kv_groups": [
+            {
+                "layers": len(group.layers),
+                "window": group.spec.window,
+                "kv_bytes_per_token": len(group.layers) * group.spec.bytes_per_token,
+            }
+            for group in group_layers(network.kv_specs)
+        ],
     }
 
 
@@ -241,6 +251,12 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
             for problem in value:
                 lines.append(f"{indent}{problem['tensor'] or 'checkpoint'}: {problem['problem']}")
             lines += [] if value else [f"{indent}no problems found"]
+            continue
+        if name == "kv_groups":
+            for group in value:
+                kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
+                size = readable_size(group["kv_bytes_per_token"])
+                lines.append(f"{indent}{'kv cache:':<22} {group['layers']} layers keep {kept}, {size} each")
             continue
         if name == "memory_bytes":
             value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.loader.quantized.reader import Unpack
+from octavo.loader.quantized.reader import with_unpacking
 from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
 from octavo.models.checkpoint import Entry, Pairs, Shapes
 from octavo.models.sizes import outline
@@ -87,10 +87,10 @@ def check_model(folder: Path, config: ModelConfig) -> CheckReport:
     tensors = size = 0
     try:
         stored = read_headers(folder)
-        if config.quantization is None:
-            problems += _header_problems(stored, config, network.checkpoint_map, shapes)
-        else:  # compares the parts of every matrix
-            Unpack(config.quantization, stored, shapes, torch.float32, lambda rows: False, lambda name: False)
+        entries: Sequence[Entry] = network.checkpoint_map
+        if config.quantization is not None:
+            entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
+        problems += _header_problems(stored, config, entries, shapes)
         for name, tensor in read_safetensors(folder):
             tensors, size = tensors + 1, size + tensor.nbytes
             if bad := _count_not_finite(tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.core.model_config import CheckpointQuantization, ModelConfig
+from octavo.core.model_config import ModelConfig
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
 from octavo.loader.check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.gguf_parts import split_paths
-from octavo.loader.quantized.reader import DropZeroBiases, Unpack
+from octavo.loader.quantized.reader import with_unpacking
 from octavo.loader.weights import (
     checkpoint_bytes,
     load_weights,
@@ -27,7 +27,7 @@ from octavo.loader.weights import (
     read_safetensors,
     read_safetensors_to,
 )
-from octavo.models.checkpoint import Entry, Pairs, Shapes, is_transposed
+from octavo.models.checkpoint import Entry, Pairs
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import outline_network
@@ -56,8 +56,13 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
     entries: list[Entry] = [*network.checkpoint_map]
     if config.quantization is not None and context.quantization != "gguf":
-        unpack = _unpack(folder, config.quantization, context, shapes, entries)
-        entries = [unpack, *entries, DropZeroBiases()]
+        own = context.quantization == config.quantization.name
+
+        def keep(rows: QuantizedRows) -> bool:
+            return own and context.kernels.has_products(rows)
+
+        stored = read_headers(folder)
+        entries = with_unpacking(entries, config.quantization, stored, shapes, context.dtype, keep)
 
     def load(tensors: Pairs) -> None:
         for entry in entries:
@@ -71,8 +76,7 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
         load(_with_progress(read_gguf(gguf), sum(part.stat().st_size for part in split_paths(gguf)), context))
         return network
-    if config.quantization is None:  # tensors of a quantised one were compared when its entry was made
-        refuse_misfits(folder, config, entries, shapes)
+    refuse_misfits(folder, config, entries, shapes)
     size = checkpoint_bytes(folder)
     if torch.device(context.device).type == "cpu":
         load(_with_progress(read_safetensors(folder), size, context))
@@ -99,25 +103,6 @@ def _with_progress(
             yield name, tensor
             read = tensor.rows.nbytes if isinstance(tensor, GGUFRows) else tensor.nbytes
             bar.update(min(read, size - bar.n))  # values of a GGUF file are wider in memory
-
-
-def _unpack(
-    folder: Path,
-    quantization: CheckpointQuantization,
-    context: LayerContext,
-    shapes: Shapes,
-    entries: Sequence[Entry],
-) -> Unpack:
-    """The entry that makes matrices of quantised ones: in their own bits if ``context`` says so and the kernels can."""
-    own = context.quantization == quantization.name
-
-    def keep(rows: QuantizedRows) -> bool:
-        return own and context.kernels.has_products(rows)
-
-    def transposed(name: str) -> bool:
-        return is_transposed(name, entries)
-
-    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep, transposed)
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

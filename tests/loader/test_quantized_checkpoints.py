@@ -21,6 +21,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
+from octavo.loader.check import check_model
 from octavo.loader.model import load_model
 from octavo.loader.resolve import weight_quantization
 from octavo.models.config import ConfigReader, read_model_config
@@ -305,6 +306,7 @@ def narrow(tensors: dict[str, Tensor]) -> None:
     ("name", "edit", "message"),
     [
         ("gptq 64, v2", lambda t: t.pop(f"{Q}.scales"), f"matrix '{Q}': the checkpoint lacks scales"),
+        ("gptq 64, v2", lambda t: [t.pop(name) for name in [*t] if Q in name], f"lacks the tensors {Q}.weight"),
         ("awq 128", lambda t: t.pop(f"{Q}.qzeros"), "lacks qzeros; a matrix of awq-int4 is stored as qweight, qzeros"),
         ("awq 128", lambda t: t.update({f"{Q}.g_idx": torch.zeros(128)}), "the checkpoint has g_idx"),
         ("gptq 64, v2", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:8]}), "qzeros has shape [2, 16]"),
@@ -409,6 +411,19 @@ def test_a_method_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None
         weight_quantization(options, "cpu", checkpoint)
     with pytest.raises(ConfigError, match="not quantized"):
         weight_quantization(options, "cpu", None)
+
+
+def test_a_check_reads_the_parts_of_matrices(source: Path, tmp_path: Path) -> None:
+    case = CASES["fp8 blocks"]
+    write(source, tmp_path, case.quantization, case.pack)
+    assert check_model(tmp_path, read_model_config(tmp_path)).problems == []
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}.weight_scale_inv"][1, 1] = torch.inf
+
+    write(source, tmp_path, case.quantization, case.pack, edit=spoil)
+    problems = check_model(tmp_path, read_model_config(tmp_path)).problems
+    assert [problem.tensor for problem in problems] == [f"{Q}.weight_scale_inv"]
 
 
 def test_requantised_it_has_the_bits_that_were_asked_for(source: Path, tmp_path: Path) -> None:
