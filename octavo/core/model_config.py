@@ -80,10 +80,11 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    #: Bias on q, k and v; on the attention's output; on the MLP.
+    #: Bias on q, k and v; on the attention's output; on the MLP; on a head that is not tied.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     #: RMS norm on each head of q and k before the rotation.
     qk_norm: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)

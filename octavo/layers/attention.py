@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
@@ -11,6 +13,7 @@ from octavo.kernels.interface import AttentionSpec, LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import QKVParallelLinear, RowParallelLinear
+from octavo.layers.norm import RMSNorm
 
 
 class Attention(Layer):
@@ -20,21 +23,18 @@ class Attention(Layer):
         self,
         config: ModelConfig,
         context: LayerContext,
-        *,
+        spec: AttentionSpec,
         cos_sin: Tensor | None = None,
-        alibi_slopes: tuple[float, ...] | None = None,
-        scale: float | None = None,
-        window: int | None = None,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
-        """Tensors are named q_proj, k_proj, v_proj and o_proj.
+        """Tensors are named q_proj, k_proj, v_proj, o_proj, and q_norm and k_norm if the configuration has ``qk_norm``.
 
         Args:
-            config: sizes and biases.
+            config: sizes, biases, and whether heads of q and k are normalised before the rotation.
             context: as for all layers.
+            spec: scale, window and soft cap; the ALiBi slopes are those of all heads of the network.
             cos_sin: the rotary table, see ``rotary_table``; None: queries and keys are not rotated.
-            alibi_slopes: of all heads of the network, see ``AttentionSpec``.
-            scale: of the scores; by default head_dim ** -0.5.
-            window: see ``AttentionSpec``.
+            norm: of queries and keys.
         """
         super().__init__()
         heads, kv_heads, head_dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
@@ -42,24 +42,41 @@ class Attention(Layer):
         self.qkv = self.attach("", QKVParallelLinear(context, hidden, heads, kv_heads, head_dim, config.qkv_bias))
         columns = self.qkv.query_columns
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = self.attach("q_norm", norm(context, head_dim, config.rms_norm_eps))
+            self.k_norm = self.attach("k_norm", norm(context, head_dim, config.rms_norm_eps))
         self.head_dim = head_dim
         self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
         self.kv_spec = KVSpec(
-            "full" if window is None else "sliding", self.qkv.kv_heads, head_dim, context.kv_dtype_name, window
+            "full" if spec.window is None else "sliding",
+            self.qkv.kv_heads,
+            head_dim,
+            context.kv_dtype_name,
+            spec.window,
         )
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes[columns.start // head_dim : columns.stop // head_dim]
-        self.spec = AttentionSpec(scale or head_dim**-0.5, window, alibi_slopes=alibi_slopes)
-        context.kernels.check_attention(self.spec)
+        if spec.alibi_slopes is not None:
+            own = spec.alibi_slopes[columns.start // head_dim : columns.stop // head_dim]
+            spec = replace(spec, alibi_slopes=own)
+        self.spec = spec
+        context.kernels.check_attention(spec)
         self.cos_sin = cos_sin
 
+    def __call__(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """Attention of x [T, E], float32 [T, E]; writes the tokens' keys and values to the cache."""
+        return self.out(self._attended(x, cache, batch))
+
     def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """residual + attention of x, both [T, E]; writes the tokens' keys and values to the cache."""
+        """residual + self(x, cache, batch), float32 [T, E]; the residual's memory may be reused."""
+        return self.out.add_to(residual, self._attended(x, cache, batch))
+
+    def _attended(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         tokens, kernels = x.shape[0], self.kernels
         q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.cos_sin is None:
             kernels.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         else:
             q = kernels.rotary_and_cache(q, k, v, batch, self.cos_sin, cache)
-        attended = kernels.paged_attention(q, cache, batch, self.spec)
-        return self.out.add_to(residual, attended.view(tokens, -1))
+        return kernels.paged_attention(q, cache, batch, self.spec).view(tokens, -1)

@@ -1,4 +1,4 @@
-"""The feed-forward network of two matrices."""
+"""Feed-forward networks, of two matrices and of three."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.kernels.packed_weight import Activation
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
-from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
 
 class MLP(Layer):
@@ -23,3 +23,22 @@ class MLP(Layer):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the network's output for x, both [T, E]."""
         return self.fc2.add_to(residual, self.fc1(x))
+
+
+class GatedMLP(Layer):
+    """down(activation(gate(x)) * up(x)): Shazeer 2020."""
+
+    def __init__(
+        self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
+    ) -> None:
+        super().__init__()
+        self.gate_up = self.attach("", GateUpParallelLinear(context, hidden, inner, bias, activation))
+        self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The network's output for x [T, E], float32 [T, E]."""
+        return self.down(self.gate_up(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x), float32 [T, E]; the residual's memory may be reused."""
+        return self.down.add_to(residual, self.gate_up(x))

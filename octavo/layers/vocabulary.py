@@ -37,9 +37,9 @@ class _VocabularyShare(Layer):
 class VocabParallelEmbedding(_VocabularyShare):
     """Token embedding, multiplied by ``scale``."""
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__(context, vocab_size, hidden_size)
-        self._scale = scale
+        self.scale = 1.0
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
         self.table: Tensor | None = None
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(_VocabularyShare):
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids int64 [T] to float32 [T, E]."""
         assert self.table is not None
-        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self._scale))
+        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self.scale))
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""

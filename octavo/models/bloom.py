@@ -12,38 +12,30 @@ from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields
+from octavo.models.config import ConfigReader, decoder_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder, GPTLayer
 
 
 @dataclass(frozen=True)
-class BloomConfig(DecoderConfig):
+class BloomConfig(GPTConfig):
     """What the sums of a layer start from."""
 
     #: Whether a layer adds to its norms' results, or to their inputs.
     residual_after_norm: bool = False
 
 
-class BloomLayer(DecoderLayer):
-    """x + attention(norm(x)), and then x + mlp(norm(x)); or norm(x) + attention(norm(x)) and so on."""
-
-    def __init__(self, config: BloomConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
-        super().__init__(config, context, index, cos_sin)
-        self.residual_after_norm = config.residual_after_norm
+class NormedResidualLayer(GPTLayer):
+    """norm(x) + attention(norm(x)), and then other_norm(x) + mlp(other_norm(x)) of the sum."""
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """See ``DecoderLayer``."""
-        if not self.residual_after_norm:
-            return super().__call__(residual, cache, batch)
+        """See ``GPTLayer``."""
         x = self.attention_norm.float32(residual)
         x = self.mlp_norm.float32(self.attention.add_to(x, x, cache, batch))
         return self.mlp.add_to(x, x)
 
 
-class BloomForCausalLM(Decoder):
+class BloomForCausalLM(GPTDecoder):
     """Bloom; in its checkpoints, the rows of queries, keys and values are grouped by head."""
-
-    layer_class = BloomLayer
 
     def __init__(self, config: BloomConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -63,6 +55,10 @@ class BloomForCausalLM(Decoder):
             Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
             Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
         )
+
+    def layer_class(self, config: BloomConfig) -> type[GPTLayer]:
+        """What the sums start from."""
+        return NormedResidualLayer if config.residual_after_norm else GPTLayer
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """With the norm of the embedding."""

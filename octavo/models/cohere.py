@@ -8,18 +8,18 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Transform, halve_pairs
-from octavo.models.config import ConfigReader, refuse_activations
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, refuse_activations, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
 @dataclass(frozen=True)
-class CohereConfig(DecoderConfig):
+class CohereConfig(GPTConfig):
     """The scale of logits."""
 
     logit_scale: float = 0.0625
 
 
-class CohereForCausalLM(Decoder):
+class CohereForCausalLM(GPTDecoder):
     """Command R; in its checkpoints, neighbouring dimensions of a head are rotated together."""
 
     def __init__(self, config: CohereConfig, context: LayerContext) -> None:

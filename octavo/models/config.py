@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
@@ -17,9 +17,22 @@ from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.quantization import read_quantization
 from octavo.models.registry import architecture_of_type, network_class, supported_architectures, unsupported
 
+if TYPE_CHECKING:
+    from octavo.kernels.packed_weight import Activation
+
 #: Largest JSON file that is read, in bytes.
 _MAX_JSON_BYTES = 16 << 20
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Names of activations in config.json; several approximate gelu by the same tanh.
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 _GENERATION_FILE = "generation_config.json"
 #: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
 _SAMPLING_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
@@ -186,11 +199,55 @@ def common_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def decoder_fields(
+    reader: ConfigReader,
+    *,
+    hidden: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    kv_heads: str | None = None,
+) -> dict[str, Any]:
+    """Fields of ``ModelConfig`` that all families have; the arguments are their names in config.json.
+
+    Without ``kv_heads``, or where config.json lacks it, there are as many KV heads as query heads.
+
+    Raises:
+        ConfigError: a value is missing, of the wrong type or impossible.
+    """
+    size, count = reader.positive(hidden), reader.positive(heads)
+    if size % count:
+        raise ConfigError(f"{reader.file}: {hidden} ({size}) must be a multiple of {heads} ({count})")
+    kv_count = reader.positive(kv_heads, count) if kv_heads else count
+    if count % kv_count:
+        raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
+    return {
+        "hidden_size": size,
+        "num_layers": reader.positive(layers),
+        "num_heads": count,
+        "num_kv_heads": kv_count,
+        "head_dim": size // count,
+        **common_fields(reader),
+    }
+
+
 def refuse_activations(reader: ConfigReader, *supported: str) -> None:
     """Raises UnsupportedModelError if hidden_act is not in ``supported``; the first entry is the default."""
     activation = reader.raw.get("hidden_act", supported[0])
     if activation not in supported:
         raise UnsupportedModelError(f"activation hidden_act={activation!r} is not supported; supported: {supported[0]}")
+
+
+def read_activation(reader: ConfigReader, name: str, default: str) -> Activation:
+    """The activation that config.json names under ``name``.
+
+    Raises:
+        UnsupportedModelError: there is no such activation here.
+    """
+    value = reader.raw.get(name) or default
+    if value not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModelError(f"activation {name}={value!r} is not supported; supported: {supported}")
+    return _ACTIVATIONS[value]
 
 
 def read_rope(reader: ConfigReader) -> RopeConfig:
@@ -215,6 +272,23 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
         # Phi-3 and similar models have it at the top level, where it takes precedence.
         scaling["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings")
     return RopeConfig(theta=theta, rope_type=rope_type, partial_rotary_factor=partial, scaling=scaling)
+
+
+def rotary_fields(reader: ConfigReader, head_dim: int) -> dict[str, Any]:
+    """``rope`` and ``max_position`` of families that rotate a share of each head.
+
+    Raises:
+        ConfigError: a value is impossible; the rotated dimensions are no pairs.
+        UnsupportedModelError: the rope type is not supported.
+    """
+    rope = read_rope(reader)
+    rotated = int(head_dim * rope.partial_rotary_factor)
+    if rotated % 2 or not rotated:
+        raise ConfigError(
+            f"{reader.file}: the rotated share of a head, partial_rotary_factor ({rope.partial_rotary_factor}) of "
+            f"{head_dim} dimensions, must be an even number of them, not {rotated}"
+        )
+    return {"rope": rope, "max_position": longest_context(rope)}
 
 
 def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.kernels.experts import RoutingSpec
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention, LatentShape
+from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import SparseMoE
 from octavo.models.checkpoint import Drop, Transform
 from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
-from octavo.models.llama import MLP, DecoderLayer, LlamaForCausalLM
+from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,14 @@ class DeepseekForCausalLM(LlamaForCausalLM):
                 Transform(r"\.kv_a_proj_with_mqa\.weight$", key),
             )
 
-    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> DecoderLayer:
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
         """Latent attention, and a feed-forward network or, after the first layers, a mixture of them."""
         assert isinstance(config, DeepseekConfig)
+        cos_sin = self.rotary_table(config, context)
         attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, cos_sin)
         sparse = config.num_experts > 0 and index >= config.dense_layers
-        mlp = SharedAndRouted(config, context) if sparse else MLP(config, context)
-        return DecoderLayer(config, context, attention, mlp)
+        mlp = SharedAndRouted(config, context) if sparse else make_mlp(config, context)
+        return LlamaLayer(config, context, attention, mlp)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -134,7 +136,8 @@ class SharedAndRouted(SparseMoE):
         self.shared = None
         if config.shared_experts:
             inner = config.shared_experts * config.expert_intermediate_size
-            self.shared = self.attach("shared_experts", MLP(replace(config, intermediate_size=inner), context))
+            shared = GatedMLP(context, config.hidden_size, inner, config.mlp_bias)
+            self.shared = self.attach("shared_experts", shared)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the results of all experts for x, both [T, E]."""

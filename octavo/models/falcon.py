@@ -12,14 +12,14 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class FalconForCausalLM(Decoder):
+class FalconForCausalLM(GPTDecoder):
     """Falcon; in its checkpoints, the rows of queries, keys and values are grouped by KV head."""
 
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.checkpoint_map = (
             Drop(r"^lm_head\.weight$"),
@@ -54,7 +54,7 @@ class FalconForCausalLM(Decoder):
             fields["max_position"] = reader.positive("max_position_embeddings")
         else:
             fields |= rotary_fields(reader, head_dim)
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("ffn_hidden_size", 4 * fields["hidden_size"]),
             qkv_bias=bias,

@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, LayerCache
-from octavo.layers.base import Layer
+from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import extend_rotary_table, rotary_table
-from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Rename
 from octavo.models.config import ConfigReader, common_fields, read_layer_types, read_rope, refuse_activations
-from octavo.models.network import Network
+from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.llama import LlamaLayer
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class GemmaConfig(ModelConfig):
     post_norms: bool = False
 
 
-class GemmaForCausalLM(Network):
+class GemmaForCausalLM(Decoder):
     """A decoder-only transformer with its language-model head."""
 
     # Checkpoints that also see images hold this network as their language model.
@@ -59,57 +57,30 @@ class GemmaForCausalLM(Network):
 
     def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        vocab, hidden, tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
-        stage = context.layers_of(config.num_layers)
-        self.is_last = stage.stop == config.num_layers
-        if stage.start == 0 or (self.is_last and tied):
-            # As it was trained: the factor is rounded to the type of the embeddings.
-            scale = torch.tensor(hidden**0.5, dtype=context.dtype).item()
-            embedding = VocabParallelEmbedding(context, vocab, hidden, scale)
-            self.embed_tokens = self.attach("model.embed_tokens", embedding)
-        configs = [config, replace(config, rope=config.local_rope)]
-        self._tables = [(of, rotary_table(of, context.device, context.positions)) for of in configs]
-        (_, full), (_, local) = self._tables
-        kind = PostNormLayer if config.post_norms else PreNormLayer
-        self.layers = [
-            self.attach(f"model.layers.{i}", kind(config, context, local if window else full, window))
-            for i, window in enumerate(config.sliding_windows)
-            if i in stage
-        ]
-        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
-        if self.is_last:
-            self.norm = self.attach("model.norm", _norm(config, context, hidden))
-            head = ParallelLMHead(context, vocab, hidden, self.embed_tokens if tied else None)
-            self.head = self.attach("lm_head", head)
         self.kernels, self.logit_cap = context.kernels, config.logit_cap
+        if self.is_first:
+            # As it was trained: the factor is rounded to the type of the embeddings.
+            self.embed_tokens.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
 
-    def position_bytes(self) -> int:
-        """Bytes of a row of both rotary tables."""
-        return sum(table.shape[1] * table.element_size() for _, table in self._tables)
+    def make_layer(self, index: int, config: GemmaConfig, context: LayerContext) -> DecoderLayer:
+        """Layer ``index`` of the network; those with a window have a rope of their own."""
+        window = config.sliding_windows[index]
+        cos_sin = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
+        spec = AttentionSpec(config.query_scale, window, config.score_cap)
+        attention = Attention(config, context, spec, cos_sin, GemmaNorm)
+        mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, False, "gelu_tanh")
+        if config.post_norms:
+            return PostNormLayer(config, context, attention, mlp)
+        return LlamaLayer(config, context, attention, mlp, GemmaNorm)
 
-    def extend_positions(self, positions: int) -> None:
-        """Computes the rotary tables anew if they are shorter."""
-        for config, table in self._tables:
-            extend_rotary_table(table, config, positions)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [T] to the residual stream float32 [T, E]."""
-        return self.embed_tokens(token_ids)
-
-    def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
-        """The residual stream through the layers of this stage, and on the last one the norm after them."""
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
-            residual = layer(residual, cache, batch)
-        return self.norm(residual) if self.is_last else residual
+    def make_final_norm(self, config: GemmaConfig, context: LayerContext) -> GemmaNorm:
+        """The norm after the last layer."""
+        return GemmaNorm(context, config.hidden_size, config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, E] to logits float32 [n, vocab]."""
-        logits = self.head(hidden)
+        """With the cap of Gemma 2."""
+        logits = super().logits(hidden)
         return logits if self.logit_cap is None else self.kernels.soft_cap(logits, self.logit_cap)
-
-    def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""
-        return hidden.index_select(0, batch.query_start_loc[1:] - 1).float()
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -152,91 +123,33 @@ class GemmaForCausalLM(Network):
         )
 
 
-class PostNormLayer(Layer):
+class GemmaNorm(RMSNorm):
+    """A norm whose weight is 1 more than the checkpoint's."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__(context, size, eps, unit_offset=True)
+
+
+class PostNormLayer(DecoderLayer):
     """A layer of Gemma 2 and 3: norms before attention and MLP, and on what they add to the residual stream."""
 
-    def __init__(self, config: GemmaConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
+    attention: Attention
+
+    def __init__(self, config: GemmaConfig, context: LayerContext, attention: Attention, mlp: GatedMLP) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.attention_norm = self.attach("input_layernorm", _norm(config, context, hidden))
-        self.attention = self.attach("self_attn", Attention(config, context, cos_sin, window))
-        self.attention_post_norm = self.attach("post_attention_layernorm", _norm(config, context, hidden))
-        self.mlp_norm = self.attach("pre_feedforward_layernorm", _norm(config, context, hidden))
-        self.mlp = self.attach("mlp", MLP(config, context))
-        self.mlp_post_norm = self.attach("post_feedforward_layernorm", _norm(config, context, hidden))
+        norms = [GemmaNorm(context, config.hidden_size, config.rms_norm_eps) for _ in range(4)]
+        self.attention_norm = self.attach("input_layernorm", norms[0])
+        self.attention = self.attach("self_attn", attention)
+        self.attention_post_norm = self.attach("post_attention_layernorm", norms[1])
+        self.mlp_norm = self.attach("pre_feedforward_layernorm", norms[2])
+        self.mlp = self.attach("mlp", mlp)
+        self.mlp_post_norm = self.attach("post_feedforward_layernorm", norms[3])
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
+        """See ``DecoderLayer``."""
         attended = self.attention(self.attention_norm(residual), cache, batch)
-        residual = self.attention_post_norm.add_to(residual, self.attention.out(attended))
-        inner = self.mlp.gate_up(self.mlp_norm(residual))
-        return self.mlp_post_norm.add_to(residual, self.mlp.down(inner))
-
-
-class PreNormLayer(Layer):
-    """A layer of the first Gemma: norms before attention and MLP only."""
-
-    def __init__(self, config: GemmaConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
-        super().__init__()
-        self.attention_norm = self.attach("input_layernorm", _norm(config, context, config.hidden_size))
-        self.attention = self.attach("self_attn", Attention(config, context, cos_sin, window))
-        self.mlp_norm = self.attach("post_attention_layernorm", _norm(config, context, config.hidden_size))
-        self.mlp = self.attach("mlp", MLP(config, context))
-
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
-        attended = self.attention(self.attention_norm(residual), cache, batch)
-        residual = self.attention.out.add_to(residual, attended)
-        return self.mlp.down.add_to(residual, self.mlp.gate_up(self.mlp_norm(residual)))
-
-
-class Attention(Layer):
-    """Grouped-query attention with rotary positions over a paged cache, and the projection ``out`` after it."""
-
-    def __init__(self, config: GemmaConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
-        super().__init__()
-        heads, head_dim, hidden = config.num_heads, config.head_dim, config.hidden_size
-        self.kernels = context.kernels
-        self.qkv = self.attach(
-            "", QKVParallelLinear(context, hidden, heads, config.num_kv_heads, head_dim, config.qkv_bias)
-        )
-        out = RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, self.qkv.query_columns)
-        self.out = self.attach("o_proj", out)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = self.attach("q_norm", _norm(config, context, head_dim))
-            self.k_norm = self.attach("k_norm", _norm(config, context, head_dim))
-        self.head_dim = head_dim
-        self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
-        self.kv_spec = KVSpec(
-            "full" if window is None else "sliding", self.qkv.kv_heads, head_dim, context.kv_dtype_name, window
-        )
-        self.spec = AttentionSpec(config.query_scale, window, config.score_cap)
-        context.kernels.check_attention(self.spec)
-        self.cos_sin = cos_sin
-
-    def __call__(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """Attention of x [T, E], the input of ``out``; writes the tokens' keys and values to the cache."""
-        tokens, kernels = x.shape[0], self.kernels
-        q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = kernels.rotary_and_cache(q, k, v, batch, self.cos_sin, cache)
-        return kernels.paged_attention(q, cache, batch, self.spec).view(tokens, -1)
-
-
-class MLP(Layer):
-    """The gated feed-forward network, down(gelu(gate(x)) * up(x))."""
-
-    def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = self.attach("", GateUpParallelLinear(context, hidden, inner, False, "gelu_tanh"))
-        self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, False))
-
-
-def _norm(config: GemmaConfig, context: LayerContext, size: int) -> RMSNorm:
-    return RMSNorm(context, size, config.rms_norm_eps, unit_offset=True)
+        residual = self.attention_post_norm.add_to(residual, attended)
+        return self.mlp_post_norm.add_to(residual, self.mlp(self.mlp_norm(residual)))
 
 
 #: What config.json leaves out if it is the default of transformers; files of Gemma 3 leave out much.

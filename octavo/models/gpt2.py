@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, Transform, transpose, ungroup_heads
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
+from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
 @dataclass(frozen=True)
-class GPT2Config(DecoderConfig):
+class GPT2Config(GPTConfig):
     """Variations of the scale of scores."""
 
     #: Whether scores are divided by the root of the head size, and whether by the number of the layer, from 1.
     scale_by_head_size: bool = True
     scale_by_layer: bool = False
-
-
-class GPT2Layer(DecoderLayer):
-    """x + attention(norm(x)), and then x + mlp(norm(x))."""
-
-    def make_attention(
-        self, config: GPT2Config, context: LayerContext, index: int, cos_sin: Tensor | None
-    ) -> Attention:
-        """With the scale of this layer."""
-        scale = config.head_dim**-0.5 if config.scale_by_head_size else 1.0
-        return Attention(config, context, scale=scale / (index + 1) if config.scale_by_layer else scale)
 
 
 _NAMES = (
@@ -51,15 +39,19 @@ _NAMES = (
 )
 
 
-class GPT2LMHeadModel(Decoder):
+class GPT2LMHeadModel(GPTDecoder):
     """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
 
-    layer_class = GPT2Layer
     checkpoint_map: tuple[Entry, ...] = (
         *_NAMES,
         Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
         Split("c_attn", ("q_proj", "k_proj", "v_proj")),
     )
+
+    def make_attention(self, index: int, config: GPT2Config, context: LayerContext) -> Attention:
+        """With the scale of this layer."""
+        scale = config.head_dim**-0.5 if config.scale_by_head_size else 1.0
+        return Attention(config, context, AttentionSpec(scale / (index + 1) if config.scale_by_layer else scale))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class GPTNeoXForCausalLM(Decoder):
+class GPTNeoXForCausalLM(GPTDecoder):
     """GPT-NeoX; in its checkpoints, the rows of queries, keys and values are grouped by head."""
 
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.checkpoint_map = (
             Drop(r"\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)$"),
@@ -39,7 +39,7 @@ class GPTNeoXForCausalLM(Decoder):
         reader = reader.with_defaults(use_parallel_residual=True, attention_bias=True, **rope)
         bias = reader.flag("attention_bias")
         fields = decoder_fields(reader)
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=bias,

@@ -6,14 +6,14 @@ from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Rename, halve_pairs
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation
+from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class GPTJForCausalLM(Decoder):
+class GPTJForCausalLM(GPTDecoder):
     """GPT-J; in its checkpoints, neighbouring dimensions of a head are rotated together."""
 
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         rotated = int(config.head_dim * config.rope.partial_rotary_factor)
         self.checkpoint_map = (
@@ -37,7 +37,7 @@ class GPTJForCausalLM(Decoder):
         if rotated > head_dim or rotated % 2:
             raise ConfigError(f"{reader.file}: rotary_dim must be even and at most {head_dim}, not {rotated}")
         positions = reader.positive("n_positions", 2048)
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
             max_position=positions,

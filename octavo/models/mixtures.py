@@ -12,12 +12,13 @@ from torch import Tensor
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.experts import RoutingSpec
+from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Entry, Rename, Unstack
 from octavo.models.config import ConfigReader, read_layer_types
-from octavo.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
+from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,6 @@ class MixtureConfig(ModelConfig):
     renormalize: bool
     #: For each layer, whether it has experts.
     sparse_layers: tuple[bool, ...]
-    #: RMS norm over all heads of q and over all of k, before the rotation.
-    projection_norm: bool
 
 
 class MixtureForCausalLM(LlamaForCausalLM):
@@ -51,20 +50,11 @@ class MixtureForCausalLM(LlamaForCausalLM):
         Unstack("down_proj", ("down_proj",)),
     )
 
-    def make_layer(self, index: int, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> DecoderLayer:
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
         """A layer with experts, or without."""
         assert isinstance(config, MixtureConfig)
-        window = config.sliding_windows[index]
-        attention = (NormedAttention if config.projection_norm else Attention)(config, context, cos_sin, window)
-        return DecoderLayer(config, context, attention, self._feed_forward(index, config, context))
-
-    def _feed_forward(self, index: int, config: MixtureConfig, context: LayerContext) -> MLP | SparseMoE:
-        if not config.sparse_layers[index]:
-            return MLP(config, context)
-        shared = config.shared_intermediate_size
-        routing = RoutingSpec(config.experts_per_token, renormalize=config.renormalize, shared=int(shared > 0))
-        hidden, inner = config.hidden_size, config.expert_intermediate_size
-        return SparseMoE(context, hidden, inner, config.num_experts, routing, shared_inner=shared)
+        mlp = _experts(config, context) if config.sparse_layers[index] else make_mlp(config, context)
+        return LlamaLayer(config, context, self.make_attention(index, config, context), mlp)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -92,27 +82,27 @@ class MixtureForCausalLM(LlamaForCausalLM):
             shared_intermediate_size=reader.positive("shared_expert_intermediate_size") if qwen2 else 0,
             renormalize=architecture == "MixtralForCausalLM" or reader.flag("norm_topk_prob"),
             sparse_layers=_sparse_layers(reader, base.num_layers) if qwen else (True,) * base.num_layers,
-            projection_norm=architecture == "OlmoeForCausalLM",
         )
 
 
-class NormedAttention(Attention):
-    """Attention with norms over all heads of q and over all of k.
+class OlmoeForCausalLM(MixtureForCausalLM):
+    """OLMoE: norms over all heads of q and over all of k, before the rotation."""
 
-    Raises:
-        ConfigError: the heads are shared by ranks, each of which would know a part of the norm alone.
-    """
+    def make_attention(self, index: int, config: ModelConfig, context: LayerContext) -> Attention:
+        """Attention with these norms.
 
-    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor, window: int | None) -> None:
+        Raises:
+            ConfigError: the heads are shared by ranks, each of which would know a part of the norm alone.
+        """
         if context.tp_size > 1:
             raise ConfigError(
                 f"{config.architecture} normalises q and k over all heads, which tensor-parallel workers cannot share: "
                 "set tensor_parallel_size=1"
             )
-        super().__init__(config, context, cos_sin, window)
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_norm = self.attach("q_norm", ProjectionNorm(context, heads * head_dim, config.rms_norm_eps))
-        self.k_norm = self.attach("k_norm", ProjectionNorm(context, kv_heads * head_dim, config.rms_norm_eps))
+        attention, head_dim, eps = super().make_attention(index, config, context), config.head_dim, config.rms_norm_eps
+        attention.q_norm = attention.attach("q_norm", ProjectionNorm(context, config.num_heads * head_dim, eps))
+        attention.k_norm = attention.attach("k_norm", ProjectionNorm(context, config.num_kv_heads * head_dim, eps))
+        return attention
 
 
 class ProjectionNorm(RMSNorm):
@@ -121,6 +111,13 @@ class ProjectionNorm(RMSNorm):
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of x [T, heads, D], of the same shape and of the network's type."""
         return super().__call__(x.flatten(1)).view(x.shape)
+
+
+def _experts(config: MixtureConfig, context: LayerContext) -> SparseMoE:
+    shared = config.shared_intermediate_size
+    routing = RoutingSpec(config.experts_per_token, renormalize=config.renormalize, shared=int(shared > 0))
+    hidden, inner = config.hidden_size, config.expert_intermediate_size
+    return SparseMoE(context, hidden, inner, config.num_experts, routing, shared_inner=shared)
 
 
 def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:

@@ -17,15 +17,15 @@ from octavo.layers.context import LayerContext
 from octavo.layers.linear import RowParallelLinear
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_fields, read_activation
+from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.gpt import GPTConfig, GPTDecoder, GPTLayer
 
 #: The first two rows of the table of positions belong to padding.
 _POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True)
-class OPTConfig(DecoderConfig):
+class OPTConfig(GPTConfig):
     """Where the norms are, and what they have."""
 
     embedding_size: int = 0
@@ -46,29 +46,18 @@ class PlainLayerNorm(LayerNorm):
         self.holds.clear()
 
 
-class OPTLayer(DecoderLayer):
-    """Attention and a feed-forward network; a norm is before each, or after each sum."""
-
-    def __init__(self, config: OPTConfig, context: LayerContext, index: int, cos_sin: Tensor | None) -> None:
-        super().__init__(config, context, index, cos_sin)
-        self.norm_first = config.norm_first
-
-    def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm:
-        """With or without weights."""
-        return _norm(config, context)
+class PostNormLayer(GPTLayer):
+    """norm(x + attention(x)), and then other_norm(x + mlp(x)) of that."""
 
     def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """See ``DecoderLayer``."""
-        if self.norm_first:
-            return super().__call__(residual, cache, batch)
+        """See ``GPTLayer``."""
         residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
         return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
 
 
-class OPTForCausalLM(Decoder):
+class OPTForCausalLM(GPTDecoder):
     """OPT."""
 
-    layer_class = OPTLayer
     checkpoint_map = (
         Drop(r"^lm_head\.weight$"),
         Rename(r"^(model\.)?decoder\.", "model."),
@@ -92,9 +81,18 @@ class OPTForCausalLM(Decoder):
         """As config.json says."""
         return config.embedding_size
 
-    def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm | None:
+    def layer_class(self, config: OPTConfig) -> type[GPTLayer]:
+        """Where its norms are."""
+        return GPTLayer if config.norm_first else PostNormLayer
+
+    def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm:
+        """With or without weights."""
+        norm = LayerNorm if config.norm_weights else PlainLayerNorm
+        return norm(context, config.hidden_size, config.layer_norm_eps)
+
+    def make_final_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm | None:
         """None where norms are after the sums."""
-        return self.attach("model.norm", _norm(config, context)) if config.final_norm else None
+        return self.make_norm(config, context) if config.final_norm else None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Projected to the width of the layers."""
@@ -131,8 +129,3 @@ class OPTForCausalLM(Decoder):
             norm_weights=reader.flag("layer_norm_elementwise_affine"),
             **fields,
         )
-
-
-def _norm(config: OPTConfig, context: LayerContext) -> LayerNorm:
-    norm = LayerNorm if config.norm_weights else PlainLayerNorm
-    return norm(context, config.hidden_size, config.layer_norm_eps)

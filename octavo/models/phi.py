@@ -5,11 +5,11 @@ from __future__ import annotations
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class PhiForCausalLM(Decoder):
+class PhiForCausalLM(GPTDecoder):
     """Phi-1 to Phi-2."""
 
     checkpoint_map = (
@@ -25,7 +25,7 @@ class PhiForCausalLM(Decoder):
             raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true is not supported")
         reader = reader.with_defaults(partial_rotary_factor=0.5, max_position_embeddings=2048)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads")
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size", 4 * fields["hidden_size"]),
             qkv_bias=True,

@@ -7,8 +7,7 @@ from dataclasses import replace
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Split
-from octavo.models.config import ConfigReader, common_fields, refuse_activations
-from octavo.models.decoder import rotary_fields
+from octavo.models.config import ConfigReader, common_fields, refuse_activations, rotary_fields
 from octavo.models.llama import LlamaForCausalLM
 
 

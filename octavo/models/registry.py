@@ -34,7 +34,7 @@ NETWORKS = {
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
-    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "OlmoeForCausalLM"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),

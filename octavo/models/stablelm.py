@@ -5,11 +5,11 @@ from __future__ import annotations
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Drop
-from octavo.models.config import ConfigReader, refuse_activations
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, refuse_activations, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class StableLmForCausalLM(Decoder):
+class StableLmForCausalLM(GPTDecoder):
     """StableLM."""
 
     checkpoint_map = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
@@ -22,7 +22,7 @@ class StableLmForCausalLM(Decoder):
             raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true (StableLM 2 12B) is not supported")
         reader = reader.with_defaults(partial_rotary_factor=0.25)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads")
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=reader.flag("use_qkv_bias"),

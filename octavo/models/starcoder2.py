@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader
-from octavo.models.decoder import Decoder, DecoderConfig, decoder_fields, read_activation, rotary_fields
+from octavo.models.config import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
-class Starcoder2ForCausalLM(Decoder):
+class Starcoder2ForCausalLM(GPTDecoder):
     """StarCoder2."""
 
     checkpoint_map = (
@@ -24,7 +24,7 @@ class Starcoder2ForCausalLM(Decoder):
         fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("use_bias")
         fields |= rotary_fields(reader, fields["head_dim"])
         window = reader.positive("sliding_window", fields["max_position"])
-        return DecoderConfig(
+        return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=bias,
