@@ -36,6 +36,12 @@ class MixtureConfig(ModelConfig):
     #: RMS norm over all heads of q and over all of k, before the rotation.
     projection_norm: bool
 
+    @property
+    def feed_forward_width(self) -> int:
+        """That of a layer without experts, or of the experts of a token and the shared one."""
+        chosen = self.experts_per_token * (self.hidden_size + 3 * self.expert_intermediate_size)
+        return max(3 * self.intermediate_size, chosen + 3 * self.shared_intermediate_size)
+
 
 class MixtureForCausalLM(LlamaForCausalLM):
     """A decoder-only transformer with mixtures of experts."""
