@@ -47,17 +47,35 @@ class Panels {
 
   const T* keys(int64_t index, int buffer) const {
     if (shape_.panelled()) return found(kKeys, index);
-    return gather(kKeys, index * kPanel, buffers_[buffer], [](int64_t token, int64_t d) {
-      return kInterleaved ? d / 2 * 2 * kPanel + token * 2 + d % 2 : d * kPanel + token;
-    });
+    constexpr int64_t kWord = kInterleaved ? 2 : 1;  // elements that stay together
+    const Rows rows(*this, kKeys, index * kPanel);
+    T* target = buffers_[buffer];
+    for (int64_t d = 0; d < shape_.padded(); d += kWord)
+      for (const T* row : rows.at) {
+        std::memcpy(target, row + d, kWord * sizeof(T));
+        target += kWord;
+      }
+    return buffers_[buffer];
   }
 
   const T* values(int64_t index, int buffer) const {
     if (shape_.panelled()) return found(kValues, index);
     const int64_t padded = shape_.padded();
-    return gather(kValues, index * kPanel, buffers_[buffer], [padded](int64_t token, int64_t d) {
-      return kInterleaved ? token / 2 * 2 * padded + d * 2 + token % 2 : token * padded + d;
-    });
+    const Rows rows(*this, kValues, index * kPanel);
+    for (int64_t token = 0; token < kPanel; token += 2) {
+      T* target = buffers_[buffer] + token * padded;
+      const T *first = rows.at[token], *second = rows.at[token + 1];
+      if (kInterleaved) {
+        for (int64_t d = 0; d < padded; ++d) {
+          target[2 * d] = first[d];
+          target[2 * d + 1] = second[d];
+        }
+      } else {
+        std::memcpy(target, first, sizeof(T) * static_cast<size_t>(padded));
+        std::memcpy(target + padded, second, sizeof(T) * static_cast<size_t>(padded));
+      }
+    }
+    return buffers_[buffer];
   }
 
   // The panel to prefetch while `in_use` is used, kAhead panels ahead: blocks are anywhere in memory, so the hardware
@@ -114,16 +132,15 @@ class Panels {
     return turn - 2 * count_ < next_count_ ? at(kKeys, next_[turn - 2 * count_]) : in_use;
   }
 
-  // place(token, d) says where in the panel an element goes.
-  template <typename F>
-  const T* gather(Which which, int64_t position, T* target, const F& place) const {
-    for (int64_t token = 0; token < kPanel; ++token) {
-      // Past the end of the sequence there may be no block to read.
-      const T* source = position + token < seq_len_ ? token_at(which, position + token) : nullptr;
-      for (int64_t d = 0; d < shape_.padded(); ++d) target[place(token, d)] = source ? source[d] : T{};
+  // The tokens of a panel, in blocks that hold none. Past the end of the sequence, where there may be no block, they are
+  // the first one: no row uses them.
+  struct Rows {
+    Rows(const Panels& panels, Which which, int64_t position) {
+      for (int64_t token = 0; token < kPanel; ++token)
+        at[token] = panels.token_at(which, position + token < panels.seq_len_ ? position + token : position);
     }
-    return target;
-  }
+    const T* at[kPanel];
+  };
 
   void gather_scales(Which which, Range positions, int64_t begin, float* scales) const {
     for (int64_t p = positions.begin; p < positions.end;) {

@@ -12,6 +12,8 @@ namespace {
 
 // Rows of a tile: enough to amortise the reads of keys and values, few enough that the tile's data stays in L1 and L2.
 constexpr int64_t kRowsOfItem = 30;
+// Of a latent cache, whose panels are gathered for each tile.
+constexpr int64_t kRowsOfLatentItem = 64;
 
 // Products of a query and a key that are worth waking a thread for; of one head, about a nanosecond each.
 constexpr int64_t kWorthAThread = 4096;
@@ -54,7 +56,8 @@ void for_items(int64_t count, int64_t threads, int64_t at_once, const F& f) {
 // put in another order.
 std::vector<Work> tiles_of(const Attention& a, const Step& step) {
   std::vector<Work> tiles;
-  const int64_t tile_queries = std::max<int64_t>(1, kRowsOfItem / a.group());
+  const int64_t tile_rows = a.shape.latent ? kRowsOfLatentItem : kRowsOfItem;
+  const int64_t tile_queries = std::max<int64_t>(1, tile_rows / a.group());
   for (int64_t s = 0; s < step.sequences; ++s) {
     const int64_t queries = step.query_start[s + 1] - step.query_start[s];
     for (int64_t first = 0; first < queries; first += tile_queries) {

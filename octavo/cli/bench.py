@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,11 @@ from octavo.cli import bench_serve
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.bench.windows import WindowFigures
+    from octavo.core.config import EngineConfig
+    from octavo.core.kv_spec import KVSpec
 
 KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "serve")
 
@@ -30,7 +35,8 @@ examples:
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
-memory     share of the KV cache that holds tokens, on a trace of mixed lengths, and savings by sharing
+memory     share of the KV cache that holds tokens, on a trace of mixed lengths; what attention windows save, of the
+           model if it has any, else of shapes that do; and savings by sharing
 scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
            and those of the blocks count, others are refused
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
@@ -214,8 +220,10 @@ def _device_limits(device: str) -> tuple[float, float]:
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.memory import measure_sharing, measure_use
     from octavo.engine.llm import LLM
+    from octavo.loader.shapes import SHAPES
 
-    asked = read_engine_config(arguments, model).model_dump(exclude_unset=True)
+    options = read_engine_config(arguments, model)
+    asked = options.model_dump(exclude_unset=True)
     _show(
         (measure_use(size) for size in (8, 16, 32)),
         stream,
@@ -225,6 +233,18 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
             f"  {f.running_if_contiguous:19.0f}  {f.share_if_contiguous:12.1%}"
         ),
     )
+    _show(
+        _windows(options),
+        stream,
+        "\nlayers with windows     load      cache  blocks         tokens  MiB a request  running  of the cache read",
+        lambda f: (
+            f"{f.model:22} {f.load:>6}  {f.cache_bytes / 2**30:5.1f} GiB  "
+            f"{'of each kind' if f.groups else 'of all layers':13}  {f.tokens:6}  {f.sequence_bytes / 2**20:13.1f}"
+            f"  {f.running:7.1f}  {f.share_of_cache:17.1%}"
+        ),
+    )
+    if options.model in SHAPES:  # texts need a tokenizer
+        return
     llm = LLM(**{"max_model_len": 1024, "num_gpu_blocks_override": 2048, **asked})
     _show(
         measure_sharing(llm),
@@ -232,6 +252,23 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
         "\nsharing            width or shots  without     with  saved",
         lambda f: f"{f.kind:17}  {f.width:14}  {f.without:7}  {f.with_sharing:7}  {f.saved:5.1%}",
     )
+
+
+def _windows(options: EngineConfig) -> Iterator[WindowFigures]:
+    """Of the model if it has windows, else of published ones."""
+    from octavo.bench.windows import SHAPES, measure_windows
+    from octavo.loader.resolve import resolve_model
+    from octavo.models.config import read_model_config
+    from octavo.models.sizes import outline
+
+    def specs(name: str) -> list[KVSpec]:
+        config = read_model_config(resolve_model(name, revision=options.revision, weights=False))
+        return outline(config, "bfloat16", kv_cache_dtype=options.kv_cache_dtype).kv_specs
+
+    own = specs(options.model)
+    models = {options.model: own} if any(spec.window for spec in own) else {name: specs(name) for name in SHAPES}
+    for name, of_layers in models.items():
+        yield from measure_windows(name, of_layers)
 
 
 def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:

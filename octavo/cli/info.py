@@ -22,6 +22,7 @@ examples:
   octavo info
   octavo info smollm2-135m --json -
   octavo info --limits
+  octavo info ./my-model --check
 """
 
 
@@ -39,6 +40,12 @@ def make_parser() -> Parser:
         action="store_true",
         help="measure read bandwidth and multiply-add peak (a second for each device)",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="read all weights of MODEL: tensors that are missing, unexpected, of a wrong shape or not finite are "
+        "named, with exit code 2",
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -55,12 +62,16 @@ def run(arguments: Arguments) -> int:
         facts["limits"] = limit_facts()
     if has_model:
         facts["model"] = model_facts(options)
+    if arguments.check:
+        if not has_model:
+            raise ConfigError("--check needs a MODEL, as in: octavo info ./my-model --check")
+        facts["check"] = check_facts(options)
     if arguments.json is None:
         print("\n".join(_as_lines(facts)))
-        return 0
-    with json_stream(arguments.json) as stream:
-        stream.write(msgspec.json.encode(facts).decode() + "\n")
-    return 0
+    else:
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode(facts).decode() + "\n")
+    return 2 if arguments.check and facts["check"]["problems"] else 0
 
 
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
@@ -171,6 +182,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
+    from octavo.core.kv_spec import group_layers
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
     from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
@@ -196,7 +208,30 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "kv_bytes_per_token": kv_bytes_per_token(network),
+        # Layers with a window hold no more tokens than it has.
+        "kv_groups": [
+            {
+                "layers": len(group.layers),
+                "window": group.spec.window,
+                "kv_bytes_per_token": len(group.layers) * group.spec.bytes_per_token,
+            }
+            for group in group_layers(network.kv_specs)
+        ],
     }
+
+
+def check_facts(options: EngineConfig) -> dict[str, Any]:
+    """What is wrong with the weights of a model: how many were read, and each problem with the tensor's name.
+
+    Raises:
+        OctavoError: the model is unknown, cannot be downloaded, or is not supported.
+    """
+    from octavo.loader.check import check_model
+    from octavo.loader.resolve import resolve_model
+    from octavo.models.config import read_model_config
+
+    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+    return msgspec.to_builtins(check_model(folder, read_model_config(folder)))
 
 
 def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
@@ -211,6 +246,17 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
             for limit in value:
                 text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
                 lines.append(f"{indent}{'memory limit:':<22} {text}")
+            continue
+        if name == "problems":
+            for problem in value:
+                lines.append(f"{indent}{problem['tensor'] or 'checkpoint'}: {problem['problem']}")
+            lines += [] if value else [f"{indent}no problems found"]
+            continue
+        if name == "kv_groups":
+            for group in value:
+                kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
+                size = readable_size(group["kv_bytes_per_token"])
+                lines.append(f"{indent}{'kv cache:':<22} {group['layers']} layers keep {kept}, {size} each")
             continue
         if name == "memory_bytes":
             value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())

@@ -40,7 +40,9 @@ _NO_TRANSFER = "the KV cache is not shared between engines"
 FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     # The model and its files
     "trust_remote_code": ForeignOption((False,), "no code of a checkpoint is run"),
-    "tokenizer_mode": ForeignOption(("auto", "hf"), "tokenizers are read from tokenizer.json"),
+    "tokenizer_mode": ForeignOption(
+        ("auto", "hf"), "tokenizers are read from tokenizer.json, or from the files of their family"
+    ),
     "tokenizer_revision": ForeignOption((None,), "the tokenizer has the model's revision, or is a folder (tokenizer)"),
     "code_revision": ForeignOption((None,), "no code of a checkpoint is run"),
     "hf_token": ForeignOption((None,), "the hub's token is read from the variable HF_TOKEN"),

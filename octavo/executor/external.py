@@ -64,7 +64,7 @@ class ExternalLauncherExecutor(Executor):
                 f"the launcher has started {world} processes, but tensor_parallel_size is "
                 f"{options.tensor_parallel_size}: both must be equal"
             )
-        spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank, local_rank, local_size)
+        spec = WorkerSpec.of(options, config, folder, dtype, rank, local_rank, local_size)
         self._worker: Worker | None = Worker(spec)
         #: Why there is no worker any more.
         self._lost = EngineDeadError("the executor was shut down; a new engine must be made")

@@ -91,7 +91,7 @@ class MultiprocExecutor(RemoteExecutor):
                     made[rank].group = group
         from octavo.executor.connections import link_slots
 
-        floats = options.token_budget * self._spec.config.hidden_size
+        floats = options.token_budget * self._spec.model_config().hidden_size
         for rank in range(layout.world_size - size):
             memory = _closing(inherited, shared_memory(4 * link_slots(layout) * floats))
             read, write = (_closing(inherited, end) for end in os.pipe())

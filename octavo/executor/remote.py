@@ -45,7 +45,7 @@ class RemoteExecutor(Executor):
         self._options = options
         self._layout = ParallelLayout.of(options, 0)
         self.num_stages = options.pipeline_parallel_size
-        self._spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, rank=0)
+        self._spec = WorkerSpec.of(options, config, folder, dtype, rank=0)
         self._broadcast: Broadcast | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)

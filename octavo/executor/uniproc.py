@@ -22,7 +22,7 @@ class UniprocExecutor(Executor):
     def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
         """Prepares the worker; ``start`` loads the model."""
         replicas = options.data_parallel_size
-        spec = WorkerSpec(options.model_dump(), config, str(folder), dtype, 0, local_rank=replica, local_size=replicas)
+        spec = WorkerSpec.of(options, config, folder, dtype, 0, local_rank=replica, local_size=replicas)
         self._worker: Worker | None = Worker(spec)
 
     def start_workers(self) -> None:

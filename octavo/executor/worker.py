@@ -30,13 +30,37 @@ class WorkerSpec(msgspec.Struct):
 
     #: Fields of ``EngineConfig``.
     options: dict[str, Any]
-    config: ModelConfig
+    #: "module:class" of the network's configuration, which families extend, and its fields.
+    config_class: str
+    config_fields: dict[str, Any]
     folder: str
     dtype: str
     rank: int
     #: Of this worker among those of its machine, and how many these are.
     local_rank: int = 0
     local_size: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        options: EngineConfig,
+        config: ModelConfig,
+        folder: Path,
+        dtype: str,
+        rank: int,
+        local_rank: int = 0,
+        local_size: int = 1,
+    ) -> WorkerSpec:
+        """The same, of objects of this process."""
+        kind, values = type(config), msgspec.to_builtins(config)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return cls(options.model_dump(), name, values, str(folder), dtype, rank, local_rank, local_size)
+
+    def model_config(self) -> ModelConfig:
+        """The network's configuration; imports the family's module."""
+        module, name = self.config_class.split(":")
+        config: ModelConfig = msgspec.convert(self.config_fields, getattr(importlib.import_module(module), name))
+        return config
 
 
 @dataclass
@@ -129,7 +153,7 @@ class Worker:
         share = WorkerShare(spec.local_rank, spec.local_size)
         if self.options.pin_threads and spec.local_size > 1:
             _stay_on_own_processors(spec.local_rank, spec.local_size)
-        self._runner = ModelRunner(self.options, spec.config, Path(spec.folder), spec.dtype, share, self._ranks)
+        self._runner = ModelRunner(self.options, spec.model_config(), Path(spec.folder), spec.dtype, share, self._ranks)
 
     def replace_runner(self, runner: Any) -> None:
         """Makes another object compute the steps, for measurements without a model."""

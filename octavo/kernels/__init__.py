@@ -55,7 +55,7 @@ def load_kernels(
     Args:
         name: "auto" or one of ``BACKENDS``.
         device: "cpu" or a CUDA device.
-        head_dim: head size of the network.
+        head_dim: head size of the network, or the greatest common divisor of those of its layers.
         deterministic: on a GPU, compute in an order that does not depend on the batch; see ``EngineConfig``, also for
             ``enforce_eager``, ``graph_capture`` and ``cudagraph_capture_sizes``.
 

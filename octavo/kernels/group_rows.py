@@ -30,27 +30,36 @@ class GroupQuantizedRows(QuantizedRows):
     scales: Tensor
     #: uint8 [N, groups]; None: all are 2^(bits - 1), so that the codes are symmetric around zero.
     zeros: Tensor | None = None
+    #: Whether this is the transposed matrix, [K, N]: its groups are those of the other.
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(N, K), or (K, N) if transposed."""
         n, k = self.codes.shape
-        return n, k
+        return (k, n) if self.transposed else (n, k)
 
     @property
     def group(self) -> int:
         """Consecutive values of a row that share a scale."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
+    def t(self) -> GroupQuantizedRows:
+        """The transposed matrix, of the same groups."""
+        return replace(self, transposed=not self.transposed)
+
+    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+        assert not self.transposed
+        return self._rows(torch.from_numpy(order).to(self.codes.device))
+
     def take(self, rows: slice, columns: slice) -> GroupQuantizedRows:
         """A share of the matrix, in smaller groups of the same scales if its columns divide a group."""
+        if self.transposed:
+            return self.t().take(columns, rows).t()
         start, stop, _ = columns.indices(self.shape[1])
-        taken = replace(
-            self,
-            codes=self.codes[rows, start:stop],
-            scales=self.scales[rows],
-            zeros=None if self.zeros is None else self.zeros[rows],
-        )
+        taken = self._rows(rows)
+        taken = replace(taken, codes=taken.codes[:, start:stop])
         if self.scales.shape[1] == 1:
             return taken
         step = math.gcd(self.group, start, stop)
@@ -59,15 +68,14 @@ class GroupQuantizedRows(QuantizedRows):
         zeros = None if taken.zeros is None else taken.zeros.repeat_interleave(divided, 1)[:, groups]
         return replace(taken, scales=scales, zeros=zeros)
 
-    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
-        """The rows ``order``, int64."""
-        rows = torch.from_numpy(order)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, of ``shape`` and rounded to ``dtype``."""
+        values = dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
+        return values.t() if self.transposed else values
+
+    def _rows(self, rows: slice | Tensor) -> GroupQuantizedRows:
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values [N, K], rounded to ``dtype``."""
-        return dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
 
 
 def dequantize_groups(

@@ -17,6 +17,14 @@ class QuantizedRows(ABC):
         """(N, K)."""
 
     @abstractmethod
+    def t(self) -> QuantizedRows:
+        """The transposed matrix, of the same bits; it must be transposed again before it is packed."""
+
+    @abstractmethod
+    def reorder(self, order: np.ndarray) -> QuantizedRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+
+    @abstractmethod
     def take(self, rows: slice, columns: slice) -> QuantizedRows:
         """A share of the matrix.
 
@@ -24,14 +32,6 @@ class QuantizedRows(ABC):
             ConfigError: the columns begin or end where the format cannot be divided.
         """
 
-    def t(self) -> Tensor | QuantizedRows:
-        """The transposed matrix; its values, if the format has no other way."""
-        return self.dequantize().t()
-
-    @abstractmethod
-    def reorder(self, order: np.ndarray) -> QuantizedRows:
-        """The rows ``order``, int64."""
-
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """The values, float32 [N, K]."""
+        """The values, float32 of ``shape``."""

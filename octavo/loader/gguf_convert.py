@@ -58,7 +58,7 @@ def read_gguf(path: Path) -> Iterator[tuple[str, Tensor | GGUFRows]]:
     for weight in weights:
         kind = weight.source.type
         block = GGML_QUANT_SIZES[kind][0]
-        if block > 1 and len(weight.shape) == 2:
+        if block > 1 and len(weight.shape) == 2 and weight.beside is None:
             columns = weight.source.shape[-1]
             yield weight.name, GGUFRows(kind.name, weight.blocks(file), columns, block, weight.entry.transposed)
         else:

@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
@@ -54,6 +55,8 @@ class Keys:
         self._read: set[str] = set()
         #: Tensors that became part of the configuration.
         self.used_tensors: set[str] = set()
+        #: What ``Entry.when`` may name besides keys of config.json; a list has a value for each layer.
+        self.traits: dict[str, bool | list[bool]] = {}
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -68,7 +71,8 @@ class Keys:
         heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
         kv_heads = self.integer("attention.head_count_kv", default=heads)
         head_dim = self.integer("attention.key_length", default=hidden // heads or 1)
-        if self.integer("attention.value_length", default=head_dim) != head_dim:
+        is_latent = self.has("attention.kv_lora_rank")  # then a key is the latent and a rotated part
+        if not is_latent and self.integer("attention.value_length", default=head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{self.file.path}: heads of keys and of values differ in size, which is not supported"
             )

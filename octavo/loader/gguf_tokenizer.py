@@ -159,7 +159,7 @@ def _unigram(data: _Data) -> SentencePieceModel:
         byte_fallback=BYTE in data.types,
         prefix_space=data.flag("add_space_prefix", True),
         collapse_spaces=data.flag("remove_extra_whitespaces", True),
-        charsmap=b"" if charsmap is None else charsmap.tobytes(),
+        charsmap=charsmap.tobytes() if hasattr(charsmap, "tobytes") else b"",
     )
 
 

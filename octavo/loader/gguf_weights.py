@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from octavo.core.errors import UnsupportedModelError, WeightError
-from octavo.loader.gguf_architectures import Architecture, Entry
+from octavo.loader.gguf_architectures import Architecture
+from octavo.loader.gguf_entries import Entry
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor, dequantized
 from octavo.loader.gguf_keys import Keys
 
@@ -27,6 +28,7 @@ class Weight:
     rows: slice
     #: Query heads, KV heads and the size of a head, where the rows must be reordered.
     heads: tuple[int, int, int]
+    beside: GGUFTensor | None = None
 
     def blocks(self, file: GGUFFile) -> np.ndarray:
         """The rows in transformers' order and the file's format, uint8 [rows, bytes of a row]."""
@@ -39,7 +41,9 @@ class Weight:
 
     def pieces(self, file: GGUFFile) -> Iterator[np.ndarray]:
         """The values in transformers' layout, float32: contiguous arrays that follow each other in memory."""
-        if self.entry.transposed:
+        if self.beside is not None:
+            yield self._latent_keys_and_values(file, self.beside)
+        elif self.entry.transposed:
             rows = np.concatenate([*file.read_pieces(self.source, self.rows)])
             yield np.ascontiguousarray(rows.T)
         elif self.entry.order is not None:
@@ -47,6 +51,11 @@ class Weight:
         else:
             for piece in file.read_pieces(self.source, self.rows):
                 yield piece - np.float32(self.entry.added)
+
+    def _latent_keys_and_values(self, file: GGUFFile, beside: GGUFTensor) -> np.ndarray:
+        """Each head's rows for keys [N, R], which the file has transposed, and then for values [W, R]."""
+        keys, values = (np.concatenate([*file.read_pieces(t)]).reshape(t.shape) for t in (self.source, beside))
+        return np.ascontiguousarray(np.concatenate([keys.swapaxes(1, 2), values], axis=1))
 
 
 def row_order(order: str, rows: int, heads: int, kv_heads: int, head: int) -> np.ndarray:
@@ -70,17 +79,27 @@ def weights_of(keys: Keys, architecture: Architecture, config: dict[str, Any]) -
     weights: list[Weight] = []
     used = set(keys.used_tensors)
     heads = (sizes["H"], sizes["G"], sizes["D"])
-    for entry in _entries(architecture, config, sizes["L"]):
-        tensor = file.tensors.get(entry.source)
+
+    def find(source: str, shape: tuple[int, ...]) -> GGUFTensor:
+        tensor = file.tensors.get(source)
         if tensor is None:
-            raise WeightError(f"{file.path} has no tensor {entry.source!r}")
-        shape = tuple(_size(word, sizes) for word in entry.shape.split())
+            raise WeightError(f"{file.path} has no tensor {source!r}")
         if _squeezed(tensor.shape) != _squeezed(shape):
-            raise WeightError(
-                f"{file.path}: tensor {entry.source!r} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
-        used.add(entry.source)
-        weights += _split(entry, tensor, shape, heads)
+            raise WeightError(f"{file.path}: tensor {source!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+        used.add(source)
+        return tensor
+
+    for entry in _entries(architecture, config, keys):
+        shape = _shape(entry.shape, sizes)
+        tensor = find(entry.source, shape)
+        if entry.beside is None:
+            weights += _split(entry, tensor, shape, heads)
+        else:
+            source, words = entry.beside
+            beside = find(source, _shape(words, sizes))
+            heads_, rank, rows = shape
+            joined = (heads_ * (rows + beside.shape[1]), rank)
+            weights.append(Weight(entry.name, joined, tensor, entry, slice(0, tensor.rows), heads, beside))
     if unknown := sorted(file.tensors.keys() - used):
         raise UnsupportedModelError(
             f"{file.path} has tensors that a {config['model_type']} model does not: {', '.join(unknown[:5])}"
@@ -88,22 +107,29 @@ def weights_of(keys: Keys, architecture: Architecture, config: dict[str, Any]) -
     return weights
 
 
-def _entries(architecture: Architecture, config: dict[str, Any], layers: int) -> Iterator[Entry]:
+def _entries(architecture: Architecture, config: dict[str, Any], keys: Keys) -> Iterator[Entry]:
     """The tensors that a model of this configuration has, under whole names."""
+    facts = config | keys.traits
     for entry in architecture.others:
-        if _applies(entry, config):
+        if _applies(entry, facts):
             yield entry
-    for i in range(layers):
+    for i in range(keys.sizes["L"]):
         prefix = architecture.prefix.format(i=i)
         for entry in architecture.layer:
-            if _applies(entry, config):
-                yield replace(entry, source=f"blk.{i}.{entry.source}", name=prefix + entry.name)
+            if _applies(entry, facts, i):
+                beside = entry.beside and (f"blk.{i}.{entry.beside[0]}", entry.beside[1])
+                yield replace(entry, source=f"blk.{i}.{entry.source}", name=prefix + entry.name, beside=beside)
 
 
-def _applies(entry: Entry, config: dict[str, Any]) -> bool:
+def _applies(entry: Entry, facts: dict[str, Any], layer: int = 0) -> bool:
     if entry.when is None:
         return True
-    return bool(config.get(entry.when.removeprefix("!"))) != entry.when.startswith("!")
+    fact = facts.get(entry.when.removeprefix("!"))
+    return bool(fact[layer] if isinstance(fact, list) else fact) != entry.when.startswith("!")
+
+
+def _shape(words: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(_size(word, sizes) for word in words.split())
 
 
 def _size(word: str, sizes: dict[str, int]) -> int:

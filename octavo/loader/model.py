@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.core.model_config import CheckpointQuantization, ModelConfig
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
+from octavo.loader.check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
-from octavo.loader.quantized.reader import DropZeroBiases, Unpack
-from octavo.loader.weights import load_weights, read_headers, read_safetensors, read_safetensors_to
-from octavo.models.checkpoint import Entry, Pairs, Shapes
+from octavo.loader.gguf_parts import split_paths
+from octavo.loader.quantized.reader import with_unpacking
+from octavo.loader.weights import (
+    checkpoint_bytes,
+    load_weights,
+    read_headers,
+    read_safetensors,
+    read_safetensors_to,
+)
+from octavo.models.checkpoint import Entry, Pairs
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import outline_network
+
+#: Seconds after which a progress bar appears.
+_BAR_DELAY = 1.0
 
 
 def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
@@ -41,7 +56,13 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
     entries: list[Entry] = [*network.checkpoint_map]
     if config.quantization is not None and context.quantization != "gguf":
-        entries = [_unpack(folder, config.quantization, context, shapes), *entries, DropZeroBiases()]
+        own = context.quantization == config.quantization.name
+
+        def keep(rows: QuantizedRows) -> bool:
+            return own and context.kernels.has_products(rows)
+
+        stored = read_headers(folder)
+        entries = with_unpacking(entries, config.quantization, stored, shapes, context.dtype, keep)
 
     def load(tensors: Pairs) -> None:
         for entry in entries:
@@ -53,23 +74,35 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
             raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
         from octavo.loader.gguf_convert import read_gguf
 
-        load(read_gguf(gguf))
-    elif torch.device(context.device).type == "cpu":
-        load(read_safetensors(folder))
+        load(_with_progress(read_gguf(gguf), sum(part.stat().st_size for part in split_paths(gguf)), context))
+        return network
+    refuse_misfits(folder, config, entries, shapes)
+    size = checkpoint_bytes(folder)
+    if torch.device(context.device).type == "cpu":
+        load(_with_progress(read_safetensors(folder), size, context))
     else:
         with closing(read_safetensors_to(folder, context.device)) as tensors:
-            load(tensors)
+            load(_with_progress(tensors, size, context))
     return network
 
 
-def _unpack(folder: Path, quantization: CheckpointQuantization, context: LayerContext, shapes: Shapes) -> Unpack:
-    """The entry that makes matrices of quantised ones: in their own bits if ``context`` says so and the kernels can."""
-    own = context.quantization == quantization.name
+def _with_progress(
+    tensors: Iterable[tuple[str, Tensor | GGUFRows]], size: int, context: LayerContext
+) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    """The same tensors, with a progress bar of ``size`` bytes on a terminal if this is the first rank.
 
-    def keep(rows: QuantizedRows) -> bool:
-        return own and context.kernels.has_products(rows)
+    The bar appears after ``_BAR_DELAY`` seconds.
+    """
+    if context.tp_rank or (context.layers is not None and context.layers.start) or not sys.stderr.isatty():
+        yield from tensors
+        return
+    from tqdm import tqdm
 
-    return Unpack(quantization, read_headers(folder), shapes, context.dtype, keep)
+    with tqdm(total=size, desc="loading weights", unit="B", unit_scale=True, delay=_BAR_DELAY, leave=False) as bar:
+        for name, tensor in tensors:
+            yield name, tensor
+            read = tensor.rows.nbytes if isinstance(tensor, GGUFRows) else tensor.nbytes
+            bar.update(min(read, size - bar.n))  # values of a GGUF file are wider in memory
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

@@ -7,6 +7,7 @@ https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.prot
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,8 @@ class SentencePieceModel:
         Raises:
             TokenizerError: the model contradicts itself.
         """
+        if twice := next((p for p, count in Counter(self.pieces).items() if count > 1), None):
+            raise TokenizerError(f"{self.source}: the token {twice!r} occurs twice")
         tokenizer = Tokenizer(self._unigram() if self.unigram else self._bpe())
         tokenizer.normalizer = normalizers.Sequence(list(self._normalizers()))
         tokenizer.decoder = decoders.Sequence(list(self._decoders()))
@@ -97,9 +100,6 @@ class SentencePieceModel:
 
     def _bpe(self) -> models.BPE:
         ids = {piece: i for i, piece in enumerate(self.pieces)}
-        if len(ids) != len(self.pieces):
-            twice = next(piece for i, piece in enumerate(self.pieces) if ids[piece] != i)
-            raise TokenizerError(f"{self.source}: the token {twice!r} occurs twice")
         # Bytes, control and unknown pieces are never made by merging.
         ranks = {p: -self.scores[i] for p, i in ids.items() if self.types[i] in (NORMAL, USER_DEFINED)}
         merges = merges_by_rank(self.source, ranks, ids)

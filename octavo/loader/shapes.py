@@ -59,6 +59,30 @@ def _qwen3_moe(**shape: Any) -> dict[str, Any]:
     }
 
 
+def _gemma3(window: int, layers: int, **shape: Any) -> dict[str, Any]:
+    """config.json of the text part of a Gemma 3 model: every sixth layer attends to all tokens."""
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "vocab_size": 262144,
+        "num_hidden_layers": layers,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": window,
+        "layer_types": kinds,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        **shape,
+    }
+
+
 #: Name to the content of config.json, for load_format="dummy".
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b-shape": _llama3(
@@ -129,6 +153,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         tie_word_embeddings=False,
+    ),
+    "mistral-7b-v0.1-shape": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "dtype": "bfloat16",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gemma-3-270m-shape": _gemma3(
+        512,
+        18,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=32768,
+    ),
+    "gemma-3-12b-shape": _gemma3(
+        1024,
+        48,
+        hidden_size=3840,
+        intermediate_size=15360,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
 }
 

@@ -76,7 +76,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     pair = [folder / "vocab.json", folder / "merges.txt"]
     if all(path.is_file() for path in pair):
         return pair
-    single = [folder / "tokenizer.model", folder / "tiktoken.model", *sorted(folder.glob("*.tiktoken"))]
+    single = [folder / "tokenizer.model", *sorted(folder.glob("*.tiktoken"))]
     return [path for path in single if path.is_file()][:1]
 
 

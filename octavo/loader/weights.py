@@ -10,7 +10,7 @@ import ctypes
 import json
 import queue
 import threading
-from collections.abc import Container, Generator, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,28 +57,49 @@ def load_weights(
         WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
     """
     expected = {name: (layer, shard) for name, layer, shard in network.tensors()}
-    missing = dict.fromkeys(expected)
+    shapes = {name: layer.expected[shard] for name, (layer, shard) in expected.items()}
+    seen: set[str] = set()
     for name, tensor in tensors:
-        if name not in expected:
-            if name in other_stages:
-                continue
-            raise WeightError(
-                f"tensor {name!r} belongs to no layer of this network; is config.json of this checkpoint?"
-            )
-        if name not in missing:
-            raise WeightError(f"tensor {name!r} occurs twice")
-        if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
-            raise WeightError(f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16")
+        if name not in expected and name in other_stages:
+            continue
+        if problem := tensor_problem(name, tensor, shapes, seen):
+            raise WeightError(f"tensor {name!r} {problem}")
         layer, shard = expected[name]
         try:
             layer.load(shard, tensor)
         except WeightError as e:
             raise WeightError(f"tensor {name!r}: {e}") from None
-        del missing[name]
-    if missing:
-        names = list(missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+        seen.add(name)
+    if missing := [name for name in expected if name not in seen]:
+        raise missing_tensors(missing)
+
+
+def tensor_problem(
+    name: str, tensor: Tensor | QuantizedRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
+) -> str | None:
+    """Why a tensor cannot be loaded; None if nothing speaks against it.
+
+    Args:
+        name: of the tensor.
+        tensor: whole.
+        shapes: of the tensors that the network expects.
+        seen: names of the tensors before it.
+    """
+    if name not in shapes:
+        return "belongs to no layer of this network; is config.json of this checkpoint?"
+    if name in seen:
+        return "occurs twice"
+    if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
+        return f"is of type {tensor.dtype}; expected float32, bfloat16 or float16"
+    if tuple(tensor.shape) != shapes[name]:
+        return f"does not fit: its shape is {list(tensor.shape)}, expected {list(shapes[name])}"
+    return None
+
+
+def missing_tensors(names: Sequence[str]) -> WeightError:
+    """The error for tensors that the checkpoint does not have."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -227,6 +248,11 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
+def checkpoint_bytes(folder: Path) -> int:
+    """Bytes of the files that ``read_safetensors`` reads."""
+    return sum(file.stat().st_size for file in _files(folder))
+
+
 def _files(folder: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors that the index lists for it."""
     if (folder / SINGLE_FILE).is_file():
@@ -239,7 +265,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if pickles:
         raise WeightError(
             f"{folder} holds {pickles[0]} but no safetensors: such files are pickles, which can run code and are never "
-            f"loaded; convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+            "loaded; convert the checkpoint: transformers' from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     raise WeightError(
         f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; for measurements load_format='dummy' needs no weights"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import WeightError
-from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
@@ -52,7 +51,11 @@ class Rename:
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The same tensors."""
-        return ((re.sub(self.pattern, self.replacement, name), tensor) for name, tensor in pairs)
+        return ((self.renamed(name), tensor) for name, tensor in pairs)
+
+    def renamed(self, name: str) -> str:
+        """The new name."""
+        return re.sub(self.pattern, self.replacement, name)
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,16 @@ class Transform:
     pattern: str
     function: Callable[[Tensor], Tensor]
 
+    def transposes(self, name: str) -> bool:
+        """Whether this transposes the tensor of that name."""
+        return self.function is transpose and re.search(self.pattern, name) is not None
+
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
-            elif self.function is transpose and isinstance(tensor, GGUFRows):  # whose blocks stay as they are
+            elif self.transposes(name):  # which leaves a checkpoint's own bits as they are
                 yield name, tensor.t()
             else:
                 yield name, self.function(_values(tensor))
@@ -206,6 +213,16 @@ def halve_pairs(heads: int, rotated: int) -> Callable[[int], np.ndarray]:
         return np.concatenate((dims[:, 0:rotated:2], dims[:, 1:rotated:2], dims[:, rotated:]), axis=1).ravel()
 
     return order
+
+
+def is_transposed(name: str, entries: Iterable[Entry]) -> bool:
+    """Whether the entries of a ``checkpoint_map`` transpose the checkpoint's tensor of this name."""
+    for entry in entries:
+        if isinstance(entry, Rename):
+            name = entry.renamed(name)
+        elif isinstance(entry, Transform) and entry.transposes(name):
+            return True
+    return False
 
 
 def transpose(tensor: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ class CohereForCausalLM(Decoder):
             raise UnsupportedModelError(f"{reader.file}: use_qk_norm=true (Command R+) is not supported")
         reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=500000.0, max_position_embeddings=8192)
         fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("attention_bias")
+        fields |= rotary_fields(reader, fields["head_dim"])
+        # The longest context of the published files; max_position_embeddings is that of the first training.
+        fields["max_position"] = reader.positive("model_max_length", fields["max_position"])
         return CohereConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
@@ -51,6 +54,5 @@ class CohereForCausalLM(Decoder):
             layout="parallel",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
             logit_scale=reader.number("logit_scale", 0.0625),
-            **rotary_fields(reader, fields["head_dim"]),
             **fields,
         )

@@ -15,7 +15,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedMode
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.quantization import read_quantization
-from octavo.models.registry import architecture_of_type, network_class, supported_architectures
+from octavo.models.registry import architecture_of_type, network_class, supported_architectures, unsupported
 
 #: Largest JSON file that is read, in bytes.
 _MAX_JSON_BYTES = 16 << 20
@@ -158,8 +158,9 @@ def _architecture(raw: dict[str, Any]) -> str:
     for name in names:
         if name in supported:
             return str(name)
-    what = f"architecture {named[0]!r}" if isinstance(named, list) and named else f"type {raw.get('model_type')!r}"
-    raise UnsupportedModelError(f"model {what} is not supported; supported: {', '.join(supported)}")
+    if isinstance(named, list) and named:
+        raise unsupported("model architecture", str(named[0]), supported)
+    raise unsupported("model type", str(raw.get("model_type")), supported)
 
 
 def _quantization_fields(raw: dict[str, Any], folder: Path) -> ConfigReader:

@@ -43,6 +43,7 @@ class PlainLayerNorm(LayerNorm):
         super().__init__(context, size, eps, bias=False)
         self.weight.fill_(1.0)
         self.expected.clear()
+        self.holds.clear()
 
 
 class OPTLayer(DecoderLayer):

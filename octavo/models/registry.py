@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -43,6 +46,23 @@ NETWORKS = {
 }
 
 
+#: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
+_STATE_SPACE = re.compile(
+    r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
+    r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
+)
+_SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$")
+
+
+def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
+    """The error for a kind of model that is not among ``supported``, with the reason or the nearest one if known."""
+    reason = ": state-space layers are not supported" if _STATE_SPACE.search(name.lower()) else ""
+    known = {_SUFFIX.sub("", other).lower(): other for other in supported}
+    near = [] if reason else difflib.get_close_matches(_SUFFIX.sub("", name).lower(), known, n=1)
+    hint = f"; the nearest is {known[near[0]]!r}" if near else ""
+    return UnsupportedModelError(f"{what} {name!r} is not supported{reason}; supported: {', '.join(supported)}{hint}")
+
+
 def supported_architectures() -> list[str]:
     """The architectures that can be served, sorted."""
     return sorted(NETWORKS)
@@ -60,9 +80,7 @@ def network_class(architecture: str) -> type[Network]:
         UnsupportedModelError: there is none.
     """
     if architecture not in NETWORKS:
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}"
-        )
+        raise unsupported("architecture", architecture, supported_architectures())
     _, module, name = NETWORKS[architecture]
     network: type[Network] = getattr(import_module(module), name)
     return network

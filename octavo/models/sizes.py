@@ -92,7 +92,13 @@ def layer_weights(network: Network) -> int:
 
 def prefill_operations(network: Network, tokens: int) -> int:
     """Operations (a multiply-add is two) to prefill one prompt: matrices, causal attention, one row of logits."""
-    c, pairs = network.config, tokens * (tokens + 1) // 2
+    c = network.config
     products = 2 * layer_weights(network) * tokens
-    attention = 4 * c.num_heads * sum(spec.head_dim for spec in network.kv_specs) * pairs
+    attention = 4 * c.num_heads * sum(spec.head_dim * _pairs(tokens, spec.window) for spec in network.kv_specs)
     return products + attention + 2 * c.vocab_size * c.hidden_size
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """Pairs of a token of a prompt and one that it attends to, itself included."""
+    near = min(tokens, window or tokens)
+    return near * (near + 1) // 2 + (tokens - near) * near

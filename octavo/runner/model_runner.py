@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate, Pool
@@ -30,7 +31,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
-from octavo.models.sizes import outline_network, weight_bytes
+from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
@@ -75,10 +76,12 @@ class ModelRunner:
         layout = ranks.layout
         self._device = make_device(options, config, share)
         self.device = self._device.torch_device
+        # Of the whole network: kernels that serve some of its layers only are not chosen.
+        kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
         kernels = load_kernels(
             options.kernels,
             str(self.device),
-            head_dim=config.head_dim,
+            head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
             deterministic=options.deterministic,
             # An exchange between stages is a call on the host, which a graph cannot hold.
             enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
@@ -106,7 +109,8 @@ class ModelRunner:
         )
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
-        kernels.block_bytes(KVSpec("full", 1, config.head_dim, context.kv_dtype_name), options.block_size)
+        for spec in kv_specs:
+            kernels.block_bytes(spec, options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
         self._folder, self._context = folder, context
         #: Seconds of each part of the start.

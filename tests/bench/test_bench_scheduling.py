@@ -11,8 +11,10 @@ import pytest
 from octavo.bench import scheduler as bench_scheduler
 from octavo.bench.memory import measure_sharing, measure_use, trace
 from octavo.bench.scheduler import sampled
+from octavo.bench.windows import measure_windows
 from octavo.cli.main import main
 from octavo.core.config import SchedulerOptions
+from octavo.core.kv_spec import KVSpec
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
@@ -134,3 +136,15 @@ def test_sharing_saves_more_the_more_is_shared(demo_model: Path) -> None:
         saved = [f.saved for f in figures if f.kind == kind]
         assert saved == sorted(saved)
         assert 0 < saved[0] < saved[-1] < 1
+
+
+def test_windows_save_memory_and_let_more_requests_run() -> None:
+    near, far = KVSpec("sliding", 1, 8, "bfloat16", 64), KVSpec("full", 1, 8, "bfloat16")
+    given = {"long": ([(500, 20)] * 16, 2048)}
+    without, windowed = measure_windows("m", [near] * 5 + [far], given)
+    assert (without.groups, windowed.groups) == (False, True)
+    assert without.sequence_bytes == 6 * 32 * 33 * 16, "33 blocks of 16 tokens in six layers"
+    assert 32 * 16 * (33 + 5 * 4) <= windowed.sequence_bytes <= 32 * 16 * (33 + 5 * 6)
+    assert without.running <= 3 < windowed.running
+    assert without.share_of_cache < windowed.share_of_cache <= 1
+    assert windowed.preemptions == 0

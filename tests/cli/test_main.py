@@ -301,6 +301,26 @@ def test_info_writes_lines_for_people_and_json_to_a_file(
     assert json.loads((tmp_path / "facts.json").read_text())["cache"] == str(tmp_path / "cache")
 
 
+def test_info_checks_the_weights_of_a_model(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    assert octavo("info", tiny_model, "--check") == 0
+    assert "no problems found" in capsys.readouterr().out
+    assert octavo("info", "--check") == 2
+    assert "--check needs a MODEL" in capsys.readouterr().err
+    shutil.copytree(tiny_model, tmp_path / "broken")
+    tensors = load_file(tiny_model / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "broken" / "model.safetensors")
+    assert octavo("info", tmp_path / "broken", "--check", "--json", "-") == 2
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["tensors"] == len(tensors)
+    says = "1 of 32 values are infinite or not a number"
+    assert check["problems"] == [{"tensor": "model.norm.weight", "problem": says}]
+
+
 def test_info_describes_a_model(octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     assert octavo("info", tiny_model, "--json", "-") == 0
     model = json.loads(capsys.readouterr().out)["model"]

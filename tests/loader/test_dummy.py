@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from octavo.loader.resolve import resolve_model
 from octavo.loader.shapes import SHAPES
 from octavo.models.config import read_model_config
 from octavo.models.registry import make_network
-from octavo.models.sizes import outline, weight_bytes
+from octavo.models.sizes import num_parameters, outline, weight_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,6 +180,23 @@ def test_the_shapes_are_those_of_the_published_models(
         LLM(name, device="cpu", kernels="reference", max_model_len=64)
     with pytest.raises(WeightError, match="load_format='dummy'"):
         load_model(folder, replace(c, vocab_size=8, max_position=64), LayerContext(ReferenceKernels(), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "windows"),
+    [
+        ("mistral-7b-v0.1-shape", 7_241_732_096, {4096: 32}),
+        ("gemma-3-270m-shape", 268_098_176, {512: 15, None: 3}),
+        ("gemma-3-12b-shape", 11_765_788_416, {1024: 40, None: 8}),
+    ],
+)
+def test_shapes_with_windows_are_those_of_the_published_models(
+    name: str, parameters: int, windows: dict[int | None, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    network = outline(read_model_config(resolve_model(name)), "bfloat16")
+    assert num_parameters(network) == parameters
+    assert Counter(spec.window for spec in network.kv_specs) == windows
 
 
 def test_the_names_of_the_shapes_are_known_to_the_help_for_wrong_names() -> None:

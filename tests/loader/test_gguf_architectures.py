@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from octavo import LLM, SamplingParams
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.loader.gguf_architectures import ARCHITECTURES
@@ -59,6 +60,26 @@ LONGROPE = {
 }
 PHI3 = SHAPE | {"pad_token_id": 0}
 
+DEEPSEEK = SHAPE | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 2,
+    "topk_group": 1,
+}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK3 = DEEPSEEK | {"q_lora_rank": 24, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+
 #: GGUF architecture, name of the classes in transformers, configuration.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", SHAPE | {"sliding_window": 8}),
@@ -66,6 +87,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2moe", "Qwen2Moe", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "olmoe": ("olmoe", "Olmoe", SHAPE | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 4.0}),
+    "deepseek v2": ("deepseek2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}),
+    "deepseek v3": ("deepseek2", "DeepseekV3", DEEPSEEK3),
+    "gemma": ("gemma", "Gemma", SHAPE | {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", "Gemma2", GEMMA),
     "gemma3": ("gemma3", "Gemma3", GEMMA3),
     "phi3": ("phi3", "Phi3", PHI3 | {"sliding_window": 8}),
@@ -100,6 +124,7 @@ def hub_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
         array = value.float().numpy()
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if model.config.model_type == "bloom":
             name = name.removeprefix("transformer.")
         if model.config.model_type == "gpt_neox":
@@ -111,6 +136,10 @@ def hub_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
             yield name.replace("gate_up_proj", f"{w3}.weight"), up
         elif name.endswith("experts.down_proj"):
             yield name.replace("down_proj", "w2.weight" if "sparse" in name else "down_proj.weight"), array
+        elif name.endswith("kv_b_proj.weight"):
+            parts = array.reshape(model.config.num_attention_heads, -1, array.shape[1])
+            yield name.replace("kv_b", "k_b"), parts[:, : model.config.qk_nope_head_dim].swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), parts[:, model.config.qk_nope_head_dim :]
         else:
             yield name, array
 
@@ -122,7 +151,7 @@ def converted(arch: str, config: Any, name: str, value: np.ndarray) -> np.ndarra
         return interleave(value, heads)
     if arch == "llama" and "k_proj" in name:
         return interleave(value, kv_heads)
-    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
         return value + 1
     if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return value.T
@@ -153,12 +182,14 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
         writer.add_tensor_data_layout("jploski")
     elif hasattr(config, "num_key_value_heads"):
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(1 if arch == "deepseek2" else config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
-    if hasattr(config, "head_dim") and arch != "falcon":
+    if arch == "deepseek2":
+        add_latent_settings(writer, config)
+    elif hasattr(config, "head_dim") and arch != "falcon":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope and arch != "falcon":
@@ -188,13 +219,42 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if getattr(config, "clip_qkv", None):
         writer.add_clamp_kqv(config.clip_qkv)
-    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if (
+        experts := getattr(config, "n_routed_experts", None)
+        or getattr(config, "num_local_experts", None)
+        or getattr(config, "num_experts", None)
+    ):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def add_latent_settings(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The keys of DeepSeek's models."""
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    sigmoid = config.model_type == "deepseek_v3"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
 
 
 def write(
@@ -244,6 +304,24 @@ def test_a_model_computes_the_same_after_conversion(tmp_path: Path, case: str) -
     ids = torch.arange(100)[None] * 7 % 272 if "long" in case else torch.arange(30)[None] * 7 % 272
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, again(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "mixtral", "gpt2", "bloom", "deepseek v3"])
+def test_the_engine_generates_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    model = write(tmp_path / "m.gguf", case)
+    ids = [7 * i % 272 + 5 for i in range(12)]
+    options: dict[str, Any] = {"quantization": "none", "dtype": "float32", "num_gpu_blocks_override": 16}
+    llm = LLM(str(tmp_path / "m.gguf"), max_model_len=64, num_threads=1, device="cpu", **options)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        for _ in range(8):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    assert list(output.outputs[0].token_ids) == tokens[0, 12:].tolist()
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt2", "gptneox"])

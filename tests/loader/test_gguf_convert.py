@@ -220,7 +220,9 @@ def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path,
         ({"llama.attention.value_length": 32}, "keys and of values"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs between layers"),
-        ({"general.architecture": "starcoder2"}, "'starcoder2'; supported: llama, qwen2, .*gemma3"),
+        ({"general.architecture": "starcoder2"}, "'starcoder2' is not supported; supported: llama, .*gemma3"),
+        ({"general.architecture": "mamba"}, "GGUF architecture 'mamba' is not supported: state-space layers are not"),
+        ({"general.architecture": "phi2"}, "'phi2' is not supported; .*; the nearest is 'phi3'"),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], message: str) -> None:

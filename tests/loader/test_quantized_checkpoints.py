@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
@@ -20,6 +21,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
+from octavo.loader.check import check_model
 from octavo.loader.model import load_model
 from octavo.loader.resolve import weight_quantization
 from octavo.models.config import ConfigReader, read_model_config
@@ -158,9 +160,11 @@ def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtyp
 
 def transformers_logprobs(folder: Path, values: dict[str, Tensor], tokens: int) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens of the model with these weights, and the logprobs of each step."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.load_state_dict(values, strict=False)
     ids, steps = list(PROMPT), []
     with torch.inference_mode():
@@ -207,6 +211,78 @@ def test_matrices_keep_their_bits_where_the_kernels_have_them(name: str, source:
     assert torch.equal(one, got[2:3])
 
 
+def conv1d(weight: Any) -> Any:
+    """GPTQ of [inputs, outputs]: stored as any other matrix."""
+    tensors, values = packers.gptq(weight.T.copy(), group=64)
+    return tensors, values.T.copy()
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+MIXTRAL = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+}
+GPT2 = {"vocab_size": 258, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 64}
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+OTHERS: dict[str, tuple[str, dict[str, Any], Case, tuple[str, ...]]] = {
+    "transposed": ("GPT2", GPT2, gptq(4, 64, "gptq-int4")._replace(pack=conv1d), ("wte", "wpe")),
+    "fused": ("Phi3", SHAPE, CASES["packed zeros"]._replace(format="compressed-tensors-int4"), ()),
+    "experts": ("Mixtral", MIXTRAL, CASES["awq bfloat16 scales"]._replace(format="awq-int4"), ROUTERS),
+    "latent attention": ("DeepseekV3", DEEPSEEK, CASES["fp8 blocks"], ROUTERS),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_of_networks(name: str, tmp_path: Path) -> None:
+    """Dequantised the model of its values; in their own bits, products that differ from it by rounding."""
+    import transformers
+
+    family, shape, case, plain = OTHERS[name]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**shape, bos_token_id=0, eos_token_id=1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    model.save_pretrained(tmp_path / "plain")
+    values = write(tmp_path / "plain", tmp_path / "quantized", case.quantization, case.pack, plain)
+    save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
+    for quantization, format, tolerance in (("none", None, 1e-3), ("auto", case.format, 0.3)):
+        options = {**SMALL, "dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path / "quantized"), quantization=quantization, **options)
+        assert llm.llm_engine.core.startup.workers[0].quantization == format
+        found = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].logprobs
+        assert found is not None
+        differences = [abs(logprob.logprob - float(wanted[token])) for token, logprob in found[0].items()]
+        assert max(differences) < tolerance
+        assert (max(differences) > 1e-3) == (format is not None)
+
+
 def test_groups_as_they_are_give_the_same_bits_in_any_company(source: Path, tmp_path: Path) -> None:
     case = CASES["awq 128"]
     write(source, tmp_path, case.quantization, case.pack)
@@ -230,6 +306,7 @@ def narrow(tensors: dict[str, Tensor]) -> None:
     ("name", "edit", "message"),
     [
         ("gptq 64, v2", lambda t: t.pop(f"{Q}.scales"), f"matrix '{Q}': the checkpoint lacks scales"),
+        ("gptq 64, v2", lambda t: [t.pop(name) for name in [*t] if Q in name], f"lacks the tensors {Q}.weight"),
         ("awq 128", lambda t: t.pop(f"{Q}.qzeros"), "lacks qzeros; a matrix of awq-int4 is stored as qweight, qzeros"),
         ("awq 128", lambda t: t.update({f"{Q}.g_idx": torch.zeros(128)}), "the checkpoint has g_idx"),
         ("gptq 64, v2", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:8]}), "qzeros has shape [2, 16]"),
@@ -334,6 +411,19 @@ def test_a_method_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None
         weight_quantization(options, "cpu", checkpoint)
     with pytest.raises(ConfigError, match="not quantized"):
         weight_quantization(options, "cpu", None)
+
+
+def test_a_check_reads_the_parts_of_matrices(source: Path, tmp_path: Path) -> None:
+    case = CASES["fp8 blocks"]
+    write(source, tmp_path, case.quantization, case.pack)
+    assert check_model(tmp_path, read_model_config(tmp_path)).problems == []
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}.weight_scale_inv"][1, 1] = torch.inf
+
+    write(source, tmp_path, case.quantization, case.pack, edit=spoil)
+    problems = check_model(tmp_path, read_model_config(tmp_path)).problems
+    assert [problem.tensor for problem in problems] == [f"{Q}.weight_scale_inv"]
 
 
 def test_requantised_it_has_the_bits_that_were_asked_for(source: Path, tmp_path: Path) -> None:

@@ -150,6 +150,12 @@ def test_added_tokens_have_the_ids_and_flags_of_the_configuration(tmp_path: Path
         load_tokenizer(folder(tmp_path, model_bytes("llama"), added_tokens_decoder={"999": {"content": "<x>"}}))
 
 
+@pytest.mark.parametrize("kind", ["llama", "unigram"])
+def test_a_name_that_two_ids_have_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(TokenizerError, match="'</s>' occurs twice"):
+        load_tokenizer(folder(tmp_path, model_bytes(kind), added_tokens_decoder={"1": {"content": "</s>"}}))
+
+
 def test_t5_ends_texts_and_has_sentinels(tmp_path: Path) -> None:
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 3}
     tokenizer = load_tokenizer(folder(tmp_path, model_bytes("unigram"), "t5", **config))

@@ -49,6 +49,8 @@ GROUPS: list[list[tuple[int | None, int]]] = [
     [(None, 0), (6, 2), (1, 0)],
     [(None, 0), (None, 1)],
     [(4, 0)],
+    [(5, 2), (2, 3)],
+    [(None, 0), (4, 3), (2, 4)],
 ]
 PICK = st.integers(0, MAX_SEQUENCES - 1)
 PICKS = st.lists(PICK, min_size=1, max_size=4)
@@ -125,7 +127,11 @@ class MemoryMachine(RuleBasedStateMachine):
     ) -> None:
         sizes = [GroupBlocks(max(2, num_blocks - less), num_host_blocks, window) for window, less in groups]
         self.manager = BlockManager(
-            sizes, block_size, prefix_caching=prefix_caching, host_cache=host_cache and len(sizes) == 1
+            sizes,
+            block_size,
+            max_num_batched_tokens=3 * block_size,
+            prefix_caching=prefix_caching,
+            host_cache=host_cache and len(sizes) == 1,
         )
         self.prefix_caching = prefix_caching
         self.block_size = block_size
@@ -232,6 +238,57 @@ class MemoryMachine(RuleBasedStateMachine):
                 for block in self.sequences[seq_id].tables[number][computed // self.block_size :] if changes else ():
                     assert holders[block] == 1
                     assert not kv_group.device.is_kept(block)
+
+    @rule()
+    def free_behind_windows(self) -> None:
+        """What a scheduler does that finds no block: nothing that a later token reads is lost."""
+        before = self.available()
+        running = [s for s in self.sequences.values() if not s.swapped]
+        self.manager.free_outside_windows((s.seq_id, s.computed) for s in running)
+        for number, group in enumerate(self.manager.groups):
+            assert group.device.num_available >= before[number]
+            for sequence in running:
+                first = self.first_read(number, sequence.computed) // self.block_size
+                table = group.tables.get(sequence.seq_id, [])
+                assert set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:]
+                if group.window is not None and sequence.after is None:
+                    assert group.num_held(sequence.seq_id) <= group.window_blocks
+
+    @rule(picks=PICKS, more=st.integers(0, 30))
+    def admit(self, picks: list[int], more: int) -> None:
+        """Admission never counts more than lengths, and what it finds room for can be computed."""
+        group = self.pick(picks[:1], lambda s: not s.swapped and s.after is None and bool(s.tables[0]))
+        for sequence in group:
+            whole = self.manager.demand(more, 1, [sequence.seq_id])
+            for kv_group in self.manager.groups:
+                needed = kv_group.needed(whole)
+                assert needed <= more if kv_group.window is not None else needed == more
+            wanted = sequence.computed + more * self.block_size
+            if self.manager.fits(whole, num_seqs=99) and not any(map(self.shared, self.tables_of(sequence))):
+                self.compute_up_to(sequence, wanted)
+
+    def tables_of(self, sequence: Sequence) -> list[tuple[int, list[int]]]:
+        return [(number, self.held(sequence, number)) for number in range(len(self.manager.groups))]
+
+    def shared(self, of_group: tuple[int, list[int]]) -> bool:
+        """Whether others have blocks of it, so that they stay when it gives them back, or its last one is copied."""
+        number, blocks = of_group
+        device = self.manager.groups[number].device
+        return any(device.references(block) > 1 for block in blocks) or any(map(device.is_kept, blocks[-1:]))
+
+    def compute_up_to(self, sequence: Sequence, wanted: int) -> None:
+        """In the longest chunks that there are blocks for, beside sequences that hold theirs."""
+        chunk = min(self.manager.max_chunk, 3 * self.block_size)
+        while sequence.computed < wanted:
+            self.step([0], "", [], False)
+            sequence.token_ids += [0] * (wanted - len(sequence.token_ids))
+            stop = min(sequence.computed + chunk, wanted)
+            changes = self.manager.grow([(sequence.seq_id, sequence.computed, stop)])
+            assert changes is not None, "admitted without room"
+            for change in changes:
+                sequence.tables[change.group][change.index :] = change.blocks
+            sequence.after, sequence.writes = stop, True
+        self.step([0], "", [], False)
 
     def check_window(self, seq_id: int, computed: int, group: int) -> None:
         """Blocks outside the window are freed, at the latest when they are registered in the prefix cache."""
@@ -523,6 +580,8 @@ def run_seed(seed: int, steps: int) -> None:
         (1, lambda: machine.register(picks())),
         (3, lambda: machine.step(tokens(), salt(), draw.choice(FEATURES), draw.random() < 0.7)),
         (1, lambda: machine.reset(draw.randint(0, 9))),
+        (1, lambda: machine.free_behind_windows()),
+        (2, lambda: machine.admit(picks(), draw.randint(0, 24))),
     ]
     weights = [weight for weight, _ in operations]
     for _, operation in draw.choices(operations, weights, k=steps):

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.models.config import default_sampling, read_model_config
+from octavo.models.config import check_architecture, default_sampling, read_model_config
 from octavo.models.registry import make_network, supported_architectures
 
 BASE: dict[str, Any] = {
@@ -161,9 +161,9 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
         (
             {"architectures": ["MambaForCausalLM"]},
             UnsupportedModelError,
-            "'MambaForCausalLM' .*LlamaForCausalLM, M",
+            "'MambaForCausalLM' is not supported: state-space layers are not supported; supported: .*LlamaForCausalLM",
         ),
-        ({"architectures": ...}, UnsupportedModelError, "type None is not supported; supported: .*LlamaForCausalLM"),
+        ({"architectures": ...}, UnsupportedModelError, "type 'None' is not supported; supported: .*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu' is not supported; supported: silu"),
         (
             {"rope_scaling": {"type": "mrope"}},
@@ -221,8 +221,25 @@ def test_binary_and_huge_files_are_refused(tmp_path: Path) -> None:
 def test_networks_of_unknown_architectures_are_refused() -> None:
     supported = supported_architectures()
     assert "LlamaForCausalLM" in supported and supported == sorted(supported)
-    with pytest.raises(UnsupportedModelError, match=r"'MambaForCausalLM' is not supported; supported: .*Llama"):
-        make_network(ModelConfig("MambaForCausalLM", 1, 2, 2, 1, 1, 1, 2, 1), None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"'FooForCausalLM' is not supported; supported: .*Llama"):
+        make_network(ModelConfig("FooForCausalLM", 1, 2, 2, 1, 1, 1, 2, 1), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("RwkvForCausalLM", "state-space layers are not supported"),
+        ("JambaForCausalLM", "state-space layers are not supported"),
+        ("Qwen3NextForCausalLM", "state-space layers are not supported"),
+        ("LLaMAForCausalLM", "the nearest is 'LlamaForCausalLM'"),
+        ("GPTNeoForCausalLM", "the nearest is 'GPTNeoXForCausalLM'"),
+    ],
+)
+def test_unknown_architectures_are_refused_with_the_reason_or_the_nearest(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(UnsupportedModelError, match=f"{name}' is not supported.*{says}|{says}.*supported: ") as error:
+        check_architecture(tmp_path)
+    assert says in str(error.value)
 
 
 def sampling_file(folder: Path, content: dict[str, Any]) -> Path:

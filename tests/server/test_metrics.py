@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.stats import StepStats
+from octavo.core.stats import GroupState, SchedulerStats, StepStats, sum_stats
 from octavo.engine.stat_loggers import StatusLine
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
@@ -153,6 +153,29 @@ def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
     assert found["octavo_inter_token_latency_seconds_count"] == 50
     assert found["octavo_inter_token_latency_seconds_bucket{le=0.025}"] == 50
     assert found["octavo_inter_token_latency_seconds_bucket{le=0.015}"] == 0
+
+
+def test_blocks_of_each_group() -> None:
+    metrics = Metrics("m")
+    metrics.log(StepStats(blocks_free=100))
+    assert not any("group_blocks" in name for name in samples(metrics)), "where there is one group"
+    groups = [GroupState(None, 10, 20, 60, 10, 3), GroupState(512, 5, 0, 4, 1, 2)]
+    stats = StepStats(blocks_used=15, blocks_cached=20, blocks_free=64, blocks_pinned=11, groups=groups)
+    metrics.log(stats)
+    found = samples(metrics)
+    name = "octavo_kv_cache_group_blocks{{group={},replica=0,state={},window={}}}"
+    assert [found[name.format(0, state, "all")] for state in ("used", "cached", "free", "pinned")] == [10, 20, 60, 10]
+    assert found[name.format(1, "free", 512)] == 4
+    assert stats.kv_cache_usage == 0.6, "of the group that is full first"
+    assert StepStats(blocks_used=1, blocks_pinned=1, blocks_free=2).kv_cache_usage == 0.5
+    assert StepStats().kv_cache_usage == 0.0
+
+
+def test_groups_of_replicas_are_summed() -> None:
+    one = SchedulerStats(blocks_used=3, groups=[GroupState(None, 1, 0, 9, 0, 0), GroupState(8, 2, 1, 3, 0, 4)])
+    total = sum_stats([one, one])
+    assert (total.blocks_used, total.groups[1]) == (6, GroupState(8, 4, 2, 6, 0, 8))
+    assert sum_stats([SchedulerStats(steps=2), SchedulerStats(steps=3)]) == SchedulerStats(steps=5)
 
 
 def test_steps() -> None:

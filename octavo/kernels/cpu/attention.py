@@ -100,7 +100,7 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
 @functools.cache
 def _slopes(slopes: tuple[float, ...]) -> Tensor:
     """The slopes as a tensor that is never freed, as operations hold its address."""
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.from_numpy(np.array(slopes, dtype=np.float32))  # torch.tensor calls operations, which tapes refuse
 
 
 def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec) -> Any:

@@ -33,8 +33,8 @@ class PackedIntegers:
     required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
     optional: ClassVar[tuple[str, ...]] = ("weight_zero_point", "weight_g_idx")
 
-    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int | None]:
-        """(N, K); without groups K is in weight_shape alone."""
+    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
+        """(N, K); without groups K must fill the words."""
         bits = bits_of(self.scheme)
         n, words = two_dimensions(stored, "weight_packed")
         expect(stored, "weight_packed", ("I32",), (n, words))
@@ -54,7 +54,7 @@ class PackedIntegers:
             expect(stored, "weight_zero_point", ("I32", "I8"), *shapes)
         if "weight_g_idx" in stored:
             expect(stored, "weight_g_idx", ("I32", "I64"), (k,))
-        return n, None if self.scheme.group is None else k
+        return n, k
 
     def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
         """Codes are stored as the integer plus 2^(bits - 1), and so are packed zeros."""

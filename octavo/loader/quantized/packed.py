@@ -28,8 +28,8 @@ class Method(Protocol):
     def optional(self) -> tuple[str, ...]:
         """Those that it may have besides."""
 
-    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int | None]:
-        """(N, K); K is None if only the content of a tensor says it.
+    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
+        """(N, K).
 
         Raises:
             WeightError: the tensors fit neither each other nor the checkpoint's configuration.

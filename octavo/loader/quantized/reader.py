@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from octavo.loader.quantized.compressed import Floats, PackedIntegers, PlainInte
 from octavo.loader.quantized.integers import Awq, Gptq
 from octavo.loader.quantized.packed import Method
 from octavo.loader.weights import Stored
-from octavo.models.checkpoint import Pairs, Shapes
+from octavo.models.checkpoint import Entry, Pairs, Shapes, is_transposed
 
 #: Parts of a quantised matrix, by what follows its name; "weight" is one if its type is not that of a plain matrix.
 _PARTS = (
@@ -30,6 +30,7 @@ _UNUSED = re.compile(r"\.((input|output)_(scale|zero_point|global_scale)|[qkv]_(
 
 @dataclass(frozen=True)
 class _Matrix:
+    shape: tuple[int, int]
     #: What the names of its tensors end with.
     parts: tuple[str, ...]
     method: Method
@@ -48,6 +49,7 @@ class Unpack:
         shapes: Shapes,
         dtype: torch.dtype,
         keep: Callable[[QuantizedRows], bool],
+        transposed: Callable[[str], bool],
     ) -> None:
         """Checks the tensors' types and shapes before any of them is read.
 
@@ -57,12 +59,15 @@ class Unpack:
             shapes: of the tensors that the network expects.
             dtype: of what is dequantised.
             keep: whether rows are passed in their own bits.
+            transposed: whether ``checkpoint_map`` transposes the tensor of this name. Methods store matrices of GPT-2's
+                Conv1D as those of other layers, so these are transposed here to be what the map expects.
 
         Raises:
             WeightError: a part of a matrix is missing, or has another type or shape than it should; it is named.
         """
         self._dtype = dtype
         self._keep = keep
+        self._transposed = transposed
         self._matrices = {
             name: _matrix(quantization, name, parts, shapes) for name, parts in _parts_by_matrix(stored).items()
         }
@@ -82,16 +87,20 @@ class Unpack:
                 raise WeightError(f"tensor {name!r} occurs twice")
             held[part] = tensor.clone()  # the file of a view may be unmapped before the last part is read
             if len(held) == len(matrix.parts):
-                yield f"{prefix}.weight", self._values(prefix, matrix.method, waiting.pop(prefix))
+                values = self._values(prefix, matrix, waiting.pop(prefix))
+                name = f"{prefix}.weight"
+                yield name, values.t() if self._transposed(name) else values
         for prefix, held in waiting.items():  # all parts exist, so these came after the matrix was complete
             raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
 
-    def _values(self, name: str, method: Method, parts: Mapping[str, Tensor]) -> Tensor | QuantizedRows:
+    def _values(self, name: str, matrix: _Matrix, parts: Mapping[str, Tensor]) -> Tensor | QuantizedRows:
+        if any(part.is_meta for part in parts.values()):  # only headers are compared
+            return torch.empty(matrix.shape, dtype=self._dtype, device="meta")
         try:
-            matrix = method.unpack(parts, self._dtype)
+            values = matrix.method.unpack(parts, self._dtype)
         except WeightError as e:
             raise WeightError(f"matrix {name!r}: {e}") from None
-        return matrix if isinstance(matrix, Tensor) or self._keep(matrix) else matrix.dequantize(self._dtype)
+        return values if isinstance(values, Tensor) or self._keep(values) else values.dequantize(self._dtype)
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,26 @@ class DropZeroBiases:
         """The remaining tensors."""
         for name, tensor in pairs:
             is_extra = name.endswith(".bias") and name not in shapes
-            if not (is_extra and isinstance(tensor, Tensor) and not bool(tensor.any())):
+            # The values of a tensor without memory are seen when it is loaded.
+            if not (is_extra and isinstance(tensor, Tensor) and (tensor.is_meta or not bool(tensor.any()))):
                 yield name, tensor
+
+
+def with_unpacking(
+    checkpoint_map: Iterable[Entry],
+    quantization: CheckpointQuantization,
+    stored: Mapping[str, Stored],
+    shapes: Shapes,
+    dtype: torch.dtype,
+    keep: Callable[[QuantizedRows], bool] = lambda rows: False,
+) -> list[Entry]:
+    """A network's map with what a quantised checkpoint needs around it; arguments and errors as of ``Unpack``."""
+    entries = tuple(checkpoint_map)
+
+    def transposed(name: str) -> bool:
+        return is_transposed(name, entries)
+
+    return [Unpack(quantization, stored, shapes, dtype, keep, transposed), *entries, DropZeroBiases()]
 
 
 def _parts_by_matrix(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
@@ -124,14 +151,13 @@ def _matrix(quantization: CheckpointQuantization, name: str, parts: Mapping[str,
     for method in _methods(quantization, parts):
         try:
             _expect_parts(quantization, method, parts)
-            n, k = method.shape(parts)
-            expected = shapes.get(f"{name}.weight", (n, k))
-            if (n, k or expected[-1]) != expected:
-                raise WeightError(f"its shape is {[n, k]}, expected {list(expected)}")
+            shape = method.shape(parts)
+            if (expected := shapes.get(f"{name}.weight", shape)) != shape:
+                raise WeightError(f"its shape is {list(shape)}, expected {list(expected)}")
         except WeightError as e:
             errors[str(e)] = None
         else:
-            return _Matrix(tuple(parts), method)
+            return _Matrix(shape, tuple(parts), method)
     raise WeightError(f"matrix {name!r}: {'; '.join(errors) or 'config.json says of no matrix that it is quantised'}")
 
 

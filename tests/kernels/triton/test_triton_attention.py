@@ -255,6 +255,8 @@ def test_attention_that_is_not_computed_is_refused() -> None:
     kernels.check_attention(AttentionSpec(1.0, 16, 5.0, (0.5,)))
     with pytest.raises(UnsupportedModelError, match="causal"):
         kernels.check_attention(AttentionSpec(1.0, causal=False))
+    with pytest.raises(UnsupportedModelError, match="no multi-head latent attention"):
+        kernels.check_attention(AttentionSpec(1.0, value_dim=32))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

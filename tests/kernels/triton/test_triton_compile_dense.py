@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
-    from octavo.kernels.triton import activation, matmul, norm, quant, quantize
+    from octavo.kernels.triton import activation, experts, matmul, norm, quant, quantize
 
     half = torch.bfloat16
     x = torch.empty(2048, 4096, dtype=half)
@@ -55,6 +55,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 )
         yield f"{kind} float16", partial(quant.quantized_matmul, x[:1].half(), packed)
         yield f"{kind} float32", partial(quant.quantized_matmul, x[:1].float(), packed)
+    for rows in (1, 2048):
+        chosen, weights = torch.zeros(rows, 2, dtype=torch.int32), torch.ones(rows, 2)
+        group = experts.TritonExperts(
+            torch.empty(8, 1024, 4096, dtype=half), torch.empty(8, 4096, 512, dtype=half), (), False
+        )
+        yield f"experts {rows}", partial(group, x[:rows], chosen, weights, residual[:rows])
     wide = torch.randn(28672, 512, generator=torch.Generator().manual_seed(0)).to(half)
     packed_wide = quantize.quantize(wide, "int8")
     yield "matmul wide 1", lambda: matmul.matmul(x[:1, :512], wide)

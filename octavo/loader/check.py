@@ -1,0 +1,158 @@
+"""Compares a checkpoint with the network it is for, and looks for weights that are not finite.
+
+Headers alone say which tensors are missing, unexpected or of the wrong shape: no weight is read for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import WeightError
+from octavo.core.model_config import ModelConfig
+from octavo.loader.quantized.reader import with_unpacking
+from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
+from octavo.models.checkpoint import Entry, Pairs, Shapes
+from octavo.models.sizes import outline
+
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+#: Rows that are looked at once take about so many bytes.
+_PIECE = 8 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a tensor, or with the checkpoint if ``tensor`` is None."""
+
+    tensor: str | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check of a whole checkpoint has found."""
+
+    tensors: int
+    size_bytes: int
+    problems: list[Problem]
+
+
+def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Entry], shapes: Shapes) -> None:
+    """Compares the headers of a checkpoint with the network that ``config`` describes.
+
+    Args:
+        folder: holds the safetensors.
+        config: for hints in messages.
+        entries: the network's checkpoint map.
+        shapes: of the tensors that the whole network expects.
+
+    Raises:
+        WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
+    """
+    missing = []
+    for problem in _header_problems(read_headers(folder), config, entries, shapes):
+        if problem.tensor is not None and problem.problem == _MISSING:
+            missing.append(problem.tensor)
+        else:
+            raise WeightError(_sentence(problem))
+    if missing:
+        raise missing_tensors(missing)
+
+
+def check_model(folder: Path, config: ModelConfig) -> CheckReport:
+    """What is wrong with the weights in ``folder``; all of them are read, a few MB at a time.
+
+    Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
+    """
+    network = outline(config, "float32")
+    shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+    problems: list[Problem] = []
+    tensors = size = 0
+    try:
+        stored = read_headers(folder)
+        entries: Sequence[Entry] = network.checkpoint_map
+        if config.quantization is not None:
+            entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
+        problems += _header_problems(stored, config, entries, shapes)
+        for name, tensor in read_safetensors(folder):
+            tensors, size = tensors + 1, size + tensor.nbytes
+            if bad := _count_not_finite(tensor):
+                problems.append(Problem(name, f"{bad} of {tensor.numel()} values are infinite or not a number"))
+    except WeightError as e:
+        problems.append(Problem(None, str(e)))
+    return CheckReport(tensors, size, problems)
+
+
+_MISSING = "is missing"
+
+
+def _sentence(problem: Problem) -> str:
+    return problem.problem if problem.tensor is None else f"tensor {problem.tensor!r} {problem.problem}"
+
+
+def _header_problems(
+    stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[Entry], shapes: Shapes
+) -> Iterator[Problem]:
+    """Passes tensors without memory through the checkpoint map and compares what comes out with the network."""
+    pairs: Pairs = ((name, _outline(entry)) for name, entry in stored.items())
+    for entry in entries:
+        pairs = entry.apply(pairs, shapes)
+    seen: set[str] = set()
+    try:
+        for name, tensor in pairs:
+            if problem := tensor_problem(name, tensor, shapes, seen):
+                yield Problem(name, problem + _hint(tuple(tensor.shape), shapes.get(name), config))
+            seen.add(name)
+    except WeightError as e:  # an entry cannot split or join what it was given
+        yield Problem(None, str(e))
+        return
+    for name in shapes:
+        if name not in seen:
+            yield Problem(name, _MISSING)
+
+
+def _outline(stored: Stored) -> Tensor:
+    return torch.empty(stored.shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.bool), device="meta")
+
+
+def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: ModelConfig) -> str:
+    """Which value of config.json a tensor of another shape contradicts, if only one can be meant."""
+    if expected is None or len(shape) != len(expected):
+        return ""
+    meanings = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+        "num_key_value_heads * head_dim": config.num_kv_heads * config.head_dim,
+    }
+    wrong = [ours for ours, theirs in zip(expected, shape, strict=True) if ours != theirs]
+    names = [name for name, value in meanings.items() if wrong and value == wrong[0]]
+    return f": config.json has {names[0]} = {wrong[0]}" if len(names) == 1 else ""
+
+
+def _count_not_finite(tensor: Tensor) -> int:
+    """How many values are infinite or not a number."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    flat = tensor.reshape(-1)
+    pieces = flat.split(max(1, _PIECE // flat.element_size()))
+    wide = torch.float32 if flat.element_size() == 1 else flat.dtype
+    return sum(piece.numel() - int(piece.to(wide).isfinite().sum()) for piece in pieces)

@@ -1,0 +1,86 @@
+"""Grouped products of experts, against float64; the order of their sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.kernels.experts import PackedExperts, RoutingSpec
+from octavo.kernels.triton.backend import TritonKernels
+from octavo.kernels.triton.experts import sort_pairs
+from tests.kernels.test_cpu_experts import in_float64, matrices, pack, rows, run
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
+
+
+def make(gate_up: list[Tensor], down: list[Tensor], shared: int = 0, **options: Any) -> PackedExperts:
+    kernels = TritonKernels(DEVICE, deterministic=True)
+    return kernels.pack_experts(*pack(kernels, on_device(gate_up), on_device(down), **options), shared)
+
+
+def test_pairs_are_sorted_into_tiles_of_one_expert() -> None:
+    chosen = torch.tensor([[2, 0], [0, 3], [3, 0]], device=DEVICE)
+    pairs, experts = sort_pairs(chosen, 4, 2)
+    assert pairs.tolist() == [1, 2, 5, 6, 0, 6, 3, 4, 6, 6]
+    assert experts.tolist() == [0, 0, 2, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "inner"),
+    [(torch.float32, 40, 24), (torch.bfloat16, 136, 72), (torch.float16, 40, 24)],
+)
+def test_experts_against_float64(dtype: torch.dtype, hidden: int, inner: int) -> None:
+    count, slots = 5, 2
+    gate_up, down = matrices(hidden, [inner] * (count - 1) + [2 * inner + 8], dtype)
+    arguments = rows(33, hidden, count - 1, slots, dtype)
+    x, chosen, weights, add = arguments
+    # The last expert is shared.
+    arguments[1] = chosen = torch.cat((chosen, torch.full((33, 1), count - 1, dtype=torch.int32)), 1)
+    arguments[2] = weights = torch.cat((weights, weights.sum(1, keepdim=True)), 1)
+    expected = in_float64(x, chosen, weights, add, gate_up, down)
+    near = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    found = run(make(gate_up, down, shared=1), on_device(arguments))
+    torch.testing.assert_close(found.cpu().double(), expected, atol=near, rtol=0)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    packed = make(*matrices(72, [40] * 3, torch.bfloat16))
+    arguments = on_device(rows(40, 72, 3, 2, torch.bfloat16))
+    together = run(packed, arguments)
+    for first, last in ((0, 1), (39, 40), (20, 31)):
+        assert torch.equal(run(packed, arguments, slice(first, last)), together[first:last])
+    x, chosen, weights, add = arguments
+    assert torch.equal(packed(x, chosen.flip(1), weights.flip(1), add.clone()), together)  # nor on the order of slots
+
+
+def test_experts_that_no_row_chose_are_not_touched() -> None:
+    gate_up, down = matrices(48, [32] * 6)
+    arguments = on_device(rows(9, 48, 3, 2))
+    expected = run(make(gate_up, down), arguments)
+    for unused in (*gate_up[3:], *down[3:]):
+        unused.fill_(float("nan"))
+    assert torch.equal(run(make(gate_up, down), arguments), expected)
+
+
+def test_routing_is_that_of_the_reference() -> None:
+    logits = torch.randn(9, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    experts, weights = TritonKernels(DEVICE).route(logits, RoutingSpec(3, renormalize=True))
+    assert experts.tolist() == logits.topk(3).indices.tolist()
+    torch.testing.assert_close(weights, logits.topk(3).values.softmax(-1))
+
+
+def test_quantised_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no products of quantised experts"):
+        make(*matrices(64, [64] * 2), quantization="int8")
