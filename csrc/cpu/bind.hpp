@@ -10,4 +10,5 @@ void bind_attention(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
+void bind_lookup(nanobind::module_& m);
 }  // namespace octavo

@@ -78,6 +78,7 @@ NB_MODULE(_cpu, m) {
   bind_pointwise(m);
   bind_attention(m);
   bind_quant(m);
+  bind_lookup(m);  // after the classes of packed matrices
   bind_sampling(m);
   bind_moe(m);
 }

@@ -271,8 +271,9 @@ def attention_cases(
 ) -> Iterator[Case]:
     """Attention of decodes, then of prefills, one case at a time."""
     network = types.network(c)
-    token_bytes = network.kv_specs[0].bytes_per_token
-    pair_flops = 4.0 * c.num_heads * c.head_dim
+    spec = network.kv_specs[0]
+    token_bytes = spec.bytes_per_token
+    pair_flops = 2.0 * c.num_heads * (spec.head_dim + (_latent_value(network) or spec.head_dim))
     for sequences, context in shapes.decodes:
         batch = _decodes(sequences, context, device)
         yield _attention_case(
@@ -304,14 +305,21 @@ def _attention_case(
     for cache in caches:  # unwritten pages would all map to one zero page
         for part in (cache.key, cache.value):
             part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
-    q = _random(rows, c.num_heads, c.head_dim, dtype=types.dtype, device=device)
+    spec = AttentionSpec(c.head_dim**-0.5, value_dim=_latent_value(network))
+    q = _random(rows, c.num_heads, network.kv_specs[0].head_dim, dtype=types.dtype, device=device)
 
     def forward(step: ForwardBatch) -> ForwardOutput:
         for cache in caches:
-            out = kernels.paged_attention(q, cache, step, AttentionSpec(c.head_dim**-0.5))
+            out = kernels.paged_attention(q, cache, step, spec)
         return ForwardOutput(out.view(rows, -1))
 
     return Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)
+
+
+def _latent_value(network: Network) -> int | None:
+    """Of latent attention, the numbers of a cached vector that are not rotated."""
+    spec = network.kv_specs[0]
+    return spec.head_dim - network.config.head_dim if spec.kind == "latent" else None
 
 
 def _decodes(sequences: int, context: int, device: torch.device) -> ForwardBatch:

@@ -101,3 +101,8 @@ class ModelConfig:
     def attention_width(self) -> int:
         """Numbers of a token in the activations of a layer's attention: q, its result, k and v."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Numbers of a token in the activations of a layer's feed-forward network: its inner values three times."""
+        return 3 * self.intermediate_size

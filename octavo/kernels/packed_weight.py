@@ -19,6 +19,15 @@ class PackedWeight(ABC):
 
     #: Whether the first half of the N rows is a gate projection and the second half the up projection.
     gated: bool
+    #: Whether ``rows`` gives the values that the weight was packed of, so that a tied embedding needs no table.
+    has_rows = False
+
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:
+        """scale * the rows of the weight, rounded to ``dtype`` before, for ids int64 [T]: float32 [T, K].
+
+        Ids are those of ``Kernels.embedding``: row 0 is that of id ``first``, ids outside have zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
 
     @abstractmethod
     def __call__(

@@ -90,7 +90,7 @@ class LatentAttention(Layer):
 class _DownProjection(ParallelLinear):
     """Queries, or the latent that they are expanded from, and the latent and rotated key, in one product."""
 
-    prefix = "down_proj."
+    prefix = "q_kv_a_proj."
 
     def __init__(self, context: LayerContext, query: Part, shape: LatentShape, hidden: int) -> None:
         kv = Part("kv_a_proj_with_mqa", shape.cached, slice(0, shape.cached), _ALL)

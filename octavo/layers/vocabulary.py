@@ -24,6 +24,10 @@ class _VocabularyShare(Layer):
         self.start = min(context.tp_rank * rows, vocab_size)
         self.end = min(self.start + rows, vocab_size)
 
+    def keeps_bits(self, tensor: Tensor | QuantizedRows) -> bool:
+        """Whether a head packs this rank's rows in the checkpoint's own bits: all ranks have whole ones."""
+        return isinstance(tensor, QuantizedRows) and self.end - self.start == self.rows
+
     def _take(self, tensor: Tensor | QuantizedRows) -> Tensor:
         if isinstance(tensor, QuantizedRows):
             tensor = tensor.dequantize()
@@ -43,6 +47,8 @@ class VocabParallelEmbedding(_VocabularyShare):
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
         self.table: Tensor | None = None
+        #: The matrix of a tied head, if it can serve in place of the table.
+        self._shared: PackedWeight | None = None
         self._heads: list[ParallelLMHead] = []
 
     def tie(self, head: ParallelLMHead) -> None:
@@ -51,14 +57,24 @@ class VocabParallelEmbedding(_VocabularyShare):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids int64 [T] to float32 [T, E]."""
-        assert self.table is not None
-        return self.kernels.all_reduce(self.kernels.embedding(ids, self.table, self.start, scale=self.scale))
+        if self._shared is not None:
+            rows = self._shared.rows(ids, self.start, scale=self.scale, dtype=self._context.dtype)
+        else:
+            assert self.table is not None
+            rows = self.kernels.embedding(ids, self.table, self.start, scale=self.scale)
+        return self.kernels.all_reduce(rows)
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies this rank's rows; the table is never quantised, as a look-up would not be faster."""
-        self.table = self._take(tensor)
+        """Copies this rank's rows, unless a tied head has the very same; the table itself is never quantised."""
+        table = None if self.keeps_bits(tensor) else self._take(tensor)
         for head in self._heads:
-            head.pack(self.table, tensor)
+            head.pack(table, tensor)
+            if head.packed.has_rows:
+                self._shared = head.packed
+                if not head.holds[0].is_tied:  # one of the two is counted
+                    self.holds[0] = self.holds[0]._replace(is_tied=True)
+        if self._shared is None:
+            self.table = self._take(tensor) if table is None else table
 
 
 class PositionEmbedding(Layer):
@@ -96,7 +112,7 @@ class ParallelLMHead(_VocabularyShare):
         """``bias`` is for heads that are not tied."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
-        self._placed: tuple[Tensor, Tensor | QuantizedRows] | None = None
+        self._placed: tuple[Tensor | None, Tensor | QuantizedRows] | None = None
         self._bias: Tensor | None = None
         self._vocab_size = vocab_size
         # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
@@ -124,7 +140,7 @@ class ParallelLMHead(_VocabularyShare):
             self._bias = torch.zeros(self.rows, dtype=self._context.dtype, device=self._context.device)
             self._bias[: self.end - self.start] = tensor[self.start : self.end]
         else:
-            self._placed = (self._take(tensor), tensor)
+            self._placed = (None if self.keeps_bits(tensor) else self._take(tensor), tensor)
 
     def complete(self) -> None:
         """Packs the matrix."""
@@ -132,10 +148,11 @@ class ParallelLMHead(_VocabularyShare):
         self.pack(*self._placed)
         self._placed = self._bias = None
 
-    def pack(self, table: Tensor, source: Tensor | QuantizedRows) -> None:
-        """Packs this rank's rows [rows, E] as the matrix; ``source`` is the checkpoint's tensor."""
-        if isinstance(source, QuantizedRows) and self.end - self.start == self.rows:
+    def pack(self, table: Tensor | None, source: Tensor | QuantizedRows) -> None:
+        """Packs this rank's rows: ``table`` [rows, E], or those of the checkpoint's ``source`` if it ``keeps_bits``."""
+        if isinstance(source, QuantizedRows) and table is None:
             self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))], self._bias)
         else:
             quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
+            assert table is not None
             self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)

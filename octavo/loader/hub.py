@@ -31,8 +31,9 @@ def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, 
         )
     if weights and not any(folder.glob("*.safetensors")):
         raise UnsupportedModelError(
-            f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded), or they "
-            "were not fetched when the hub could be reached (load_format='dummy' needs none)"
+            f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded: convert "
+            "them with transformers' from_pretrained(NAME).save_pretrained(FOLDER)), or they were not fetched when the "
+            "hub could be reached (load_format='dummy' needs none)"
         )
     return folder
 

@@ -51,6 +51,12 @@ class DeepseekConfig(ModelConfig):
         head = shape.nope + shape.rope + shape.cached + shape.kv_rank + shape.value
         return self.num_heads * head + (shape.q_rank or 0) + 2 * shape.cached
 
+    @property
+    def feed_forward_width(self) -> int:
+        """That of a layer without experts, or of the experts of a token and the shared ones."""
+        chosen = self.routing.top_k * (self.hidden_size + 3 * self.expert_intermediate_size)
+        return 3 * max(self.intermediate_size, self.shared_experts * self.expert_intermediate_size) + chosen
+
 
 class DeepseekForCausalLM(LlamaForCausalLM):
     """A decoder-only transformer with latent attention."""

@@ -35,6 +35,12 @@ class MixtureConfig(ModelConfig):
     #: For each layer, whether it has experts.
     sparse_layers: tuple[bool, ...]
 
+    @property
+    def feed_forward_width(self) -> int:
+        """That of a layer without experts, or of the experts of a token and the shared one."""
+        chosen = self.experts_per_token * (self.hidden_size + 3 * self.expert_intermediate_size)
+        return max(3 * self.intermediate_size, chosen + 3 * self.shared_intermediate_size)
+
 
 class MixtureForCausalLM(LlamaForCausalLM):
     """A decoder-only transformer with mixtures of experts."""

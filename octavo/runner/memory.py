@@ -78,7 +78,7 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
 
     Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
     """
-    row = 4 * config.hidden_size + config.attention_width + 3 * config.intermediate_size
+    row = 4 * config.hidden_size + config.attention_width + config.feed_forward_width
     logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
     return 4 * (options.token_budget * row + logits)
 

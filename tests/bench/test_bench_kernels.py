@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench.kernels import Shapes, Types, attention_cases, linear_cases
+from octavo.bench.kernels import Shapes, Types, attention_cases, expert_cases, linear_cases
 from octavo.cli.main import main
 from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels
+from octavo.loader.shapes import SHAPES as MODELS
 from octavo.models.config import read_model_config
 
 #: One row, one sequence and one short prompt.
@@ -55,6 +56,22 @@ def test_bytes_and_operations_of_products(
         size = of_head if case.kernel == "linear lm_head" else bytes_of_weight
         assert case.bytes == outputs * inputs * size
         assert case.flops == 2 * outputs * inputs * case.rows
+
+
+def test_bytes_and_operations_of_experts(kernels: Kernels, tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+    config = MODELS["qwen3-moe-1b-a0.3b-shape"] | small | {"num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c, device = read_model_config(tmp_path), torch.device("cpu")
+    one, three = expert_cases(kernels, c, Types(torch.bfloat16), SHAPES, device)
+    expert = 3 * 64 * 32
+    assert one.calls == 2 and one.shape == "2 of 6, 64 x 32"
+    assert one.bytes == 2 * 2 * expert and one.flops == 2 * 2 * expert
+    assert three.flops == 3 * one.flops and one.bytes <= three.bytes <= 3 * one.bytes
+    for case in (one, three):
+        assert case.forward(case.batch).hidden.shape == (case.rows, 64)
+    names = [case.kernel for case in linear_cases(kernels, c, Types(torch.bfloat16), SHAPES, device)]
+    assert "linear gate" in names and not any("gate_up" in name for name in names)
 
 
 @pytest.mark.parametrize(("cache_dtype", "bytes_of_head"), [("auto", 2 * 2), ("int8", 2 * 1)])

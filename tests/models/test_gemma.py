@@ -33,7 +33,10 @@ def test_gemma2(zoo: Zoo) -> None:
     from transformers import Gemma2Config
 
     caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    zoo(Gemma2Config(**SHAPE, **caps, sliding_window=7, query_pre_attn_scalar=24))
+    zoo(
+        Gemma2Config(**SHAPE, **caps, sliding_window=7, query_pre_attn_scalar=24),
+        tight={"num_gpu_blocks_override": 22, "block_size": 4},
+    )
 
 
 def test_gemma3(zoo: Zoo) -> None:
@@ -45,7 +48,10 @@ def test_gemma3(zoo: Zoo) -> None:
     }
     shape = SHAPE | {"num_hidden_layers": 4}
     options = {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
-    zoo(Gemma3TextConfig(**shape, **options, rope_parameters=ropes))
+    zoo(
+        Gemma3TextConfig(**shape, **options, rope_parameters=ropes),
+        tight={"num_gpu_blocks_override": 20, "block_size": 4},
+    )
 
 
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}

@@ -114,6 +114,8 @@ def test_what_a_token_reads_is_counted(save_model: Callable[..., Any], tmp_path:
     head, vectors = 48 * 101, 3 * (48 + 16 + 16) + 7 * 48
     assert num_parameters(network) == 2 * head + vectors + layers + 2 * 6 * expert
     assert num_active_parameters(network) == 2 * head + vectors + layers + 2 * 3 * expert
+    # The inner values of the shared expert, and results and inner values of those that a token chooses.
+    assert config.feed_forward_width == 3 * 56 + 3 * (48 + 3 * 24)
     assert layer_weights(network) == layers + 2 * 3 * expert
     assert weight_bytes_read(network) == 4 * (head + layers + 2 * 3 * expert)
     # Two tokens with 3 of 6 experts each miss a quarter of them.

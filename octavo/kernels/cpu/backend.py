@@ -31,6 +31,7 @@ from octavo.kernels.cpu.linear import (
     QuantizedWeight,
     codes_of_rows,
     codes_of_tensor,
+    keeps_bits,
 )
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
@@ -188,7 +189,9 @@ class CpuKernels(Kernels):
         blocks = [part for part in parts if isinstance(part, QuantizedRows)]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if blocks:
-            return QuantizedWeight(self, [codes_of_rows(part) for part in blocks], bias, gated)
+            weight = QuantizedWeight(self, [codes_of_rows(part) for part in blocks], bias, gated)
+            weight.has_rows = len(blocks) == 1 and keeps_bits(blocks[0])
+            return weight
         if quantization in (None, "gguf"):
             return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)

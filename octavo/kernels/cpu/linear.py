@@ -55,6 +55,18 @@ class CpuWeight(PackedWeight):
         self._kernels._do(self.operation(x, out, add, activation), _cpu.Step(x.shape[0]), x)
         return out
 
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:
+        """While recording, ids must be the batch's token ids."""
+        out = self._kernels._new(ids, (ids.shape[0], self._matrix.k), torch.float32)
+        op = _cpu.lookup(self._matrix, out.data_ptr(), first, dtype == torch.bfloat16, scale)
+        self._kernels._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()), ids)
+        return out
+
+    @property
+    @abstractmethod
+    def _matrix(self) -> Any:
+        """The compiled matrix, if it ``has_rows``."""
+
     def operation(self, x: Tensor, out: Tensor, add: Tensor | None = None, activation: Activation | None = None) -> Any:
         """The operation that computes a row of out for each token of the step.
 
@@ -89,6 +101,7 @@ class DenseWeight(CpuWeight):
             ConfigError: the weight has another type.
         """
         super().__init__(kernels, weight.shape[0], gated)
+        self.has_rows = not gated
         if weight.dtype not in _DTYPES:
             raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {weight.dtype}")
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -100,6 +113,10 @@ class DenseWeight(CpuWeight):
         self.packed = _cpu.pack_linear(
             weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated, pieces
         )
+
+    @property
+    def _matrix(self) -> Any:
+        return self.packed
 
     def _operation(self, *arguments: Any) -> Any:
         return _cpu.linear(self.packed, *arguments)
@@ -166,6 +183,10 @@ class QuantizedWeight(CpuWeight):
         self.parts = [_pack_codes(part) for part in parts]
         self.bias = None if bias is None else bias.float().contiguous()
 
+    @property
+    def _matrix(self) -> Any:
+        return self.parts[0]
+
     def _operation(self, *arguments: Any) -> Any:
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return _cpu.linear_quant(self.parts, *arguments, bias, self.gated)
@@ -190,6 +211,11 @@ def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
     return quantize_weight(weight, kind if group else "int8", group)
 
 
+def keeps_bits(part: QuantizedRows) -> bool:
+    """Whether ``codes_of_rows`` gives the very values of a GGUF matrix."""
+    return isinstance(part, GGUFRows) and part.kind in KEPT_TYPES
+
+
 def codes_of_rows(part: QuantizedRows) -> Codes:
     """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
 
@@ -200,7 +226,7 @@ def codes_of_rows(part: QuantizedRows) -> Codes:
     """
     if isinstance(part, GroupQuantizedRows):
         return group_codes(part)
-    if isinstance(part, GGUFRows) and part.kind in KEPT_TYPES:
+    if isinstance(part, GGUFRows) and keeps_bits(part):
         return gguf_weight(part.kind, part.rows, part.columns)
     return quantize_weight(part.dequantize(), "int8", 32)
 
