@@ -39,7 +39,7 @@ class _VocabularyShare(Layer):
 
 
 class VocabParallelEmbedding(_VocabularyShare):
-    """Token embedding, multiplied by ``scale``."""
+    """Token embedding, multiplied by ``scale``, which a network may set."""
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__(context, vocab_size, hidden_size)

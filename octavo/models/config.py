@@ -199,6 +199,32 @@ def common_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def shape_fields(reader: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
+    """Fields of ``ModelConfig`` that Llama and its like have, whose heads may have a size of their own.
+
+    Where config.json does not give it, it is ``head_dim``, or by default that of heads that are as wide as the network.
+
+    Raises:
+        ConfigError: a value is missing, of the wrong type or impossible.
+    """
+    hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
+    kv_heads = reader.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = reader.positive("head_dim", head_dim or hidden // heads or 1)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": reader.positive("intermediate_size"),
+        "num_layers": reader.positive("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        **common_fields(reader),
+    }
+
+
 def decoder_fields(
     reader: ConfigReader,
     *,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, LayerCache
@@ -23,7 +23,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader, common_fields, read_layer_types, read_rope, refuse_activations
+from octavo.models.config import ConfigReader, read_layer_types, read_rope, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
 
@@ -92,21 +92,10 @@ class GemmaForCausalLM(Decoder):
         refuse_activations(reader, "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
         if reader.flag("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention=true is not supported: attention is causal")
-        heads, kv_heads = reader.positive("num_attention_heads"), reader.positive("num_key_value_heads")
-        if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        head_dim, layers = reader.positive("head_dim"), reader.positive("num_hidden_layers")
-        if head_dim % 2:
-            raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
+        fields = shape_fields(reader)
         rope, local_rope = _ropes(reader)
         return GemmaConfig(
             architecture=architecture,
-            hidden_size=reader.positive("hidden_size"),
-            intermediate_size=reader.positive("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
             max_position=reader.positive("max_position_embeddings"),  # a scaled rope is part of it
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             qkv_bias=reader.flag("attention_bias"),
@@ -114,12 +103,12 @@ class GemmaForCausalLM(Decoder):
             qk_norm=architecture.startswith("Gemma3"),
             rope=rope,
             local_rope=local_rope,
-            sliding_windows=_windows(reader, layers),
-            query_scale=reader.number("query_pre_attn_scalar", head_dim) ** -0.5,
+            sliding_windows=_windows(reader, fields["num_layers"]),
+            query_scale=reader.number("query_pre_attn_scalar", fields["head_dim"]) ** -0.5,
             score_cap=_cap(reader, "attn_logit_softcapping"),
             logit_cap=_cap(reader, "final_logit_softcapping"),
             post_norms=architecture != "GemmaForCausalLM",
-            **common_fields(reader),
+            **fields,
         )
 
 

@@ -20,11 +20,11 @@ from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Entry
 from octavo.models.config import (
     ConfigReader,
-    common_fields,
     longest_context,
     read_layer_types,
     read_rope,
     refuse_activations,
+    shape_fields,
 )
 from octavo.models.decoder import Decoder, DecoderLayer
 
@@ -52,33 +52,20 @@ class LlamaForCausalLM(Decoder):
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         """The facts of a config.json of any of the four architectures."""
         refuse_activations(reader, "silu", "swish")
-        heads, hidden = reader.positive("num_attention_heads"), reader.positive("hidden_size")
-        layers = reader.positive("num_hidden_layers")
-        kv_heads = reader.positive("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        head_dim = reader.positive("head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads or 1)
-        if head_dim % 2:
-            raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
-        rope = read_rope(reader)
+        is_qwen3, rope = architecture == "Qwen3ForCausalLM", read_rope(reader)
+        fields = shape_fields(reader, 128 if is_qwen3 else None)
         qkv_bias, o_bias = _attention_biases(architecture, reader)
         return ModelConfig(
             architecture=architecture,
-            hidden_size=hidden,
-            intermediate_size=reader.positive("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
             max_position=longest_context(rope),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             mlp_bias=architecture == "LlamaForCausalLM" and reader.flag("mlp_bias"),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=is_qwen3,
             rope=rope,
-            sliding_windows=_windows(architecture, reader, layers),
-            **common_fields(reader),
+            sliding_windows=_windows(architecture, reader, fields["num_layers"]),
+            **fields,
         )
 
 

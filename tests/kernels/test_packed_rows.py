@@ -46,7 +46,8 @@ def blocks(kind: str, columns: int = 512) -> GGUFRows:
 def tied(dtype: torch.dtype, tensor: Tensor | GGUFRows, quantization: str | None = None) -> VocabParallelEmbedding:
     """An embedding with its head, loaded."""
     context = LayerContext(CpuKernels(), dtype, quantization=quantization)
-    embedding = VocabParallelEmbedding(context, ROWS, tensor.shape[1], scale=1.7)
+    embedding = VocabParallelEmbedding(context, ROWS, tensor.shape[1])
+    embedding.scale = 1.7
     ParallelLMHead(context, ROWS, tensor.shape[1], embedding)
     embedding.load("weight", tensor)
     return embedding
