@@ -12,7 +12,7 @@ from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
-from octavo.models.config import ConfigReader, decoder_fields
+from octavo.models.config_reader import ConfigReader, decoder_fields
 from octavo.models.gpt import GPTConfig, GPTDecoder, GPTLayer
 
 

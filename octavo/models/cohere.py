@@ -8,7 +8,7 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Transform, halve_pairs
-from octavo.models.config import ConfigReader, decoder_fields, refuse_activations, rotary_fields
+from octavo.models.config_reader import ConfigReader, decoder_fields, refuse_activations, rotary_fields
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 

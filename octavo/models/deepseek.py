@@ -18,7 +18,7 @@ from octavo.layers.latent_attention import LatentAttention, LatentShape
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import SparseMoE
 from octavo.models.checkpoint import Drop, Transform
-from octavo.models.config import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
+from octavo.models.config_reader import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 

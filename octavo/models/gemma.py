@@ -23,7 +23,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader, read_layer_types, read_rope, refuse_activations, shape_fields
+from octavo.models.config_reader import ConfigReader, read_layer_types, read_rope, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
 

@@ -10,7 +10,7 @@ from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, Transform, transpose, ungroup_heads
-from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 

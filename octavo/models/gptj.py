@@ -6,7 +6,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Permute, Rename, halve_pairs
-from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 

@@ -18,7 +18,7 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Entry
-from octavo.models.config import (
+from octavo.models.config_reader import (
     ConfigReader,
     longest_context,
     read_layer_types,

@@ -17,7 +17,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Entry, Rename, Unstack
-from octavo.models.config import ConfigReader, read_layer_types
+from octavo.models.config_reader import ConfigReader, read_layer_types
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 

@@ -13,7 +13,7 @@ from octavo.kernels.interface import LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Entry
-from octavo.models.config import ConfigReader
+from octavo.models.config_reader import ConfigReader
 
 
 class Network(Layer, ABC):

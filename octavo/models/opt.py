@@ -17,7 +17,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.linear import RowParallelLinear
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader, decoder_fields, read_activation
+from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
 from octavo.models.gpt import GPTConfig, GPTDecoder, GPTLayer
 
 #: The first two rows of the table of positions belong to padding.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Split
-from octavo.models.config import ConfigReader, refuse_activations, rotary_fields, shape_fields
+from octavo.models.config_reader import ConfigReader, refuse_activations, rotary_fields, shape_fields
 from octavo.models.llama import LlamaForCausalLM
 
 

@@ -13,7 +13,7 @@ from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import CheckpointQuantization, QuantizationScheme
 
 if TYPE_CHECKING:
-    from octavo.models.config import ConfigReader
+    from octavo.models.config_reader import ConfigReader
 
 #: What compressed-tensors calls the ways to store matrices that are read; "dense" and "mixed-precision" are none.
 _COMPRESSED_FORMATS = (

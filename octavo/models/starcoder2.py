@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 

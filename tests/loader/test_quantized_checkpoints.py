@@ -24,7 +24,8 @@ from octavo.layers.context import LayerContext
 from octavo.loader.check import check_model
 from octavo.loader.model import load_model
 from octavo.loader.resolve import weight_quantization
-from octavo.models.config import ConfigReader, read_model_config
+from octavo.models.config import read_model_config
+from octavo.models.config_reader import ConfigReader
 from octavo.models.quantization import read_quantization
 from tests import quantized_checkpoints as packers
 from tests.quantized_checkpoints import Packer, write

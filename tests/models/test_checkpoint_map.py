@@ -33,7 +33,8 @@ from octavo.models.checkpoint import (
     transpose,
     ungroup_heads,
 )
-from octavo.models.config import ConfigReader, common_fields, read_model_config
+from octavo.models.config import read_model_config
+from octavo.models.config_reader import ConfigReader, common_fields
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import NETWORKS
 from octavo.models.sizes import outline, weight_bytes
