@@ -69,7 +69,8 @@ class Workload:
 def merge(*workloads: Workload) -> Iterator[WorkItem]:
     """The requests of several workloads in order of arrival, as of greedy and modest users side by side.
 
-    Each needs a ``name`` of its own, or a seed: its random numbers and prompts follow from them.
+    Each needs a ``name`` of its own, or a seed: its random numbers and prompts follow from them. Of the same seed they
+    have system prompts and the shared prefix in common.
     """
     return heapq.merge(*workloads, key=lambda item: item.at)
 
@@ -116,9 +117,9 @@ class _Maker:
         within = min(load.shared_prefix_len, input_len)
         length = within
         if within:
-            prefix = ((f"{self.root}/shared/0", within),)
+            prefix = ((f"{load.seed}/shared/0", within),)
         if load.system_prompts is not None:
-            prefix += ((f"{self.root}/system/{load.system_prompts.draw(self._systems)}", load.system_prompts.length),)
+            prefix += ((f"{load.seed}/system/{load.system_prompts.draw(self._systems)}", load.system_prompts.length),)
             length += load.system_prompts.length
         user = load.users[self._users.draw(self._of_users)] if load.users else None
         return _Shared(
