@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
-from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
+from octavo.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.bench.serve_client import Client, Outcome
@@ -56,6 +56,7 @@ def make_parser() -> Parser:
     target.add_argument("--extra-body", metavar="JSON", help="fields added to each request; null leaves a field out")
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (600)")
     add_workload_flags(parser)
+    add_seed_flag(parser)
     load = parser.add_argument_group("clients and prompts")
     load.add_argument(
         "--concurrency",
@@ -147,7 +148,7 @@ def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str |
     from octavo.bench.serve_workload import requests
     from octavo.workloads.tokens import text, token_ids
 
-    load = make_workload(arguments)
+    load = make_workload(arguments, arguments.seed)
     form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
     prompt = text if form == "text" else functools.partial(token_ids, id_range=arguments.token_range)
     counted = requests(load, prompt)

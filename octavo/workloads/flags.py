@@ -25,7 +25,10 @@ _DEFAULT_THINK, _DEFAULT_CONTEXT = Conversations.think, Conversations.max_contex
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that ``make_workload`` reads; all have defaults."""
+    """Adds the flags that ``make_workload`` reads; all have defaults.
+
+    ``--seed`` is not among them: commands with the engine's options have it already, others call ``add_seed_flag``.
+    """
     times = parser.add_argument_group("arrivals (all at once, or the times of the trace)")
     add = times.add_argument
     add("--request-rate", "--rate", type=float, metavar="R", help="R requests a second; inf: all at once")
@@ -61,10 +64,9 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help="SHARE[,ttft:MS][,tpot:MS][,priority:N] of requests; may be repeated",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of all that is random (0)")
 
 
-def make_workload(arguments: argparse.Namespace) -> Workload:
+def make_workload(arguments: argparse.Namespace, seed: int) -> Workload:
     """The workload that the flags describe; reads the trace.
 
     Raises:
@@ -94,8 +96,13 @@ def make_workload(arguments: argparse.Namespace) -> Workload:
         users=parse_users(arguments.users) if arguments.users else (),
         classes=tuple(parse_class(text) for text in arguments.request_class),
         trace=trace,
-        seed=arguments.seed,
+        seed=seed,
     )
+
+
+def add_seed_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--seed``."""
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random in requests (0)")
 
 
 def _arrivals(arguments: argparse.Namespace) -> Arrivals | None:
