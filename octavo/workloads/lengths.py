@@ -214,7 +214,7 @@ _FORMS: dict[str, Form[Lengths]] = {
     "lognormal": Form(
         "lognormal:MEDIAN,SIGMA[,MOST]",
         (2, 3),
-        lambda median, sigma, most=MOST_TOKENS: Lognormal(median, sigma, whole(most)),
+        lambda median, sigma, most=float(MOST_TOKENS): Lognormal(median, sigma, whole(most)),
     ),
 }
 _INPUTS: dict[str, Form[Lengths]] = {

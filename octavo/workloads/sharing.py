@@ -94,8 +94,7 @@ def parse_system_prompts(text: str) -> SystemPrompts:
     Raises:
         ConfigError: it is none of these.
     """
-    numbers = text if ":" in text else f"of:{text}"
-    return parse(numbers, {"of": Form("COUNT,LENGTH[,EXPONENT]", (2, 3), _system_prompts)}, "--system-prompts")
+    return parse(text, {"": Form("COUNT,LENGTH[,EXPONENT]", (2, 3), _system_prompts)}, "--system-prompts")
 
 
 def parse_users(text: str) -> tuple[User, ...]:

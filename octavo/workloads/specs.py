@@ -44,8 +44,8 @@ def parse(text: str, forms: Mapping[str, Form[T]], what: str) -> T:
             reason = f": {e}"
         except ValueError:  # not a number: the message shows the forms
             pass
-    usages = [form.usage for form in forms.values()]
-    raise ConfigError(f"{what} is {', '.join(usages[:-1])} or {usages[-1]}, not {text!r}{reason}")
+    *usages, last = (form.usage for form in forms.values())
+    raise ConfigError(f"{what} is {', '.join(usages)}{' or ' if usages else ''}{last}, not {text!r}{reason}")
 
 
 def require(holds: bool, rule: str) -> None:
