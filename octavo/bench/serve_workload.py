@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.core.errors import ConfigError
@@ -27,8 +27,17 @@ class Request:
 
 
 def requests(items: Iterable[WorkItem], prompt: Callable[[WorkItem], str | list[int]]) -> list[Request]:
-    """A request for each item, with the trace's prompt or else the one that ``prompt`` makes."""
+    """A request for each item, with the trace's prompt or else the one that ``prompt`` makes.
+
+    User and priority are fields of its body. The targets are not: only servers that schedule by them take them, see
+    ``with_targets``.
+    """
     return [_request(item, prompt(item) if item.prompt is None else item.prompt) for item in items]
+
+
+def with_targets(request: Request) -> Request:
+    """The request with its limits in its body, as ``ttft_target`` and ``tpot_target`` in seconds."""
+    return replace(request, body=request.body | {f"{name}_target": limit for name, limit in request.limits.items()})
 
 
 def _request(item: WorkItem, prompt: str | Sequence[int]) -> Request:

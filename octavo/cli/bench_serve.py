@@ -68,6 +68,9 @@ def make_parser() -> Parser:
     load.add_argument(
         "--prompt-form", choices=("ids", "text"), help="token ids, or words of about a token each (ids; chat: text)"
     )
+    load.add_argument(
+        "--send-targets", action="store_true", help="tell the server each request's targets (policy: deadline)"
+    )
     load.add_argument("--token-range", type=_range, default=(1000, 8000), metavar="LOW,HIGH", help="ids (1000,8000)")
     shown = parser.add_argument_group("report")
     shown.add_argument("--goodput", metavar="LIMITS", help="ttft:MS,tpot:MS,e2e:MS, some or all of them")
@@ -145,13 +148,15 @@ def _check(arguments: Arguments) -> None:
 
 def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str | None]:
     """(requests, warm-up requests, description of open-loop arrivals or None)."""
-    from octavo.bench.serve_workload import requests
+    from octavo.bench.serve_workload import requests, with_targets
     from octavo.workloads.tokens import text, token_ids
 
     load = make_workload(arguments, arguments.seed)
     form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
     prompt = text if form == "text" else functools.partial(token_ids, id_range=arguments.token_range)
     counted = requests(load, prompt)
+    if arguments.send_targets:
+        counted = [with_targets(request) for request in counted]
     if arguments.endpoint == "chat" and not all(isinstance(request.prompt, str) for request in counted):
         raise ConfigError("--endpoint chat takes text, and the trace holds token ids")
     # Other prompts of the same lengths, after the same shared prefixes: what a server caches of these is cached then.

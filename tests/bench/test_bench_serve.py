@@ -386,10 +386,17 @@ def test_users_classes_and_turns_are_sent(server: FakeServer, tmp_path: Path) ->
     report = bench(server, tmp_path, *words, *shared)
     assert report["goodput_share"] == 1
     assert all((body["user"], body["priority"]) == ("greedy", 4) for body in server.bodies)
+    assert not any("ttft_target" in body for body in server.bodies)
     prompts = sorted((body["prompt"] for body in server.bodies), key=len)
     assert [len(prompt) for prompt in prompts] == [14, 14, 21, 21, 28, 28]
     assert len({tuple(prompt[:9]) for prompt in prompts}) == 1
     assert {tuple(prompt[:21]) for prompt in prompts[4:]} == {tuple(prompt) for prompt in prompts[2:4]}
+
+
+def test_targets_are_sent_where_asked_for(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--num-requests", "2", "--output-len", "1", "--request-class", "1,ttft:60000", "--send-targets"]
+    bench(server, tmp_path, *words)
+    assert [(body["ttft_target"], "tpot_target" in body) for body in server.bodies] == [(60.0, False)] * 2
 
 
 def test_arrivals_with_a_rate_of_their_own(server: FakeServer, tmp_path: Path) -> None:
