@@ -25,6 +25,8 @@ class _Place:
     limit: float
     #: Seconds on the clock of the arrival times.
     entered: float
+    #: Number of the step before which it was queued last.
+    queued: int
 
 
 class MultiLevelFeedback(Policy):
@@ -33,9 +35,9 @@ class MultiLevelFeedback(Policy):
     Skip-join multi-level feedback queues (Wu et al. 2023, "Fast distributed inference serving for large language
     models", section 4.1): a group joins the first queue whose quantum its prompt does not exceed, and is demoted when
     the service that it has received (``PROMPT_WEIGHT`` and ``OUTPUT_WEIGHT`` for each token) exceeds the quantum. A
-    waiting group of an earlier queue preempts running ones of later queues. Promotion is by ageing: each
-    ``aging_limit`` / 12 seconds in a queue count as much as one queue, so that nobody waits for the last queue longer
-    than for the limit.
+    waiting group preempts running ones of later queues, but only when it has waited for as many steps as it may
+    generate tokens in its own: until then a slot is likely to become free, and nothing need be computed again.
+    Promotion is by ageing: ``aging_limit`` / 12 seconds of waiting count as much as one queue.
     """
 
     dynamic = True
@@ -45,6 +47,7 @@ class MultiLevelFeedback(Policy):
     def __init__(self, aging_limit: float | None) -> None:
         """``aging_limit`` in seconds; None: no promotion."""
         self._seconds_per_level = None if aging_limit is None else aging_limit / _LEVELS
+        self._steps = 0
 
     @classmethod
     def from_options(cls, options: SchedulerOptions) -> Self:
@@ -62,18 +65,24 @@ class MultiLevelFeedback(Policy):
         return place.entered + place.level * self._seconds_per_level, 0.0
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """If it is in an earlier queue: what it may run there is at most half of what the other may."""
-        earlier: bool = waiting.policy_data.level < running.policy_data.level
-        return earlier
+        """If it is in an earlier queue and has waited for as long as it may run there."""
+        place: _Place = waiting.policy_data
+        waited = OUTPUT_WEIGHT * (self._steps - place.queued) >= _QUANTA[place.level]
+        return waited and place.level < running.policy_data.level
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Joins the first queue whose quantum its prompt does not exceed."""
         cost = PROMPT_WEIGHT * len(group.request.prompt_token_ids)
         level = min(bisect.bisect_left(_QUANTA, cost), _LEVELS - 1)
-        group.policy_data = _Place(level, max(cost, _QUANTA[level]), group.request.arrival_time)
+        group.policy_data = _Place(level, max(cost, _QUANTA[level]), group.request.arrival_time, self._steps)
+
+    def on_preempt(self, group: SequenceGroup) -> None:
+        """Waits from now on."""
+        group.policy_data.queued = self._steps
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Demotes the groups that have received what their queue gives."""
+        self._steps += 1
         for group in running:
             place: _Place = group.policy_data
             output = OUTPUT_WEIGHT * num_output_tokens(group) * group.num_seqs

@@ -46,6 +46,8 @@ class ShortestRemaining(Policy):
     def __init__(self, token_budget: int) -> None:
         self.predictor = LengthPredictor()
         self._token_budget = token_budget
+        #: Steps until the first of the running groups is expected to end.
+        self._next_end = 0.0
 
     @classmethod
     def from_options(cls, options: SchedulerOptions) -> Self:
@@ -58,9 +60,10 @@ class ShortestRemaining(Policy):
         return remaining
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """For a clear gain beyond the cost."""
+        """If it would end long before the next slot is free, and the other needs more than that."""
         cost = running.num_computed / self._token_budget
-        gain: bool = running.policy_data.remaining > _CLEAR_GAIN * waiting.policy_data.remaining + 2 * cost
+        enough = _CLEAR_GAIN * waiting.policy_data.remaining + 2 * cost
+        gain: bool = min(self._next_end, running.policy_data.remaining) > enough
         return gain
 
     def on_arrival(self, group: SequenceGroup) -> None:
@@ -77,12 +80,13 @@ class ShortestRemaining(Policy):
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Counts down what running groups have generated."""
         for group in running:
-            estimate = group.policy_data
+            estimate: _Estimate = group.policy_data
             generated = num_output_tokens(group)
             if generated >= estimate.valid_until or group.prefilling:
                 self._estimate(group)
             else:
                 estimate.remaining = (estimate.total - generated) * group.num_seqs
+        self._next_end = min([g.policy_data.remaining for g in running], default=0.0)
 
     def on_sequence_end(self, seq: groups.Sequence, status: SequenceStatus) -> None:
         """Learns from sequences that have come to their own end; beams end together and early."""
