@@ -59,7 +59,7 @@ class VirtualEngine:
         defaults = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "scheduling_policy": self.policy}
         options = SchedulerOptions(**{**defaults, **self.options})
         manager = BlockManager(self.blocks, 16, prefix_caching=False)
-        self.scheduler = Scheduler(manager, options, 4000, clock=lambda: self.now)
+        self.scheduler = Scheduler(manager, options, min(4000, 16 * self.blocks), clock=lambda: self.now)
         self.jobs: dict[int, Job] = {}
 
     def add(self, job: Job) -> None:
