@@ -92,9 +92,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str] | None = None,
-        ttft_target: float | Sequence[float] | None = None,
-        tpot_target: float | Sequence[float] | None = None,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -130,9 +130,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str] | None = None,
-        ttft_target: float | Sequence[float] | None = None,
-        tpot_target: float | Sequence[float] | None = None,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
@@ -167,9 +167,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str] | None = None,
-        ttft_target: float | Sequence[float] | None = None,
-        tpot_target: float | Sequence[float] | None = None,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,

@@ -412,11 +412,19 @@ class NeverByPriority(ByLength):
     uses_priority = False
 
 
-def test_targets_and_users_reach_the_scheduler_and_targets_without_effect_are_refused(tiny_model: Path) -> None:
+def test_targets_and_users_reach_the_scheduler_and_targets_without_effect_are_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = load(tiny_model, scheduling_policy="deadline", ttft_target=0.5)
     seen: list[EngineCoreRequest] = []
-    add = llm.llm_engine.core.scheduler.add
-    llm.llm_engine.core.scheduler.add = lambda r: (seen.append(r), add(r))[1]  # type: ignore[method-assign]
+    policy = llm.llm_engine.core.scheduler.queues.policy
+    on_arrival = policy.on_arrival
+
+    def watched(group: SequenceGroup) -> None:
+        seen.append(group.request)
+        on_arrival(group)
+
+    monkeypatch.setattr(policy, "on_arrival", watched)
     outputs = llm.generate(["a", "b"], GREEDY, user=["me", "you"], ttft_target=[1.0, None], tpot_target=0.1)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length"]
     assert [(r.user, r.ttft_target, r.tpot_target) for r in seen] == [("me", 1.0, 0.1), ("you", None, 0.1)]

@@ -64,10 +64,10 @@ class EarliestDeadlineFirst(Policy):
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """If it has used up half of its target, and the other has none to meet."""
-        if self.key(waiting)[0] or not self.key(running)[0]:
-            return False
         due = self._due(waiting)
-        return self._now - waiting.request.arrival_time > due - self._now
+        if self._now - waiting.request.arrival_time <= due - self._now or self.key(waiting)[0]:
+            return False
+        return self.key(running)[0]
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Takes its targets, or those of the options."""

@@ -138,13 +138,14 @@ class FairShare(Policy):
         self._num_idle -= len(idle) // 2
 
     def _charge(self, seq: groups.Sequence) -> None:
-        outputs: dict[int, int] = seq.group.policy_data.outputs
-        generated = len(seq.token_ids) - seq.num_prompt_tokens
+        group = seq.group
+        outputs: dict[int, int] = group.policy_data.outputs
+        generated = len(seq.token_ids) - len(group.request.prompt_token_ids)
         # A beam begins with the tokens of the one that it was forked from, and one of its own.
-        known = outputs.get(seq.seq_id, 0 if seq.group.beam is None else generated - 1)
+        known = outputs.get(seq.seq_id, 0 if group.beam is None else generated - 1)
         if generated > known:
             outputs[seq.seq_id] = generated
-            user = self._users[seq.group.request.user]
+            user = self._users[group.request.user]
             user.counter += OUTPUT_WEIGHT * (generated - known) / user.weight
 
     def _leave_queue(self, group: SequenceGroup) -> None:

@@ -9,7 +9,7 @@ from typing import Self
 
 from octavo.core.config import SchedulerOptions
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy, num_output_tokens
+from octavo.scheduler.policies.base import Policy
 from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 #: Service that a group receives in the first queue before it is demoted; each further queue gives twice as much.
@@ -67,8 +67,8 @@ class MultiLevelFeedback(Policy):
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """If it is in an earlier queue and has waited for as long as it may run there."""
         place: _Place = waiting.policy_data
-        waited = OUTPUT_WEIGHT * (self._steps - place.queued) >= _QUANTA[place.level]
-        return waited and place.level < running.policy_data.level
+        earlier: bool = place.level < running.policy_data.level
+        return earlier and OUTPUT_WEIGHT * (self._steps - place.queued) >= _QUANTA[place.level]
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Joins the first queue whose quantum its prompt does not exceed."""
@@ -85,8 +85,9 @@ class MultiLevelFeedback(Policy):
         self._steps += 1
         for group in running:
             place: _Place = group.policy_data
-            output = OUTPUT_WEIGHT * num_output_tokens(group) * group.num_seqs
-            if PROMPT_WEIGHT * len(group.request.prompt_token_ids) + output > place.limit and place.level < _LEVELS - 1:
+            prompt = len(group.request.prompt_token_ids)
+            generated = (len(group.seqs[0].token_ids) - prompt) * group.num_seqs
+            if PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * generated > place.limit and place.level < _LEVELS - 1:
                 place.level += 1
                 place.limit += _QUANTA[place.level]
                 place.entered = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -21,6 +22,8 @@ _CLEAR_GAIN = 2.0
 class _Estimate:
     features: Features
     log_length: float
+    #: Tokens of the prompt.
+    prompt: int
     #: Most tokens that a sequence may generate.
     limit: int
     #: Expected tokens in all, and the number of generated ones at which this is estimated again.
@@ -47,7 +50,7 @@ class ShortestRemaining(Policy):
         self.predictor = LengthPredictor()
         self._token_budget = token_budget
         #: Steps until the first of the running groups is expected to end.
-        self._next_end = 0.0
+        self._next_end = math.inf
 
     @classmethod
     def from_options(cls, options: SchedulerOptions) -> Self:
@@ -61,16 +64,18 @@ class ShortestRemaining(Policy):
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """If it would end long before the next slot is free, and the other needs more than that."""
-        cost = running.num_computed / self._token_budget
-        enough = _CLEAR_GAIN * waiting.policy_data.remaining + 2 * cost
-        gain: bool = min(self._next_end, running.policy_data.remaining) > enough
-        return gain
+        enough: float = _CLEAR_GAIN * waiting.policy_data.remaining
+        if self._next_end <= enough:
+            return False
+        enough += 2 * running.num_computed / self._token_budget
+        return self._next_end > enough and running.policy_data.remaining > enough
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Predicts its length."""
         features = features_of(group.request)
-        limit = group.max_length - len(group.request.prompt_token_ids) if group.samples else 0
-        group.policy_data = _Estimate(features, self.predictor.log_length(features), limit)
+        prompt = len(group.request.prompt_token_ids)
+        limit = group.max_length - prompt if group.samples else 0
+        group.policy_data = _Estimate(features, self.predictor.log_length(features), prompt, limit)
         self._estimate(group)
 
     def on_preempt(self, group: SequenceGroup) -> None:
@@ -79,14 +84,17 @@ class ShortestRemaining(Policy):
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Counts down what running groups have generated."""
+        next_end = math.inf
         for group in running:
             estimate: _Estimate = group.policy_data
-            generated = num_output_tokens(group)
+            generated = len(group.seqs[0].token_ids) - estimate.prompt
             if generated >= estimate.valid_until or group.prefilling:
                 self._estimate(group)
             else:
                 estimate.remaining = (estimate.total - generated) * group.num_seqs
-        self._next_end = min([g.policy_data.remaining for g in running], default=0.0)
+            if estimate.remaining < next_end:
+                next_end = estimate.remaining
+        self._next_end = next_end
 
     def on_sequence_end(self, seq: groups.Sequence, status: SequenceStatus) -> None:
         """Learns from sequences that have come to their own end; beams end together and early."""
