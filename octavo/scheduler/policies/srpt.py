@@ -14,7 +14,7 @@ from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.length_predictor import Features, LengthPredictor, Ranking, features_of
 from octavo.scheduler.policies.base import Policy, num_output_tokens
 
-#: A running group is preempted only for one whose remaining work is this many times smaller, the cost included.
+#: How many times the remaining steps of a waiting group must fit into those until the next slot is free.
 _CLEAR_GAIN = 2.0
 
 
@@ -38,8 +38,9 @@ class ShortestRemaining(Policy):
 
     The expectation is conditional on what a group has generated, so the order changes while it runs (Schrage and Miller
     1966; with expectations: SERPT, Scully et al. 2020, "Simple near-optimal scheduling for the M/G/1"). A waiting group
-    preempts a running one for a clear gain only: the latter's remaining work is ``_CLEAR_GAIN`` times that of the
-    former, beyond the steps that computing its tokens again takes.
+    preempts a running one only if it would end before the first of the running groups does, with ``_CLEAR_GAIN`` to
+    spare and including the steps in which the other computes its tokens again: with many slots one becomes free soon.
+    And it preempts none that was preempted before: more than once gains nothing on average and costs the longest most.
     """
 
     dynamic = True
@@ -65,7 +66,7 @@ class ShortestRemaining(Policy):
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """If it would end long before the next slot is free, and the other needs more than that."""
         enough: float = _CLEAR_GAIN * waiting.policy_data.remaining
-        if self._next_end <= enough:
+        if self._next_end <= enough or running.num_recomputes or running.num_swaps:
             return False
         enough += 2 * running.num_computed / self._token_budget
         return self._next_end > enough and running.policy_data.remaining > enough
