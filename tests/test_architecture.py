@@ -88,6 +88,18 @@ def test_imports_go_down_the_picture(path: Path) -> None:
     assert violations(module, path.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("room", ["scheduler", "memory"])
+def test_the_scheduler_reads_no_clock_but_the_one_it_is_given(room: str) -> None:
+    """So that a simulation, which gives a clock of its own, runs the same code."""
+    reads = [
+        (path.name, node.lineno)
+        for path in (PACKAGE / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("time.", "datetime."))
+    ]
+    assert reads == []
+
+
 def test_every_room_has_its_place() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms <= set(ORDER)

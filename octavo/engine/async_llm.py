@@ -197,6 +197,9 @@ class AsyncLLM:
         priority: float = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        user: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -210,7 +213,18 @@ class AsyncLLM:
             InvalidRequestError, EngineDeadError, EngineStateError: as for ``submit``.
         """
         check_keywords("generate", keywords)
-        stream = await self._submit(request_id, prompt, sampling_params, priority, arrival_time, cache_salt, streaming)
+        stream = await self._submit(
+            request_id,
+            prompt,
+            sampling_params,
+            streaming,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+            user=user,
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
+        )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
         with contextlib.closing(stream):
@@ -227,6 +241,9 @@ class AsyncLLM:
         priority: float = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        user: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -234,6 +251,7 @@ class AsyncLLM:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
+        ``user``, ``ttft_target``, ``tpot_target``: see ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -242,18 +260,28 @@ class AsyncLLM:
             OctavoError: as for ``ready``, of the first request.
         """
         check_increments(params)
-        return await self._submit(request_id, prompt, params, priority, arrival_time, cache_salt, streaming)
+        return await self._submit(
+            request_id,
+            prompt,
+            params,
+            streaming,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+            user=user,
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
+        )
 
     async def _submit(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None,
-        priority: float,
-        arrival_time: float | None,
-        cache_salt: str,
         streaming: bool,
+        **keywords: Any,
     ) -> RequestStream:
+        """``keywords`` as of ``InputProcessor.process``."""
         if isinstance(prompt, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
         if not self._loaded:
@@ -265,9 +293,7 @@ class AsyncLLM:
         self.check_alive()
         if self.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up(), or POST /wake_up, must come before a request")
-        request = self.inputs.process(
-            request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
-        )
+        request = self.inputs.process(request_id, prompt, params, **keywords)
         check_sendable(request.group)
         return self._send(request, streaming)
 

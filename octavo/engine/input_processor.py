@@ -18,7 +18,7 @@ from octavo.core.prompts import Prompt as Prompt
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, check_number
 from octavo.engine.tokenizer import Tokenizer
-from octavo.scheduler.policies import POLICIES, load_policy
+from octavo.scheduler.policies import POLICIES, policy_class
 
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
@@ -65,7 +65,7 @@ class InputProcessor:
         limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
         self._max_logprobs = vocab_size if limit == -1 else limit
         self._policy = options.scheduling_policy
-        self._uses_priority = load_policy(options.scheduling_policy).uses_priority
+        self._policy_class = policy_class(options.scheduling_policy)
         self._next_group_id = 0
         self._unseeded = 0
 
@@ -78,12 +78,16 @@ class InputProcessor:
         priority: float = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        user: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
         adapter: str | None = None,
         features: Sequence[Feature] = (),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
-        ``arrival_time``: seconds of ``time.monotonic()``; None: now.
+        ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user`` and targets: see
+        ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
@@ -92,6 +96,10 @@ class InputProcessor:
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         self._check_priority(priority)
+        if user is not None and not isinstance(user, str):
+            raise InvalidRequestError(f"user must be text, not {user!r}")
+        for name, target in (("ttft_target", ttft_target), ("tpot_target", tpot_target)):
+            self._check_target(name, target)
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             cache_salt = prompt["cache_salt"]
         if not isinstance(cache_salt, str):
@@ -115,6 +123,9 @@ class InputProcessor:
             task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
             arrival_time=arrival,
             priority=priority,
+            user=user or "",
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
             cache_salt=cache_salt,
         )
         self._next_group_id += 1
@@ -194,11 +205,24 @@ class InputProcessor:
 
     def _check_priority(self, priority: float) -> None:
         check_number("priority", priority, -math.inf, math.inf)
-        if priority and not self._uses_priority:
+        if priority and not self._policy_class.uses_priority:
             known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
                 f"priority must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
                 f"{priority}; policies that do: {known}, or a module:Class"
+            )
+
+    def _check_target(self, name: str, target: float | None) -> None:
+        if target is None:
+            return
+        check_number(name, target, 0, math.inf)
+        if not target:
+            raise InvalidRequestError(f"{name} must be above 0 seconds, not {target}")
+        if not self._policy_class.uses_targets:
+            known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_targets)
+            raise InvalidRequestError(
+                f"{name} must be left out under scheduling_policy {self._policy!r}, which does not look at it; "
+                f"policies that do: {known}, or a module:Class that says so"
             )
 
     def _max_tokens(self, wanted: int | None, num_prompt_tokens: int) -> int | None:

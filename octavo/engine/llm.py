@@ -92,6 +92,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -105,6 +108,10 @@ class LLM:
             use_tqdm: shows a progress bar, or what makes one in place of ``tqdm.tqdm``.
             priority: one for all prompts, or one for each: integers or finite floats, of which the lower goes first,
                 for policies that look at them (``scheduling_policy="static"``).
+            user: whose requests they are, one for all or one for each, for policies that look at it.
+            ttft_target: seconds from its arrival to the first token of a request, one for all or one for each, for
+                policies that look at it (``scheduling_policy="deadline"``).
+            tpot_target: seconds between its tokens after the first; as ``ttft_target``.
             keywords: see the class.
 
         Raises:
@@ -113,7 +120,8 @@ class LLM:
         check_keywords("generate", keywords)
         single = _is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
-        return self._run([(p, None) for p in many], sampling_params, use_tqdm, priority, single)
+        claims = _claims(priority, user, ttft_target, tpot_target, len(many))
+        return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
 
     def beam_search(
         self,
@@ -122,6 +130,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
@@ -134,7 +145,16 @@ class LLM:
         Raises:
             InvalidRequestError: as for ``generate``.
         """
-        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, **keywords)
+        outputs = self.generate(
+            prompts,
+            params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            user=user,
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
+            **keywords,
+        )
         for output in outputs:
             if output.prompt is None:
                 output.prompt = self.get_tokenizer().decode(output.prompt_token_ids)
@@ -147,6 +167,9 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: float | Sequence[float] | None = 0,
+        user: str | Sequence[str | None] | None = None,
+        ttft_target: float | Sequence[float | None] | None = None,
+        tpot_target: float | Sequence[float | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -166,7 +189,10 @@ class LLM:
                 conversations, in which a text is a conversation too.
             sampling_params: as for ``generate``; ``use_tqdm``, ``priority`` and ``keywords`` too.
             use_tqdm: see there.
-            priority: see there.
+            priority: see there; ``user`` and the targets too.
+            user: see there.
+            ttft_target: see there.
+            tpot_target: see there.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
             continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
             tools: JSON schemas of callable tools.
@@ -196,7 +222,8 @@ class LLM:
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
-        return self._run(rendered, sampling_params, use_tqdm, priority, single)
+        claims = _claims(priority, user, ttft_target, tpot_target, len(rendered))
+        return self._run(rendered, sampling_params, use_tqdm, claims, single)
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
         """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
@@ -297,22 +324,21 @@ class LLM:
         prompts: list[tuple[Prompt, OctavoError | None]],
         sampling_params: Params,
         use_tqdm: bool | Callable[..., Any],
-        priority: float | Sequence[float] | None,
+        claims: list[dict[str, Any]],
         single: bool,
     ) -> list[RequestOutput]:
         given = sampling_params or self.get_default_sampling_params()
         params = _one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
-        priorities = _one_each("priority", priority or 0, (int, float), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         try:
-            for (prompt, error), param, rank in zip(prompts, params, priorities, strict=True):
+            for (prompt, error), param, claim in zip(prompts, params, claims, strict=True):
                 request_id = str(next(self._ids))
                 order.append(request_id)
                 try:
                     if error is not None:
                         raise error
-                    self.llm_engine.add_request(request_id, prompt, param, priority=rank, streaming=False)
+                    self.llm_engine.add_request(request_id, prompt, param, streaming=False, **claim)
                 except InvalidRequestError as e:
                     if single:
                         raise
@@ -387,6 +413,18 @@ def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) 
         return list(value)
     given = f"{len(value)} of them" if isinstance(value, Sequence) else repr(value)
     raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {given}")
+
+
+def _claims(priority: Any, user: Any, ttft_target: Any, tpot_target: Any, count: int) -> list[dict[str, Any]]:
+    """What each of ``count`` requests brings for the scheduling policy, by keyword of ``LLMEngine.add_request``."""
+    numbers = (int, float, type(None))
+    columns = {
+        "priority": _one_each("priority", priority or 0, (int, float), count),
+        "user": _one_each("user", user, (str, type(None)), count),
+        "ttft_target": _one_each("ttft_target", ttft_target, numbers, count),
+        "tpot_target": _one_each("tpot_target", tpot_target, numbers, count),
+    }
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:

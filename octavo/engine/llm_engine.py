@@ -93,6 +93,9 @@ class LLMEngine:
         priority: float = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        user: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
@@ -101,6 +104,8 @@ class LLMEngine:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
+        ``user``: whose request it is, for policies that look at it. ``ttft_target``, ``tpot_target``: seconds to the
+        first token and between those after it, refused under a policy that does not look at them.
         ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
@@ -120,6 +125,9 @@ class LLMEngine:
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
+            user=user,
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
         )
         if not self.core.executor.in_process:
             check_sendable(request.group)

@@ -137,6 +137,9 @@ class Generation:
             self.params,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt or "",
+            user=self.body.user,
+            ttft_target=self.body.ttft_target,
+            tpot_target=self.body.tpot_target,
             streaming=bool(self.body.stream),
         )
         observer = RequestObserver(service.metrics)

@@ -51,7 +51,9 @@ class GenerationRequest(RequestModel):
     logit_bias: dict[str, float] | None = Field(None, description="Token id to what is added to its logit.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted, without effect.")
+    user: Name | None = Field(
+        None, description="Whose request it is, for scheduling policies that look at it; the answer is the same."
+    )
     # Beyond OpenAI:
     top_k: Int | None = Field(None, description="Keep this many of the most likely tokens; 0 or -1 is off.")
     min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's probability.")
@@ -70,6 +72,10 @@ class GenerationRequest(RequestModel):
     priority: Int | float | None = Field(
         None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
     )
+    ttft_target: float | None = Field(
+        None, description="Seconds to the first token that the deadline policy aims at; refused under others."
+    )
+    tpot_target: float | None = Field(None, description="Seconds between the tokens after it, likewise.")
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )

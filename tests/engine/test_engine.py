@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from octavo import LLM, BeamSearchParams, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import InsufficientMemoryError
+from octavo.core.request import EngineCoreRequest
 from octavo.engine.input_processor import Prompt
 from octavo.runner import memory
 from octavo.scheduler.groups import SequenceGroup
@@ -409,6 +410,33 @@ class ByLength(Policy):
 
 class NeverByPriority(ByLength):
     uses_priority = False
+
+
+def test_targets_and_users_reach_the_scheduler_and_targets_without_effect_are_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(tiny_model, scheduling_policy="deadline", ttft_target=0.5)
+    seen: list[EngineCoreRequest] = []
+    policy = llm.llm_engine.core.scheduler.queues.policy
+    on_arrival = policy.on_arrival
+
+    def watched(group: SequenceGroup) -> None:
+        seen.append(group.request)
+        on_arrival(group)
+
+    monkeypatch.setattr(policy, "on_arrival", watched)
+    outputs = llm.generate(["a", "b"], GREEDY, user=["me", "you"], ttft_target=[1.0, None], tpot_target=0.1)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length"]
+    assert [(r.user, r.ttft_target, r.tpot_target) for r in seen] == [("me", 1.0, 0.1), ("you", None, 0.1)]
+    for keywords, words in [
+        ({"ttft_target": -1.0}, "ttft_target"),
+        ({"tpot_target": 0.0}, "above 0"),
+        ({"user": 3}, "user must be"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=words):
+            llm.generate("a", GREEDY, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="policies that do: deadline"):
+        load(tiny_model).generate("a", GREEDY, ttft_target=1.0)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,15 @@ def load(**options: Any) -> LLM:
 
 
 def run(llm: LLM) -> list[RequestOutput]:
-    by_priority = llm.llm_engine.core.options.scheduling_policy == "static"
-    priority = [i * 5 % 8 if by_priority else 0 for i in range(8)]
-    return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False, priority=priority)
+    policy = llm.llm_engine.core.options.scheduling_policy
+    return llm.generate(
+        [{"prompt_token_ids": p} for p in PROMPTS],
+        PARAMS,
+        use_tqdm=False,
+        priority=[i * 5 % 8 if policy == "static" else 0 for i in range(8)],
+        user=["a" if i < 5 else "b" for i in range(8)],
+        ttft_target=[60.0 - i if policy == "deadline" else None for i in range(8)],
+    )
 
 
 def everything(output: RequestOutput) -> Any:
@@ -99,7 +105,16 @@ def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: b
 
 @pytest.mark.parametrize(
     ("policy", "victim"),
-    [("static", "last"), ("sjf", "least_computed"), ("ldf", "most_blocks"), ("lcfs", "last")],
+    [
+        ("static", "last"),
+        ("sjf", "least_computed"),
+        ("ldf", "most_blocks"),
+        ("lcfs", "last"),
+        ("srpt", "last"),
+        pytest.param("fair", "most_blocks", marks=pytest.mark.slow),
+        ("deadline", "last"),
+        pytest.param("mlfq", "least_computed", marks=pytest.mark.slow),
+    ],
 )
 def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:
     llm = load(

@@ -11,6 +11,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.policies import POLICIES
 from tests.scheduler.fake_worker import (
     EOS,
     Engine,
@@ -33,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 3, 12]),
         caching=st.booleans(),
         batching=st.sampled_from(["mixed", "prefill_first"]),
-        policy=st.sampled_from(["fcfs", "static", "sjf", "ldf", "lcfs"]),
+        policy=st.sampled_from([*POLICIES]),
         mode=st.sampled_from(["auto", "recompute", "swap", "by_sequences"]),
         victim=st.sampled_from(["last", "least_computed", "most_blocks"]),
         depth=st.integers(1, 3),

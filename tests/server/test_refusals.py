@@ -47,6 +47,8 @@ def refused(response: httpx.Response, status: int, *words: str, param: str | Non
         ({"priority": True}, "priority", []),
         ({"priority": "1"}, "priority", []),
         ({"priority": 1.5}, "priority", ["1.5", "fcfs", "static"]),
+        ({"ttft_target": 0.5}, "ttft_target", ["fcfs", "deadline"]),
+        ({"tpot_target": -1.0}, "tpot_target", ["-1.0"]),
         ({"logit_bias": {"a": 1}}, "logit_bias", []),
         ({"logit_bias": {"99999999": 1}}, "logit_bias", ["vocabulary"]),
         ({"stop": ["x", ""]}, "stop", []),

@@ -87,6 +87,8 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "length_penalty": (WORKS, WORKS, None),
     "early_stopping": (WORKS, WORKS, None),
     "priority": (WORKS, WORKS, 0),
+    "ttft_target": (WORKS, WORKS, None),
+    "tpot_target": (WORKS, WORKS, None),
     "cache_salt": (WORKS, WORKS, "a"),
     "truncate_prompt_tokens": (WORKS, WORKS, 3),
     "add_special_tokens": (WORKS, WORKS, True),
