@@ -64,7 +64,7 @@ def main() -> None:
     config = raw | {"num_local_experts": raw["num_experts"], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     writer = gguf_writer(arguments.out / "model-BF16.gguf", raw)
-    files = {}
+    files: dict[str, Any] = {}
     for part, tensors in parts_of(folder):
         name = f"model-{part}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})

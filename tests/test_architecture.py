@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "octavo"
 #: Rooms from the bottom to the top: each may import those before it.
 ORDER = (
     "core",
+    "workloads",
     "kernels",
     "layers",
     "models",
@@ -31,6 +32,7 @@ ORDER = (
 )
 #: Rooms that may import less than what lies below them.
 ONLY = {
+    "workloads": {"core"},
     "sampling": {"core", "kernels"},
     "memory": {"core"},
     "scheduler": {"core", "memory"},
@@ -38,7 +40,7 @@ ONLY = {
     "batch": {"core", "engine", "server"},
     "data": {"core", "engine"},
 }
-WITHOUT_TORCH = {"core", "memory", "scheduler", "server", "batch", "data"}
+WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "server", "batch", "data"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

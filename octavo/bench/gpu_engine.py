@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.gpu_scale import Roofline, Row, Scale, batch_name, each
-from octavo.bench.offline import BatchRun, greedy, measure, random_prompts, run_batch, share_of_bandwidth
+from octavo.bench.offline import BatchRun, greedy, make_batches, measure, random_prompts, run_batch, share_of_bandwidth
 from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
+from octavo.workloads.lengths import Constant
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
@@ -85,7 +86,7 @@ def _engine(shape: str, scale: Scale, peak: Roofline, options: dict[str, Any]) -
 
 def _run(llm: LLM, count: int, length: int, tokens: int, seed: int) -> BatchRun:
     engine = llm.llm_engine
-    return run_batch(engine, random_prompts(engine, count, length, random.Random(seed)), greedy(tokens))
+    return run_batch(engine, random_prompts(engine, count, length, random.Random(seed)), [greedy(tokens)] * count)
 
 
 def _prefill(llm: LLM, scale: Scale, peak: Roofline) -> Iterator[Row]:
@@ -145,12 +146,13 @@ def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]
 
 
 def _throughput(llm: LLM, scale: Scale) -> Iterator[Row]:
-    for f in measure(llm, list(scale.batches), scale.input_len, scale.output_len):
+    batches = make_batches(scale.batches, Constant(scale.input_len), Constant(scale.output_len))
+    for f in measure(llm, batches):
         yield (
             batch_name(scale, f.batch),
             f.output_tokens_per_s,
             "tok/s",
-            f"{f.batch} x {f.output_len} tokens / {f.seconds:.3f} s, prefill of {f.batch} x {f.input_len} included",
+            f"{f.batch} x {f.output_len:g} tokens / {f.seconds:.3f} s, prefill of {f.batch} x {f.input_len:g} included",
         )
 
 

@@ -1,4 +1,4 @@
-"""Offline throughput: batches of random prompts, greedy decoding to a fixed length.
+"""Offline throughput: batches of random prompts, greedy decoding to given lengths.
 
 Figures of decoding come from the steady steps: those in which the whole batch decodes.
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
+from octavo.workloads.items import WorkItem
+from octavo.workloads.lengths import Lengths
+from octavo.workloads.tokens import token_ids
+from octavo.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
@@ -32,8 +38,9 @@ class BatchFigures:
     """Times and rates of one batch."""
 
     batch: int
-    input_len: int
-    output_len: int
+    #: Mean lengths.
+    input_len: float
+    output_len: float
     #: Seconds from the first request to the last token.
     seconds: float
     #: Seconds until every prompt had its first token, and prompt tokens a second in that time.
@@ -53,36 +60,49 @@ class BatchFigures:
     share_of_bandwidth: float | None
 
 
+def make_batches(sizes: Iterable[int], inputs: Lengths, outputs: Lengths, seed: int = 0) -> list[list[WorkItem]]:
+    """Batches of these sizes, each with prompts of its own."""
+    load = Workload(requests=1, inputs=inputs, outputs=outputs, seed=seed)
+    return [list(replace(load, requests=size, name=f"batch {i}")) for i, size in enumerate(sizes)]
+
+
 def measure(
-    llm: LLM, batches: list[int], input_len: int, output_len: int, seed: int = 0, bandwidth_gb_s: float | None = None
+    llm: LLM, batches: Sequence[Sequence[WorkItem]], bandwidth_gb_s: float | None = None
 ) -> Iterator[BatchFigures]:
-    """Runs each batch once after a warm-up, with new prompts; on a CPU the engine should have ``time_kernels`` on.
+    """Runs each batch once after a warm-up with other prompts; on a CPU the engine should have ``time_kernels`` on.
 
     ``bandwidth_gb_s`` is the measured bandwidth of the device, if it is known.
     """
-    engine, rng = llm.llm_engine, random.Random(seed)
+    engine = llm.llm_engine
     core, times = engine.core, engine.core.times
+    ids = (0, core.model_config.vocab_size - 1)
 
-    def run(count: int, tokens: int) -> BatchRun:
-        return run_batch(engine, random_prompts(engine, count, input_len, rng), greedy(tokens))
+    def run(batch: Sequence[WorkItem], most: int | None = None) -> BatchRun:
+        """``most``: tokens that each generates at most."""
+        limits = [item.output_len if most is None else min(most, item.output_len) for item in batch]
+        return run_batch(engine, [token_ids(item, ids) for item in batch], [greedy(limit) for limit in limits])
 
-    run(1, output_len)
+    def others(batch: Sequence[WorkItem]) -> list[WorkItem]:
+        return [structs.replace(item, stream=f"warm-up/{item.stream}") for item in batch]
+
+    run(others(batches[0][:1]))
     for batch in batches:
         if times.device:
-            run(batch, min(_WARM_UP_TOKENS, output_len))
+            run(others(batch), _WARM_UP_TOKENS)
         before = times.total, times.kernels
-        done = run(batch, output_len)
+        done = run(batch)
         total, kernels = times.total - before[0], times.kernels - before[1]
+        prompt_tokens, output_tokens = (sum(getattr(i, name) for i in batch) for name in ("input_len", "output_len"))
         decoding = done.seconds - done.prefill_seconds
         yield BatchFigures(
-            batch=batch,
-            input_len=input_len,
-            output_len=output_len,
+            batch=len(batch),
+            input_len=prompt_tokens / len(batch),
+            output_len=output_tokens / len(batch),
             seconds=done.seconds,
             prefill_seconds=done.prefill_seconds,
-            prefill_tokens_per_s=batch * input_len / done.prefill_seconds,
-            decode_tokens_per_s=batch * (output_len - 1) / decoding if output_len > 1 else 0.0,
-            output_tokens_per_s=batch * output_len / done.seconds,
+            prefill_tokens_per_s=prompt_tokens / done.prefill_seconds,
+            decode_tokens_per_s=(output_tokens - len(batch)) / decoding if output_tokens > len(batch) else 0.0,
+            output_tokens_per_s=output_tokens / done.seconds,
             share_outside_kernels=1 - kernels / total if core.options.time_kernels else None,
             decode_step_ms=done.step_seconds * 1e3,
             device_idle_share=done.idle_share,
@@ -164,8 +184,8 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
-def run_batch(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> BatchRun:
-    """Runs the prompts to their end; the engine must have no other requests.
+def run_batch(engine: LLMEngine, prompts: list[list[int]], params: Sequence[SamplingParams]) -> BatchRun:
+    """Runs the prompts, each with its parameters, to their end; the engine must have no other requests.
 
     Raises:
         WorkerError: a request ended with an error.
@@ -175,8 +195,8 @@ def run_batch(engine: LLMEngine, prompts: list[list[int]], params: SamplingParam
     outputs: dict[str, RequestOutput] = {}
     calls: list[_Step] = []
     clock, start = time.monotonic(), time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params, streaming=False)
+    for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, wanted, streaming=False)
     while engine.has_unfinished_requests():
         prefill, decode = counts().prefill_tokens, counts().decode_tokens
         device, idle, began = times.device, times.idle, time.perf_counter()

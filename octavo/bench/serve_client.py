@@ -43,6 +43,8 @@ class Outcome:
     error: str | None = None
     #: The server's message.
     error_text: str = ""
+    #: The request's own limits of latency, see ``Request``.
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def ttft(self) -> float:
@@ -89,7 +91,7 @@ class Client:
         """Sends a request and reads the response; failures of the server go into the outcome."""
         content = msgspec.json.encode(self._fields(request))
         sent = time.perf_counter()
-        outcome = Outcome(due=sent if due is None else due, sent=sent)
+        outcome = Outcome(due=sent if due is None else due, sent=sent, limits=request.limits)
         reader = _ResponseReader(outcome)
         try:
             async with asyncio.timeout(self._timeout):
@@ -121,6 +123,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **request.body,
             **self._body,
         }
         return {name: value for name, value in fields.items() if value is not None}

@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Spread | None
     #: From sending to the last byte.
     e2e_ms: Spread | None
-    #: Limits in milliseconds; requests within all of them, a second and as a share of all requests.
+    #: Limits in milliseconds; requests within all of them and their own targets, a second and as a share of all.
     goodput_limits_ms: dict[str, float]
     goodput_requests_per_s: float | None
     goodput_share: float | None
@@ -103,8 +103,9 @@ class Goodput:
         return cls(limits)
 
     def is_met_by(self, outcome: Outcome) -> bool:
-        """Whether a completed request is within all limits; a request of one token has no tpot."""
-        return all((getattr(outcome, name) or 0.0) <= limit for name, limit in self.limits.items())
+        """Whether a completed request is within all limits and its own ones; a request of one token has no tpot."""
+        limits = (*self.limits.items(), *outcome.limits.items())
+        return all((getattr(outcome, name) or 0.0) <= limit for name, limit in limits)
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -119,6 +120,8 @@ class Run(msgspec.Struct, frozen=True):
 
 def make_report(run: Run, outcomes: list[Outcome], cpu_seconds: float, goodput: Goodput | None) -> Report:
     """The report of these outcomes; ``cpu_seconds`` is the client's processor time."""
+    if goodput is None and any(outcome.limits for outcome in outcomes):
+        goodput = Goodput({})
     completed = [outcome for outcome in outcomes if outcome.error is None]
     failed = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     seconds = max(o.ended for o in outcomes) - min(o.sent for o in outcomes)
@@ -173,7 +176,7 @@ def as_text(report: Report) -> str:
         if spread is not None:
             lines.append(f"{name.upper():6} " + " ".join(f"{value:9.1f}" for value in msgspec.structs.astuple(spread)))
     if report.goodput_requests_per_s is not None:
-        limits = ", ".join(f"{name} {ms:g} ms" for name, ms in report.goodput_limits_ms.items())
+        limits = ", ".join(f"{name} {ms:g} ms" for name, ms in report.goodput_limits_ms.items()) or "own targets"
         lines.append(f"goodput ({limits}): {report.goodput_requests_per_s:.2f} requests/s, {report.goodput_share:.1%}")
     if report.without_usage:
         lines.append(f"{report.without_usage} responses came without usage: their chunks were counted as tokens")

@@ -64,8 +64,8 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     parser.add_argument("--batches", type=_sizes, default=[1, 8, 64], metavar="N,N", help="batch sizes (1,8,64)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="length of prompts in tokens (128)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens to generate (128)")
+    parser.add_argument("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
+    parser.add_argument("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
     parser.add_argument(
         "--rows", type=_sizes, default=[1, 8, 64, 512], metavar="N,N", help="rows of products (1,8,64,512)"
     )
@@ -93,7 +93,7 @@ def run(arguments: Arguments) -> int:
         refuse_words(arguments)
     else:
         model = take_model(arguments)
-    for name, least in (("input_len", 1), ("output_len", 1), ("context", 32), ("waiting", 0)):
+    for name, least in (("context", 32), ("waiting", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
     measure = {
@@ -125,14 +125,17 @@ def _show(figures: Iterable[Any], stream: IO[str] | None, title: str, line: Call
 
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.device import measure_device
-    from octavo.bench.offline import BatchFigures, measure
+    from octavo.bench.offline import BatchFigures, make_batches, measure
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
+    from octavo.workloads.lengths import parse_inputs, parse_outputs
 
     options = read_engine_config(arguments, model)
     device = resolve_device(options.device)
     limits = measure_device(device) if device != "cpu" else None
-    longest = arguments.input_len + arguments.output_len
+    lengths = parse_inputs(arguments.input_len), parse_outputs(arguments.output_len)
+    batches = make_batches(arguments.batches, *lengths, options.seed)
+    longest = max(item.input_len + item.output_len for batch in batches for item in batch)
     defaults = {"max_model_len": longest, "max_num_seqs": max(arguments.batches), "time_kernels": limits is None}
     llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True)})
 
@@ -144,9 +147,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     _show(
         measure(
             llm,
-            arguments.batches,
-            arguments.input_len,
-            arguments.output_len,
+            batches,
             bandwidth_gb_s=limits.bandwidth_gb_s if limits is not None else None,
         ),
         stream,

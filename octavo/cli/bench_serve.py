@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import math
+import dataclasses
+import functools
+import itertools
 import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
+from octavo.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.bench.serve_client import Client, Outcome
     from octavo.bench.serve_report import Report
     from octavo.bench.serve_workload import Request
 
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   octavo bench serve --model smollm2-135m --concurrency 16 --num-requests 200
   octavo bench serve --model smollm2-135m --request-rate 4 --goodput ttft:500,tpot:60 --json -
   octavo bench serve --base-url http://127.0.0.1:9000 --model m --endpoint chat --request-rate inf
   octavo bench serve --model m --input-len lognormal:200,0.8,1500 --output-len uniform:16,256 --request-rate 2
   octavo bench serve --model m --trace requests.jsonl --plot run.png
+  octavo bench serve --model m --request-rate 1 --input-len chat --output-len chat --turns geometric:4 --think-time 20
 
-Lengths are N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MOST] tokens. A line of a trace is
-{"timestamp": SECONDS, "prompt": TEXT or [ID, ...], "output_len": N}, or has "input_len": N for a random prompt.
-With --request-rate or --concurrency a trace gives the requests but not their times.
+{FORMS}
 Exit code 1 if no request was completed.
 """
 
@@ -53,33 +55,20 @@ def make_parser() -> Parser:
     target.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     target.add_argument("--extra-body", metavar="JSON", help="fields added to each request; null leaves a field out")
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (600)")
-    times = parser.add_argument_group("arrivals: a rate or a number of clients (8 clients)")
-    times.add_argument(
-        "--request-rate", type=float, metavar="R", help="open loop: R requests a second; inf: all at once"
+    add_workload_flags(parser)
+    add_seed_flag(parser)
+    load = parser.add_argument_group("clients and prompts")
+    load.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="closed loop: N clients, each one request at a time (8 without arrivals)",
     )
-    times.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson", help="at that rate (poisson)")
-    times.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="shape of gamma gaps: 1 is Poisson, less is bursty (1)",
-    )
-    times.add_argument(
-        "--concurrency", type=int, metavar="N", help="closed loop: N clients, each one request at a time"
-    )
-    load = parser.add_argument_group("requests")
-    load.add_argument("--num-requests", type=int, metavar="N", help="how many (100, or the whole trace)")
     load.add_argument("--warmup", type=int, default=0, metavar="N", help="uncounted requests before the run (0)")
-    load.add_argument("--trace", type=Path, metavar="PATH", help="JSONL file of requests and times")
-    load.add_argument("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
-    load.add_argument("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
-    load.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share (0)")
     load.add_argument(
         "--prompt-form", choices=("ids", "text"), help="token ids, or words of about a token each (ids; chat: text)"
     )
     load.add_argument("--token-range", type=_range, default=(1000, 8000), metavar="LOW,HIGH", help="ids (1000,8000)")
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
     shown = parser.add_argument_group("report")
     shown.add_argument("--goodput", metavar="LIMITS", help="ttft:MS,tpot:MS,e2e:MS, some or all of them")
     add_json_flag(parser)
@@ -140,16 +129,14 @@ def _check(arguments: Arguments) -> None:
         raise ConfigError("octavo bench serve needs --model: the name of the model on the server")
     if not arguments.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url must begin with http:// or https://, not {arguments.base_url!r}")
-    if arguments.request_rate is not None and arguments.concurrency is not None:
-        raise ConfigError("give --request-rate (open loop) or --concurrency (closed loop), not both")
-    for name, least in (("num_requests", 1), ("concurrency", 1), ("warmup", 0), ("shared_prefix_len", 0)):
+    if (arguments.request_rate or arguments.arrivals) is not None and arguments.concurrency is not None:
+        raise ConfigError("give --request-rate or --arrivals (open loop) or --concurrency (closed loop), not both")
+    for name, least in (("concurrency", 1), ("warmup", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    for name in ("request_rate", "burstiness", "timeout"):
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+            raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout must be above 0, not {arguments.timeout:g}")
     if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot {arguments.plot}: there is no folder {arguments.plot.absolute().parent}")
     if arguments.endpoint == "chat" and arguments.prompt_form == "ids":
@@ -158,31 +145,25 @@ def _check(arguments: Arguments) -> None:
 
 def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str | None]:
     """(requests, warm-up requests, description of open-loop arrivals or None)."""
-    import random
+    from octavo.bench.serve_workload import requests
+    from octavo.workloads.tokens import text, token_ids
 
-    from octavo.bench.serve_workload import Lengths, Prompts, arrival_times, at_times, read_trace, synthetic
-
-    # A generator for each purpose, so that another warm-up does not change the requests.
-    rng, gaps, spare = (random.Random(f"{arguments.seed} {name}") for name in ("requests", "arrivals", "warm-up"))
+    load = make_workload(arguments, arguments.seed)
     form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
-    prompts = Prompts(form == "ids", arguments.token_range, arguments.shared_prefix_len)
-    lengths = Lengths.parse(arguments.input_len), Lengths.parse(arguments.output_len)
-    if arguments.trace is not None:
-        requests = read_trace(arguments.trace, prompts, rng, arguments.num_requests)
-        if arguments.endpoint == "chat" and any(not isinstance(request.prompt, str) for request in requests):
-            raise ConfigError("--endpoint chat takes text, and the trace holds token ids")
-    else:
-        requests = synthetic(arguments.num_requests or 100, *lengths, prompts, rng)
-    warmup = synthetic(arguments.warmup, *lengths, prompts, spare)
-    if arguments.request_rate is not None:
-        rate = arguments.request_rate
-        burstiness = math.inf if arguments.arrivals == "fixed" else arguments.burstiness
-        times = arrival_times(rate, burstiness, gaps)
-        kind = arguments.arrivals if burstiness in (1, math.inf) else f"gamma of shape {burstiness:g}"
-        return at_times(requests, times), warmup, "all at once" if math.isinf(rate) else f"{kind}, {rate:g}/s"
-    if arguments.trace is not None and arguments.concurrency is None:
-        return requests, warmup, f"times of {arguments.trace.name}"
-    return requests, warmup, None
+    prompt = text if form == "text" else functools.partial(token_ids, id_range=arguments.token_range)
+    counted = requests(load, prompt)
+    if arguments.endpoint == "chat" and not all(isinstance(request.prompt, str) for request in counted):
+        raise ConfigError("--endpoint chat takes text, and the trace holds token ids")
+    # Other prompts of the same lengths, after the same shared prefixes: what a server caches of these is cached then.
+    spare = dataclasses.replace(
+        load, requests=arguments.warmup or 1, arrivals=None, conversations=None, trace=None, name="warm-up"
+    )
+    warmup = requests(itertools.islice(spare, arguments.warmup), prompt)
+    if load.arrivals is not None:
+        return counted, warmup, str(load.arrivals)
+    if load.trace is not None and arguments.concurrency is None:
+        return counted, warmup, f"times of {load.trace.name}"
+    return counted, warmup, None
 
 
 def _client(arguments: Arguments) -> Client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -59,6 +60,23 @@ class PackedHeads(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the matrices."""
+
+
+@dataclass(frozen=True)
+class PlainHeads(PackedHeads):
+    """Matrices of heads as they are, multiplied by torch."""
+
+    #: [H, N, K].
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A batch of products."""
+        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.weight.nbytes
 
 
 def stack_rows(parts: Sequence[Tensor]) -> Tensor:

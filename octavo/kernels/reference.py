@@ -21,7 +21,7 @@ from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.numpy_sampling import NumpySampling
-from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight, stack_rows
+from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
@@ -73,23 +73,6 @@ class PlainWeight(PackedWeight):
     def nbytes(self) -> int:
         """Bytes of both tensors."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(frozen=True)
-class PlainHeads(PackedHeads):
-    """Matrices of heads of this backend."""
-
-    #: [H, N, K].
-    weight: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """A batch of products."""
-        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.weight.nbytes
 
 
 class ReferenceKernels(Kernels):
@@ -147,10 +130,6 @@ class ReferenceKernels(Kernels):
                 f"quantization={quantization or 'gguf'!r}"
             )
         return PlainWeight(stack_rows(tensors), bias, gated)
-
-    def pack_heads(self, weight: Tensor) -> PlainHeads:
-        """As it is."""
-        return PlainHeads(weight)
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from octavo.core.errors import UnsupportedModelError, WeightError
-from octavo.loader.gguf_architectures import Architecture, Entry
+from octavo.loader.gguf_architectures import Architecture
+from octavo.loader.gguf_entries import Entry
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor, dequantized
 from octavo.loader.gguf_keys import Keys
 

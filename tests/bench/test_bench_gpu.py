@@ -19,10 +19,11 @@ from octavo import LLM
 from octavo.bench import gpu, gpu_engine
 from octavo.bench.device import graphed, measure_device, seconds_per_call
 from octavo.bench.gpu_scale import FULL, TINY, Scale
-from octavo.bench.offline import measure, run_batch, step_bytes
+from octavo.bench.offline import make_batches, measure, run_batch, step_bytes
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
 from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
+from octavo.workloads.lengths import Constant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"
@@ -224,7 +225,7 @@ def test_steady_steps_are_those_in_which_all_sequences_decode(tiny: Path) -> Non
         enable_prefix_caching=False,
     )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-    run = run_batch(llm.llm_engine, [[i + 3] * 10 for i in range(4)], params)
+    run = run_batch(llm.llm_engine, [[i + 3] * 10 for i in range(4)], [params] * 4)
     # Four prompts of ten tokens take three steps of sixteen; the first to be done decodes meanwhile.
     assert 8 <= len(run.steady) <= 15
     assert all(call.decode_tokens == 4 and call.prefill_tokens == 0 for call in run.steady)
@@ -237,7 +238,7 @@ def test_steady_steps_are_those_in_which_all_sequences_decode(tiny: Path) -> Non
     core = llm.llm_engine.core
     expected = weight_bytes_read(outline(core.model_config, "bfloat16")) + 4 * run.context * 2 * 2 * 2 * 16 * 2
     assert step_bytes(core, run) == pytest.approx(expected)
-    (figures,) = measure(llm, [2], 8, 12, bandwidth_gb_s=5.0)
+    (figures,) = measure(llm, make_batches([2], Constant(8), Constant(12)), bandwidth_gb_s=5.0)
     assert figures.share_outside_kernels is None
     assert figures.share_of_bandwidth is not None
     assert 0 < figures.share_of_bandwidth < 1

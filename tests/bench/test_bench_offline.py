@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.bench.offline import make_batches
 from octavo.cli.main import main
+from octavo.workloads.lengths import Poisson, Uniform
 
 
 def test_figures_agree_with_each_other(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,13 +26,26 @@ def test_figures_agree_with_each_other(tiny_model: Path, tmp_path: Path, capsys:
     assert capsys.readouterr().out.count("\n") == 3
 
 
+def test_lengths_may_vary(tiny_model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    words = ["bench", "offline", str(tiny_model), "--batches", "6", "--input-len", "uniform:4,40"]
+    lengths = ["--output-len", "poisson:9", "--num-gpu-blocks-override", "64", "--json", str(target)]
+    assert main([*words, *lengths]) == 0
+    figures = json.loads(target.read_text())
+    ((*items,),) = make_batches([6], Uniform(4, 40), Poisson(9))
+    assert len({item.input_len for item in items}) > 2 and len({item.output_len for item in items}) > 2
+    assert figures["input_len"] == pytest.approx(sum(item.input_len for item in items) / 6, rel=1e-5)
+    total = sum(item.output_len for item in items)
+    assert figures["output_tokens_per_s"] == pytest.approx(total / figures["seconds"], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["bench"], "needs a kind of benchmark"),
         (["bench", "offlin", "x"], "needs a kind of benchmark"),
         (["bench", "offline", "x", "--batches", "1,a"], "sizes are integers"),
-        (["bench", "offline", "x", "--input-len", "0"], "--input-len must be at least 1"),
+        (["bench", "offline", "x", "--input-len", "0"], "a length is"),
     ],
 )
 def test_wrong_calls_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +20,7 @@ from hypothesis import strategies as st
 from octavo.bench.serve_client import Outcome
 from octavo.bench.serve_http import ProtocolError, Response
 from octavo.bench.serve_report import Goodput, Run, Spread, make_report
-from octavo.bench.serve_workload import WORDS, Lengths, Prompts, arrival_times, read_trace
 from octavo.cli.main import main
-from octavo.core.errors import ConfigError
 from tests.busy_machine import PATIENCE
 
 #: Timeout of requests that get a response; only a hang reaches it.
@@ -378,39 +374,27 @@ def test_one_value_is_every_percentile() -> None:
     assert Spread.of([]) is None
 
 
-@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (4.0, 0.5), (0.25, 2.0), (math.inf, 0.0)])
-def test_arrivals_keep_rate_and_burstiness(burstiness: float, variation: float) -> None:
-    times = arrival_times(8.0, burstiness, random.Random(5))
-    gaps = np.diff([next(times) for _ in range(40_000)])
-    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05, abs=1e-6)
+def test_a_request_has_limits_of_its_own() -> None:
+    outcomes = [outcome(0, 0.1, 0.01, 3, limits={"ttft": limit}) for limit in (0.05, 0.2)]
+    report = make_report(Run("u", "m", "chat", "x", 0), outcomes, 1.0, None)
+    assert report.goodput_share == 0.5 and report.goodput_limits_ms == {}
 
 
-def test_an_infinite_rate_is_all_at_once() -> None:
-    times = arrival_times(math.inf, 1.0, random.Random(0))
-    assert [next(times) for _ in range(3)] == [0, 0, 0]
+def test_users_classes_and_turns_are_sent(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--concurrency", "1", "--num-requests", "6", "--input-len", "5", "--output-len", "2", "--turns", "3"]
+    shared = ["--users", "greedy=1", "--request-class", "1,ttft:60000,priority:4", "--system-prompts", "1,9"]
+    report = bench(server, tmp_path, *words, *shared)
+    assert report["goodput_share"] == 1
+    assert all((body["user"], body["priority"]) == ("greedy", 4) for body in server.bodies)
+    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [14, 14, 21, 21, 28, 28]
+    assert len({tuple(prompt[:9]) for prompt in prompts}) == 1
+    assert {tuple(prompt[:21]) for prompt in prompts[4:]} == {tuple(prompt) for prompt in prompts[2:4]}
 
 
-def test_lengths_follow_their_distribution() -> None:
-    rng = random.Random(1)
-    assert {Lengths.parse("128").draw(rng) for _ in range(5)} == {128}
-    uniform = [Lengths.parse("uniform:3,6").draw(rng) for _ in range(4000)]
-    assert set(uniform) == {3, 4, 5, 6} and np.mean(uniform) == pytest.approx(4.5, abs=0.1)
-    skewed = [Lengths.parse("lognormal:200,0.8,1000").draw(rng) for _ in range(20_000)]
-    assert np.median(skewed) == pytest.approx(200, rel=0.05)
-    assert np.std(np.log(np.array(skewed)[np.array(skewed) < 1000])) == pytest.approx(0.76, rel=0.06)
-    assert max(skewed) == 1000 and min(skewed) >= 1
-
-
-def test_prompts_share_only_the_prefix() -> None:
-    rng = random.Random(2)
-    ids = Prompts(as_ids=True, id_range=(10, 90), shared=4)
-    one, two = ids.make(30, rng, 1), ids.make(30, rng, 2)
-    assert one[:4] == two[:4] and one[4:] != two[4:] and len(one) == len(two) == 30
-    text = Prompts(as_ids=False, shared=2).make(5, rng, 77)
-    assert isinstance(text, str)
-    words = text.split()
-    assert len(words) == 5 and words[2] == "77" and words[0] in WORDS
+def test_arrivals_with_a_rate_of_their_own(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--num-requests", "3", "--output-len", "1", "--arrivals", "steps:1,200,300"]
+    assert bench(server, tmp_path, *words)["arrivals"] == "200, 300/s, 1 s each"
 
 
 @pytest.mark.parametrize(
@@ -420,6 +404,8 @@ def test_prompts_share_only_the_prefix() -> None:
         (["--model", "m", "--request-rate", "1", "--concurrency", "2"], "not both"),
         (["--model", "m", "--request-rate", "0"], "--request-rate must be above 0"),
         (["--model", "m", "--request-rate", "nan"], "--request-rate must be above 0"),
+        (["--model", "m", "--arrivals", "day:1,2", "--concurrency", "2"], "not both"),
+        (["--model", "m", "--burstiness", "2"], "--burstiness needs --request-rate"),
         (["--model", "m", "--concurrency", "0"], "--concurrency must be at least 1"),
         (["--model", "m", "--input-len", "0"], "a length is"),
         (["--model", "m", "--input-len", "uniform:9,3"], "a length is"),
@@ -440,16 +426,6 @@ def test_prompts_share_only_the_prefix() -> None:
 def test_wrong_calls_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "line", ['{"timestamp": 1, "output_len": 3}', '{"prompt": "x", "output_len": 0}', '{"prompt": 3}', "no json", "[]"]
-)
-def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"prompt": [1, 2], "output_len": 1}\n' + line)
-    with pytest.raises(ConfigError, match="line 2"):
-        read_trace(trace, Prompts(as_ids=True), random.Random(0))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.data(), st.sampled_from(["chunked", "length", "close"]))

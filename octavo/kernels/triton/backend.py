@@ -12,9 +12,9 @@ from octavo.core.kv_spec import KVSpec
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
+from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.kernels.reference import PlainHeads, masked_embedding
+from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
@@ -133,10 +133,6 @@ class TritonKernels(Kernels):
         if quantization in (None, "gguf"):
             return DenseWeight(weight, bias, gated, self.deterministic)
         return QuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
-
-    def pack_heads(self, weight: Tensor) -> PackedHeads:
-        """A batch of cuBLAS products."""
-        return PlainHeads(weight)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
