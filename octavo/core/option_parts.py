@@ -22,6 +22,17 @@ def _numbers(value: Any) -> Any:
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
 
+def _shares(value: Any) -> Any:
+    """The mapping of a text such as "alice=2,bob=0.5"; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return dict(part.rpartition("=")[::2] for part in value.split(","))
+
+
+#: Positive numbers by name; in flags and variables ``name=number`` with commas between.
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(_shares)]
+
+
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -203,8 +214,27 @@ class SchedulerOptions(_Options):
     scheduling_policy: str = Field(
         "fcfs",
         description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
-        "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), or "
+        "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), srpt "
+        "(fewest remaining tokens, as predicted from finished requests), fair (the user with the least service), "
+        "deadline (the next token due, of those that can be in time), mlfq (least service received, in queues), or "
         "module:Class.",
+    )
+    user_weights: Weights | None = Field(
+        None,
+        description="With scheduling_policy fair: shares of users (the request's field user) as alice=2,bob=0.5; 1 for "
+        "those that are not named.",
+    )
+    ttft_target: float | None = Field(
+        None,
+        gt=0,
+        description="With scheduling_policy deadline: seconds from its arrival in which a request that brings no "
+        "ttft_target of its own shall have its first token; default: no deadline.",
+    )
+    tpot_target: float | None = Field(
+        None,
+        gt=0,
+        description="With scheduling_policy deadline: seconds between tokens after the first, of a request that brings "
+        "no tpot_target of its own; default: no deadline.",
     )
     aging_limit: float | None = Field(
         60.0,
@@ -278,11 +308,20 @@ class SchedulerOptions(_Options):
                 f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold "
                 "above 0: without it no prompt is long"
             )
-        if self.priority_preemption and self.scheduling_policy in ("fcfs", "sjf", "ldf", "lcfs"):
+        if self.priority_preemption and self.scheduling_policy != "static" and ":" not in self.scheduling_policy:
             raise ValueError(
                 f"priority_preemption needs a policy that looks at priorities, such as static; scheduling_policy "
                 f"{self.scheduling_policy!r} does not"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_the_policy(self) -> Self:
+        chosen = self.scheduling_policy
+        for name, policy in (("user_weights", "fair"), ("ttft_target", "deadline"), ("tpot_target", "deadline")):
+            value = getattr(self, name)
+            if value is not None and chosen != policy and ":" not in chosen:
+                raise ValueError(f"{name} ({value}) is of scheduling_policy {policy!r}; {chosen!r} does not look at it")
         return self
 
 

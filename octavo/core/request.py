@@ -168,6 +168,12 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     arrival_time: float = 0.0
     #: Lower goes first, under the policies that look at it.
     priority: int | float = 0
+    #: Of the user, as the policies that share by user or learn from users tell them apart.
+    user: str = ""
+    #: Seconds from its arrival to its first token, and between its tokens from there, that the ``deadline`` policy aims
+    #: at; None: as the option of this name says.
+    ttft_target: float | None = None
+    tpot_target: float | None = None
     #: Requests with different salts share no cached prefix.
     cache_salt: str = ""
     #: Name of the adapter that the network runs with.

@@ -221,19 +221,21 @@ class Admission:
             group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)
         return group.chain
 
-    # --- priority ---------------------------------------------------------------------------------------------------
+    # --- displacing running groups ----------------------------------------------------------------------------------
 
-    def preempt_lower_priority(self, step: Step) -> SequenceGroup | None:
-        """Preempts running groups for a waiting group of strictly better priority; returns it if any was preempted."""
+    def preempt_for_waiting(self, step: Step) -> SequenceGroup | None:
+        """Preempts running groups for the first waiting group if the policy says it displaces them.
+
+        Returns that group if any was preempted.
+        """
         queues = self._queues
         group = self.next_group(step.now)
         if group is None or group.status is SequenceStatus.SWAPPED:
             return None
+        displaces, order = queues.policy.displaces, queues.order(group)
         while queues.running and not self._would_fit(group):
             lower = [
-                g
-                for g in queues.running
-                if g.priority > group.priority and queues.order(g) > queues.order(group) and not g.awaits_result
+                g for g in queues.running if displaces(group, g) and queues.order(g) > order and not g.awaits_result
             ]
             if not lower:
                 break

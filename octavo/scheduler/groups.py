@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.core.request import Beam, EngineCoreRequest, SequenceStatus
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
@@ -96,6 +98,7 @@ class SequenceGroup:
         "num_swapped_blocks",
         "num_swaps",
         "plans_on_results",
+        "policy_data",
         "prefilling",
         "priority",
         "request",
@@ -150,6 +153,8 @@ class SequenceGroup:
         self.resumable_after = 0
         #: Digests of its blocks' contents, for the prefix cache; computed at the first lookup.
         self.chain: PrefixChain | None = None
+        #: What the policy keeps of it.
+        self.policy_data: Any = None
         self.first_scheduled_time: float | None = None
         self.num_cached_tokens = 0
         self.num_recomputes = 0

@@ -3,84 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 from typing import Any
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.policies import FirstComeFirstServed, Policy, load_policy
-
-#: (key, arrival, stamp, group): the stamp tells the current entry of a group from its stale ones.
-_Entry = tuple[Any, tuple[float, int], int, SequenceGroup]
-#: Stale entries allowed before they are cleared out, beyond the number of groups present.
-_SLACK = 64
-
-
-class GroupQueue:
-    """Groups that do not run, in the policy's order; the cost of its methods does not grow with its length.
-
-    With an ``aging_limit``, a group that arrived longer ago becomes *urgent*: urgent groups go before all others, in
-    order of arrival. So from then on no later arrival goes before it, whatever the policy.
-    """
-
-    def __init__(self, policy: Policy, aging_limit: float | None) -> None:
-        """``aging_limit`` in seconds; None: no group becomes urgent."""
-        self._policy = policy
-        self._aging_limit = aging_limit
-        self._by_key: list[_Entry] = []
-        # Under first come, first served both orders are the same.
-        self._by_arrival: list[_Entry] = self._by_key if type(policy) is FirstComeFirstServed else []
-        self._stamps: dict[int, int] = {}
-        self._pushes = 0
-
-    def __len__(self) -> int:
-        return len(self._stamps)
-
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group.group_id in self._stamps
-
-    def push(self, group: SequenceGroup) -> None:
-        """Adds a group in its order. In order of arrival this takes constant time."""
-        self._pushes += 1
-        self._stamps[group.group_id] = self._pushes
-        entry = (self._policy.key(group), group.arrival, self._pushes, group)
-        heapq.heappush(self._by_key, entry)
-        if self._by_arrival is not self._by_key:
-            heapq.heappush(self._by_arrival, (group.arrival, *entry[1:]))
-
-    def peek(self, now: float) -> SequenceGroup | None:
-        """The first group, or None if the queue is empty; ``now`` on the clock of the arrival times."""
-        if self._aging_limit is not None:
-            oldest = self.earliest()
-            if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
-                oldest.urgent = True
-                return oldest
-        return self._first(self._by_key)
-
-    def earliest(self) -> SequenceGroup | None:
-        """The group that arrived first, or None if the queue is empty."""
-        return self._first(self._by_arrival)
-
-    def remove(self, group: SequenceGroup) -> None:
-        """Removes a group from any position; its entries become stale and are skipped later."""
-        del self._stamps[group.group_id]
-        for heap in (self._by_key, self._by_arrival):
-            if len(heap) > 2 * len(self._stamps) + _SLACK:  # some may never be reached
-                heap[:] = [entry for entry in heap if self._is_present(entry)]
-                heapq.heapify(heap)
-
-    def _first(self, heap: list[_Entry]) -> SequenceGroup | None:
-        while heap:
-            if self._is_present(heap[0]):
-                return heap[0][3]
-            heapq.heappop(heap)
-        return None
-
-    def _is_present(self, entry: _Entry) -> bool:
-        return self._stamps.get(entry[3].group_id) == entry[2]
+from octavo.scheduler.policies import FirstComeFirstServed, load_policy
 
 
 class Queues:
@@ -95,16 +26,16 @@ class Queues:
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, plans_on_results: bool = False
     ) -> None:
         self.blocks = blocks
-        self.policy = load_policy(options.scheduling_policy)
+        self.policy = load_policy(options.scheduling_policy, options)
         self._threshold = options.long_prefill_token_threshold
         self._max_model_len = max_model_len
         self._aging_limit = options.aging_limit
         self._plans_on_results = plans_on_results
         self._by_arrival = type(self.policy) is FirstComeFirstServed
-        self.waiting = GroupQueue(self.policy, options.aging_limit)
+        self.waiting = make_queue(self.policy, options.aging_limit)
         #: Prompts above ``long_prefill_token_threshold`` wait apart, so that short ones pass them without a search.
-        self.waiting_long = GroupQueue(self.policy, options.aging_limit)
-        self.swapped = GroupQueue(self.policy, options.aging_limit)
+        self.waiting_long = make_queue(self.policy, options.aging_limit)
+        self.swapped = make_queue(self.policy, options.aging_limit)
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0
@@ -144,6 +75,7 @@ class Queues:
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
+        self.policy.on_arrival(group)
         self.waiting_queue(group).push(group)
         return group
 
@@ -160,6 +92,8 @@ class Queues:
     def reorder(self, now: float) -> None:
         """Sorts the running groups if time, or what they computed, may have changed their order."""
         changed = self.policy.dynamic
+        if changed:
+            self.policy.on_step(now, self.running)
         if self._aging_limit is not None and not self._by_arrival:
             for group in self.running:
                 if not group.urgent and self.has_aged(group, now):
@@ -179,6 +113,7 @@ class Queues:
         """From waiting or swapped to running."""
         (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_queue(group)).remove(group)
         _set_status(group, SequenceStatus.RUNNING)
+        self.policy.on_admit(group)
         self.num_running_seqs += group.num_seqs
         self._insert(self.running, group)
         if group.prefilling:
@@ -197,6 +132,7 @@ class Queues:
             seq.free_slots = 0
         group.chain = None  # its first sequence may be another one, and longer, when it resumes
         _set_status(group, status)
+        self.policy.on_preempt(group)
         (self.swapped if status is SequenceStatus.SWAPPED else self.waiting_queue(group)).push(group)
 
     def finish_prefill(self, group: SequenceGroup) -> None:
@@ -268,10 +204,12 @@ class Queues:
         group.seqs = []
         group.num_pending_forks = 0
         group.status = status
+        self.policy.on_end(group)
         del self.groups[group.group_id]
 
     def _free(self, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
+        self.policy.on_sequence_end(seq, status)
         if seq.on_workers:
             self.forget.append(seq.seq_id)
             seq.on_workers = False

@@ -56,6 +56,7 @@ class Scheduler:
         self._running = Running(options, self.queues, self._preemption, drafter, num_stages)
         self._results = Results(self.queues, max_model_len)
         self._num_stages = num_stages
+        self._displaces = options.priority_preemption or self.queues.policy.preemptive
         self._clock = clock
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
@@ -122,7 +123,7 @@ class Scheduler:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
         step = Step(self._clock(), self.options.token_budget)
         self.queues.reorder(step.now)
-        preempting = self._admission.preempt_lower_priority(step) if self.options.priority_preemption else None
+        preempting = self._admission.preempt_for_waiting(step) if self._displaces else None
         if self.options.batching == "prefill_first":
             self._schedule_prefill_first(step, preempting)
         else:

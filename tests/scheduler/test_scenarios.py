@@ -15,9 +15,9 @@ from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
-from octavo.scheduler.queues import GroupQueue
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,

@@ -14,7 +14,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Sequ
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies import Policy
+from octavo.scheduler.policies import POLICIES, Policy
 from tests.scheduler.fake_worker import (
     EOS,
     VOCABULARY,
@@ -67,7 +67,7 @@ def make_case(seed: int) -> Case:
     num_blocks = rng.randint(4, rng.choice([8, 12, 24]))
     max_num_seqs = rng.choice([1, 3, 4, 5, 6, 8, 8])
     batching = rng.choice(["mixed", "prefill_first"])
-    policy = rng.choice(["fcfs", "static", "sjf", "ldf", "lcfs", OWN_POLICY])
+    policy = rng.choice([*POLICIES, OWN_POLICY])
     chunked = rng.random() < 0.7
     max_model_len = min(num_blocks * block_size, rng.choice([20, 40, 60]))
     threshold, most_long = rng.choice([0, 0, 3, 8]), rng.choice([1, 2])
@@ -78,6 +78,8 @@ def make_case(seed: int) -> Case:
         max_num_batched_tokens=least + rng.choice([0, 1, 3, 8, 30] if batching == "mixed" else [8, 30]),
         batching=batching,
         scheduling_policy=policy,
+        user_weights={"a": 3.0} if policy == "fair" else None,
+        ttft_target=5.0 if policy == "deadline" and seed % 2 else None,
         preemption_mode=rng.choice(["auto", "recompute", "swap", "by_sequences"]),
         preemption_victim=rng.choice(["last", "least_computed", "most_blocks"]),
         priority_preemption=policy == "static" and rng.random() < 0.6,
@@ -173,6 +175,9 @@ class Run:
             arrival_time=self.engine.now,
             priority=rng.randint(0, 3),
             cache_salt=rng.choice(["", "", "other"]),
+            user=self.own_rng.choice("abc"),
+            ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
+            tpot_target=self.own_rng.choice([None, 1.0]),
         )
 
     def share_prefix(self) -> None:
