@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -19,6 +20,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine
+from octavo.kernels import resolve_device
 from octavo.models.sizes import kv_bytes_per_token, outline
 from octavo.simulate.profile import FitError, Overhead, StepProfile
 from octavo.simulate.work import StepWork, count_work
@@ -27,10 +29,15 @@ from octavo.simulate.work import StepWork, count_work
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 #: Costs beside that curve, each a field of ``StepProfile`` and what of the work it multiplies.
 _COSTS = {"sampled": "sampled", "context": "context", "pairs": "pairs", "chunk": "chunks"}
-#: Decoding sequences and lengths of their prompts; tokens that each generates.
-_BATCHES, _LENGTHS, _OUTPUT = (1, 2, 4, 8, 16, 32, 64), (16, 200, 800), 12
-#: Most prompt tokens of one batch.
-_MOST_PROMPT_TOKENS = 13_000
+#: Decoding sequences; and lengths of their prompts, with the most of them that are run at once: the first of the same
+#: prompts each time, so that most prompts come from the prefix cache, and steps with prompts are those of ``_MIXES``.
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_LENGTHS = {16: 64, 130: 64, 700: 16, 2000: 2}
+#: Tokens that each of a batch generates.
+_OUTPUT = 12
+#: Runs of prompts of random lengths that come one after the other, how many of them, and median and deviation (of the
+#: logarithm) of the lengths.
+_MIXES, _MIXED, _MEDIAN, _SIGMA = 4, 24, 80, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class StepWatch:
         self._engine, self._executor = engine, engine.core.executor
         self.works: list[StepWork] = []
         self._counting = 0.0
+        #: Plans submitted whose results are not received.
+        self._ahead = 0
         self.steps: list[MeasuredStep] = []
         engine.core.executor = self  # type: ignore[assignment]
 
@@ -68,13 +77,16 @@ class StepWatch:
         return self._executor.submit(plan)
 
     def step(self) -> None:
-        """One step of the engine; it is measured if it gives the result of one plan."""
+        """One step of the engine; it is measured if it submits one plan, whose result or that of one before it gives."""
         before, start, counting = len(self.works), time.perf_counter(), self._counting
         self._engine.step()
         seconds = time.perf_counter() - start - (self._counting - counting)
-        received = len(self.works) - 1 - len(self._engine.core._in_flight)
-        if len(self.works) - before == 1 and received >= 0 and self.works[received].tokens:
-            self.steps.append(MeasuredStep(self.works[received], seconds))
+        submitted = len(self.works) - before
+        work = self.works[before - self._ahead]
+        # Copies of blocks are a matter of a few steps, whose cost is not fitted.
+        if submitted == 1 and work.tokens and not work.copied:
+            self.steps.append(MeasuredStep(work, seconds))
+        self._ahead += submitted - 1
 
     def stop(self) -> None:
         """Watches no longer."""
@@ -98,13 +110,13 @@ def calibrate(llm: LLM, device: str, *, seed: int = 0) -> tuple[StepProfile, lis
     if core.executor.num_stages > 1 or core.options.world_size > 1 or core.blocks.has_windows:
         raise ConfigError("octavo bench calibrate measures networks without attention windows on one worker")
     rng = random.Random(seed)
-    _drive(engine, _prompts(engine, [16] * 4, rng), rng)  # warm-up: buffers, and graphs on a GPU
+    _drive(engine, [random_prompts(engine, 1, 16, rng)[0] for _ in range(4)], rng, _OUTPUT)  # buffers, GPU graphs
+    engine.reset_prefix_cache()
     watch = StepWatch(engine)
     adding: list[float] = []
     try:
-        for _ in range(2):
-            for lengths in _phases(engine, rng):
-                adding += _drive(engine, _prompts(engine, lengths, rng), rng, watch)
+        for prompts in _loads(engine, rng):
+            adding += _drive(engine, prompts, rng, _OUTPUT, watch)
     finally:
         watch.stop()
     return fit_profile(watch.steps, **_facts(llm, device, adding)), watch.steps
@@ -152,41 +164,45 @@ def _ramps(tokens: NDArray[np.float64], knots: NDArray[np.float64]) -> NDArray[n
     With non-negative coefficients, their sum is a curve of straight lines between the knots that never falls.
     """
     columns = [np.ones_like(tokens)]
-    for low, high in zip(knots, knots[1:], strict=False):
+    for low, high in itertools.pairwise(knots):
         columns.append(np.clip((tokens - low) / (high - low), 0.0, 1.0))
     return np.stack(columns, axis=1)
 
 
-def _phases(engine: LLMEngine, rng: random.Random) -> Iterator[list[int]]:
-    """Lengths of prompts that run together."""
-    longest = engine.core.max_model_len - _OUTPUT - 1
-    for batch in _BATCHES:
-        for length in _LENGTHS:
-            if batch <= engine.core.options.max_num_seqs and batch * length <= _MOST_PROMPT_TOKENS:
-                yield [min(length, longest)] * batch
-    for _ in range(3):
-        yield [min(longest, max(4, round(rng.lognormvariate(4.5, 1.0)))) for _ in range(24)]
-    yield [min(longest, 2000)]
-
-
-def _prompts(engine: LLMEngine, lengths: list[int], rng: random.Random) -> list[list[int]]:
-    return [random_prompts(engine, 1, length, rng)[0] for length in lengths]
+def _loads(engine: LLMEngine, rng: random.Random) -> Iterator[list[list[int]]]:
+    """Prompts that run together."""
+    longest = engine.core.max_model_len - 2 * _OUTPUT
+    for length, most in _LENGTHS.items():
+        prompts = random_prompts(engine, min(most, engine.core.options.max_num_seqs), min(length, longest), rng)
+        for batch in _BATCHES:
+            if batch <= len(prompts):
+                yield prompts[:batch]
+    for _ in range(_MIXES):
+        lengths = [min(longest, max(4, round(_MEDIAN * rng.lognormvariate(0, _SIGMA)))) for _ in range(_MIXED)]
+        yield [random_prompts(engine, 1, length, rng)[0] for length in lengths]
 
 
 def _drive(
-    engine: LLMEngine, prompts: list[list[int]], rng: random.Random, watch: StepWatch | None = None
+    engine: LLMEngine, prompts: list[list[int]], rng: random.Random, output: int, watch: StepWatch | None = None
 ) -> list[float]:
-    """Runs prompts to their end, some of them added while others decode; returns the seconds to add each."""
+    """Runs prompts to their end: all at once if they are as long as one another, else one after the other.
+
+    Returns:
+        The seconds that it took to add each.
+    """
     seconds, waiting = [], list(enumerate(prompts))
-    first = len(waiting) if len(set(map(len, prompts))) == 1 else len(waiting) // 3
+    now = len(waiting) if len(set(map(len, prompts))) == 1 else 1
     while waiting or engine.has_unfinished_requests():
-        for number, prompt in waiting[:first]:
+        for number, prompt in waiting[:now]:
             start = time.perf_counter()
-            engine.add_request(str(number), prompt, greedy(_OUTPUT + number % 5), streaming=False)
+            engine.add_request(str(number), prompt, greedy(output + number % 5), streaming=False)
             seconds.append(time.perf_counter() - start)
-        del waiting[:first]
-        first = int(rng.random() < 0.5)
-        watch.step() if watch is not None else engine.step()
+        del waiting[:now]
+        now = int(rng.random() < 0.4)
+        if watch is not None:
+            watch.step()
+        else:
+            engine.step()
     return seconds
 
 
@@ -198,7 +214,7 @@ def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
     return {
         "model": core.options.model,
         "device": device,
-        "device_type": "cpu" if core.options.device in ("cpu", "auto") else "gpu",
+        "device_type": "cpu" if resolve_device(core.options.device) == "cpu" else "gpu",
         "max_model_len": core.max_model_len,
         "kv_cache_tokens": core.blocks.groups[0].device.num_blocks * core.options.block_size,
         "kv_bytes_per_token": kv_bytes_per_token(network),
@@ -206,5 +222,3 @@ def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
         "copied": moved,
         "offline": Overhead(request=statistics.median(adding)),
     }
-
-

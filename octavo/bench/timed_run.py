@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.simulate.figures import Completions
-from octavo.simulate.workload import Prompts, WorkItem
+from octavo.workloads.items import WorkItem
+from octavo.workloads.tokens import token_ids
 
 
-def run_timed(
-    engine: LLMEngine, items: Iterable[WorkItem], prompts: Prompts, step: Callable[[], object] | None = None
-) -> Completions:
+def run_timed(engine: LLMEngine, items: Iterable[WorkItem]) -> Completions:
     """Sends each item when it is due and steps until all have ended; greedy, each to its ``output_len``.
 
     The engine must have no other requests. Items come in the order of their arrival; times count from the call.
     """
     done, start, upcoming = Completions(), time.monotonic(), iter(items)
     sent: dict[str, WorkItem] = {}
+    ids = (0, engine.core.model_config.vocab_size - 1)
     following = next(upcoming, None)
     while following is not None or sent:
         while following is not None and start + following.at <= time.monotonic():
@@ -28,7 +28,7 @@ def run_timed(
             sent[str(number)] = following
             engine.add_request(
                 str(number),
-                prompts(number, following),
+                token_ids(following, ids),
                 params,
                 arrival_time=start + following.at,
                 priority=following.priority,
@@ -46,5 +46,6 @@ def run_timed(
                 done.failed[str(reason)] += 1
                 continue
             first, last = times.first_token_time - start, times.finished_time - start
-            done.add(int(output.request_id), item.at, first, last, item.input_len, len(output.outputs[0].token_ids))
+            tokens = len(output.outputs[0].token_ids)
+            done.add(int(output.request_id), item.at, first, last, item.input_len, tokens)
     return done

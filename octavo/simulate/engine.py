@@ -17,14 +17,17 @@ from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.profile import Overhead, StepProfile
+from octavo.simulate.prompts import TOKEN, prompt_of
 from octavo.simulate.work import count_work
-from octavo.simulate.workload import TOKEN, Prompts, WorkItem, unshared_prompt
+from octavo.workloads.items import WorkItem
+from octavo.workloads.tokens import output_ids
 
 #: The token that ends a sequence before its ``max_tokens``.
 _STOP = 0
 #: Seconds of a step that computes and moves nothing, as while ``scheduler_delay_factor`` holds prompts back.
 _EMPTY_STEP = 20e-6
 _NEVER = 1 << 60
+_NO_ANSWER: tuple[int, list[int]] = (0, [])
 _GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * _GIB
 
@@ -68,7 +71,6 @@ class SimulatedEngine:
         options: EngineConfig,
         *,
         mode: Literal["offline", "server"] = "offline",
-        prompts: Prompts = unshared_prompt,
         max_tokens: MaxTokens = exact_max_tokens,
         on_gap: OnGap | None = None,
     ) -> None:
@@ -78,7 +80,6 @@ class SimulatedEngine:
             profile: costs of steps, and sizes.
             options: those of scheduler and KV cache count; ``model`` and where it runs do not.
             mode: which of the profile's overheads count.
-            prompts: the token ids of an item.
             max_tokens: what a request says about its length; it ends after ``output_len`` tokens all the same.
             on_gap: called for the tokens of each step that follow others: seconds, and how many tokens.
 
@@ -87,8 +88,8 @@ class SimulatedEngine:
         """
         if options.world_size > 1 or options.data_parallel_size > 1:
             raise ConfigError(
-                "a simulated engine has one worker, whose profile says what its steps cost: leave tensor_parallel_size, "
-                "pipeline_parallel_size and data_parallel_size at 1"
+                "a simulated engine has one worker, whose profile says what its steps cost: leave "
+                "tensor_parallel_size, pipeline_parallel_size and data_parallel_size at 1"
             )
         self.profile = profile
         self.now = 0.0
@@ -98,12 +99,12 @@ class SimulatedEngine:
         if options.preemption_mode == "auto" and profile.moved:
             self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
         self._workers = _Workers(self)
-        # What the loop needs of an executor is ``submit`` and, after a failure, which there is none of, ``check_health``.
+        # The loop needs no other method of an executor than ``submit``, as no step fails.
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
-        self._prompts, self._max_tokens = prompts, max_tokens
+        self._max_tokens = max_tokens
         self._on_gap = on_gap or _ignore_gap
         self._open: dict[int, SimulatedRequest] = {}
-        self._last_end = -1.0
+        self._last_end = -2.0  # no token of a request came then
 
     @property
     def has_work(self) -> bool:
@@ -125,26 +126,31 @@ class SimulatedEngine:
         Raises:
             ConfigError: the prompt or the output is longer than ``max_model_len`` allows, or empty.
         """
-        longest = self.max_model_len
-        if item.input_len < 1 or item.output_len < 1 or item.input_len + item.output_len > longest:
+        prompt = prompt_of(number, item)
+        length = len(prompt) + item.output_len
+        if item.output_len < 1 or length > self.max_model_len:
             raise ConfigError(
-                f"request {number} has {item.input_len} tokens of prompt and {item.output_len} of output; both must be "
-                f"at least 1, and together at most max_model_len ({longest})"
+                f"request {number} has {len(prompt)} tokens of prompt and {item.output_len} of output: there must be "
+                f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
         self.now += self.overhead.request
-        wanted = self._max_tokens(item)
         request = EngineCoreRequest(
             group_id=number,
-            prompt_token_ids=self._prompts(number, item),
-            task=_task(wanted),
+            prompt_token_ids=prompt,
+            task=_task(self._max_tokens(item)),
             arrival_time=item.at,
             priority=item.priority,
+            user=item.user or "",
+            ttft_target=item.ttft_target,
+            tpot_target=item.tpot_target,
         )
         added = self._open[number] = SimulatedRequest(number, item, item.at)
         self.scheduler.add(request)
         group = self.scheduler.queues.groups.get(number)
-        if group is not None and group.max_length > item.input_len + item.output_len:
-            self._workers.ends[number] = item.input_len + item.output_len
+        if group is not None and group.max_length > length:
+            self._workers.ends[number] = length
+        if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
+            self._workers.answers[number] = (len(prompt), output_ids(item))
         return added
 
     def step(self) -> list[SimulatedRequest]:
@@ -171,9 +177,7 @@ class SimulatedEngine:
                 ended.append(open_.pop(output.group_id))
         if steady:
             self._on_gap(now - before, steady)
-        if self._workers.ends:
-            for request in ended:
-                self._workers.ends.pop(request.number, None)
+        self._workers.forget(ended)
         for end in outputs.groups:
             request = open_.pop(end.group_id)
             request.finish_reason = end.finish_reason
@@ -218,6 +222,15 @@ class _Workers:
         self._free_at = 0.0
         #: By request: tokens after which it stops, of those that their limit does not end.
         self.ends: dict[int, int] = {}
+        #: By request: tokens of its prompt, and those that it samples, of requests that others continue.
+        self.answers: dict[int, tuple[int, list[int]]] = {}
+
+    def forget(self, ended: list[SimulatedRequest]) -> None:
+        """Requests that have ended."""
+        if self.ends or self.answers:
+            for request in ended:
+                self.ends.pop(request.number, None)
+                self.answers.pop(request.number, None)
 
     def submit(self, plan: StepPlan) -> _PendingStep:
         engine = self._engine
@@ -232,12 +245,17 @@ class _Workers:
     def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:
         """The step's result, at its end."""
         self._engine.now = max(self._engine.now, end)
-        result.token_ids = [TOKEN] * len(sampled)
-        ends = self.ends
-        if ends:
+        result.token_ids = tokens = [TOKEN] * len(sampled)
+        if self.answers:
             for i, seq in enumerate(sampled):
-                if len(seq.token_ids) + 1 >= ends.get(seq.group.group_id, _NEVER):
-                    result.token_ids[i] = _STOP
+                prompt, answer = self.answers.get(seq.group.group_id, _NO_ANSWER)
+                position = len(seq.token_ids) - prompt
+                if position < len(answer):
+                    tokens[i] = answer[position]
+        if self.ends:
+            for i, seq in enumerate(sampled):
+                if len(seq.token_ids) + 1 >= self.ends.get(seq.group.group_id, _NEVER):
+                    tokens[i] = _STOP
         return result
 
 

@@ -12,6 +12,7 @@ weights takes longest, then proportional to the tokens (Williams et al. 2009, "R
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from importlib import resources
@@ -92,7 +93,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         xs, ys = zip(*self.products, strict=True)
-        if any(a >= b for a, b in zip(xs, xs[1:], strict=False)) or list(ys) != sorted(ys):
+        if any(a >= b for a, b in itertools.pairwise(xs)) or list(ys) != sorted(ys):
             raise ValueError("products must ascend: more tokens in each point, and no fewer seconds")
         if not self.fixed + ys[0] > 0:
             raise ValueError("a step must take time: fixed, or the first seconds of products, must be above 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ from octavo.core.config import EngineConfig
 from octavo.simulate.engine import SimulatedEngine, SimulatedRequest, run
 from octavo.simulate.figures import Completions, Gaps, RunFigures, Series, rates
 from octavo.simulate.profile import StepProfile
-from octavo.simulate.workload import WorkItem
+from octavo.workloads.items import WorkItem
 
 _SERIES = ("waiting", "running", "swapped", "blocks_used")
 
@@ -69,5 +70,5 @@ def _mean_over_time(seconds: list[float], values: list[float]) -> float:
     """Each value counts until the next sample."""
     if len(seconds) < 2 or seconds[-1] == seconds[0]:
         return values[0] if values else 0.0
-    spans = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
+    spans = [after - before for before, after in itertools.pairwise(seconds)]
     return sum(value * span for value, span in zip(values, spans, strict=False)) / (seconds[-1] - seconds[0])
