@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,13 @@ import pytest
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
-from octavo.engine.llm import LLM
 from octavo.simulate.engine import SimulatedEngine, run
 from octavo.simulate.figures import RunFigures
 from octavo.simulate.run import Recorder, simulate
 from octavo.workloads.arrivals import parse_arrivals
 from octavo.workloads.items import WorkItem
 from octavo.workloads.lengths import Constant, Uniform
-from octavo.workloads.sharing import Conversations
+from octavo.workloads.sharing import Conversations, parse_class, parse_users
 from octavo.workloads.workload import Workload
 from tests.simulate.test_profile import profile
 
@@ -89,11 +89,13 @@ def test_few_blocks_preempt_and_nothing_is_lost(mode: str) -> None:
 @pytest.mark.parametrize("policy", ["sjf", "lcfs", "srpt", "fair", "mlfq", "deadline"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_equal_seeds_give_equal_figures(policy: str, ahead: bool) -> None:
-    options = {"scheduling_policy": policy, "num_gpu_blocks_override": 60, "async_scheduling": ahead}
-    first, second = simulated(LOAD, options), simulated(LOAD, options)
+    options = {"num_gpu_blocks_override": 60, "async_scheduling": ahead}
+    classes = (parse_class("0.5,ttft:300,tpot:30"), parse_class("0.5"))
+    load = replace(LOAD, users=parse_users("zipf:3,1"), classes=classes)
+    first, second = (simulated(load, {**options, "scheduling_policy": policy}) for _ in range(2))
     assert first == second
     assert first.requests == 60
-    assert first.e2e != simulated(LOAD, {"num_gpu_blocks_override": 60, "async_scheduling": ahead}).e2e
+    assert first.e2e != simulated(load, options).e2e
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_prefix_cache() -> None:
@@ -102,13 +104,12 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_prefix_cache() 
         arrivals=parse_arrivals("fixed", 0.01, None),
         inputs=Constant(32),
         outputs=Constant(64),
-        conversations=Conversations(Constant(3), think=30.0),
+        conversations=Conversations(Constant(3), think=1000.0),
     )
     found = simulated(load)
-    # Of the second turn 32 + 64 tokens are known, but for the last one, which was never computed; of the third 192.
-    turns = [list(load)[i].input_len for i in range(6)]
-    assert sorted(turns) == [32, 32, 128, 128, 224, 224]
-    assert 2 * (80 + 176) <= found.prefix_hit_tokens <= 2 * (96 + 192)
+    assert sorted(item.input_len for item in load) == [32, 32, 128, 128, 224, 224]
+    # Of 32 + 64 tokens before the second turn and 192 before the third, all but the last were computed: whole blocks.
+    assert found.prefix_hit_tokens == 2 * (80 + 176)
     assert simulated(load, {"enable_prefix_caching": False}).prefix_hit_tokens == 0
 
 
@@ -135,6 +136,7 @@ def test_its_steps_are_those_of_the_real_engine(tiny_model: Any, monkeypatch: py
         monkeypatch.setattr(executor, "submit", watched, raising=False)
 
     from octavo.bench.timed_run import run_timed
+    from octavo.engine.llm import LLM
 
     llm = LLM(str(tiny_model), **options)
     watch(llm.llm_engine.core.executor)
