@@ -77,7 +77,7 @@ class StepWatch:
         return self._executor.submit(plan)
 
     def step(self) -> None:
-        """One step of the engine; it is measured if it submits one plan, whose result or that of one before it gives."""
+        """One step of the engine; it is measured if one plan was submitted meanwhile."""
         before, start, counting = len(self.works), time.perf_counter(), self._counting
         self._engine.step()
         seconds = time.perf_counter() - start - (self._counting - counting)

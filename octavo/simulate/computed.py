@@ -68,8 +68,8 @@ def computed_profile(
         device_type=device.device_type,
         origin="computed",
         note=(
-            f"not measured: {device.bandwidth / 1e9:.0f} GB/s of which {device.bandwidth_share:.0%} are reached, "
-            f"{device.operations / 1e12:.0f} TFLOP/s of which {device.operations_share:.0%}, {dtype}"
+            f"not measured: {device.bandwidth / 1e9:g} GB/s of which {device.bandwidth_share:.0%} are reached, "
+            f"{device.operations / 1e12:g} TFLOP/s of which {device.operations_share:.0%}, {dtype}"
         ),
         max_model_len=config.max_position,
         kv_cache_tokens=int(free // kv_bytes),
