@@ -40,7 +40,7 @@ ONLY = {
     "batch": {"core", "engine", "server"},
     "data": {"core", "engine"},
 }
-WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "server", "batch", "data"}
+WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "simulate", "server", "batch", "data"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from octavo.cli import bench_serve
-from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, take_model
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.kv_spec import KVSpec
 
-KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "serve")
+KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "calibrate", "simulation", "serve")
 
 EXAMPLE = """\
 examples:
@@ -31,6 +31,8 @@ examples:
   octavo bench memory smollm2-135m
   octavo bench scheduler --running 64,256,1024 --waiting 10000 --scheduling-policy sjf
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
+  octavo bench calibrate smollm2-135m --json profile.json
+  octavo bench simulation smollm2-135m --profile profile.json --seconds 20
   octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
@@ -40,6 +42,8 @@ memory     share of the KV cache that holds tokens, on a trace of mixed lengths;
 scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
            and those of the blocks count, others are refused
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
+calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
+simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
@@ -74,6 +78,10 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--waiting", type=int, default=0, metavar="N", help="waiting requests (0)")
     parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens in context of each (256)")
+    parser.add_argument(
+        "--profile", default="smollm2-135m-2-cores", metavar="NAME|FILE", help="of a simulation (smollm2-135m-2-cores)"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -102,6 +110,8 @@ def run(arguments: Arguments) -> int:
         "memory": _memory,
         "scheduler": _scheduler,
         "executor": _executor,
+        "calibrate": _calibrate,
+        "simulation": _simulation,
     }[kind]
     if arguments.json is None:
         measure(arguments, model, None)
@@ -275,13 +285,8 @@ def _windows(options: EngineConfig) -> Iterator[WindowFigures]:
 def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.scheduler import OPTIONS, measure
 
-    given = ["model"] if arguments.model is not None else []
-    for name in given + list(arguments.group(PREFIX)):
-        if name not in OPTIONS:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not count in octavo bench scheduler, which has no model and sets the "
-                f"sequences by --running; the engine's options that do: {', '.join(sorted(OPTIONS))}"
-            )
+    why = "octavo bench scheduler, which has no model and sets the sequences by --running"
+    refuse_idle_flags(arguments, OPTIONS, why)
     options = read_engine_config(arguments, "none")
     if options.host_prefix_cache and not options.num_host_blocks_override:
         raise ConfigError("host_prefix_cache needs num_host_blocks_override here: without a model there is no memory")
@@ -305,6 +310,60 @@ def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -
         "executor          workers  sequences  step us",
         lambda f: f"{f.executor:16}  {f.workers:7}  {f.sequences:9}  {f.step_us:7.1f}",
     )
+
+
+def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    from octavo.bench.calibrate import calibrate
+    from octavo.cli.machine import cpu_name, usable_cores
+    from octavo.engine.llm import LLM
+    from octavo.kernels import resolve_device
+    from octavo.simulate.profile import format_profile
+
+    options = read_engine_config(arguments, model)
+    device = f"{options.num_threads or usable_cores()} threads of {cpu_name()}"
+    if resolve_device(options.device) != "cpu":
+        import torch
+
+        device = torch.cuda.get_device_name()
+    profile, _ = calibrate(LLM(**options.model_dump(exclude_unset=True)), device, seed=options.seed)
+    if stream is not None:
+        stream.write(format_profile(profile).decode())
+        return
+    print(f"{profile.model} on {profile.device}: relative error of the fit")
+    print("steps        count    median       p90     worst  total seconds")
+    for kind, e in profile.errors.items():
+        print(f"{kind:10} {e.steps:7} {e.median:9.1%} {e.p90:9.1%} {e.worst:9.1%}  {e.total - 1:+13.1%}")
+    print("tokens of a step   ms of its matrix products")
+    for tokens, seconds in profile.products:
+        print(f"{tokens:16.0f}  {seconds * 1e3:10.3f}")
+    for name in ("sampled", "context", "pairs", "chunk", "moved"):
+        print(f"{name:16}  {getattr(profile, name) * 1e6:10.4f} us each")
+
+
+def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    from octavo.bench.validate import Comparison, compare, summary
+    from octavo.engine.llm import LLM
+    from octavo.simulate.profile import load_profile
+
+    profile = load_profile(arguments.profile)
+    if not 0 < arguments.seconds < 1e6:
+        raise ConfigError(f"--seconds must be above 0, not {arguments.seconds:g}")
+    llm = LLM(**read_engine_config(arguments, model).model_dump(exclude_unset=True))
+    found: list[Comparison] = []
+
+    def collected() -> Iterator[Comparison]:
+        for comparison in compare(llm, profile, arguments.seconds):
+            found.append(comparison)
+            yield comparison
+
+    def line(c: Comparison) -> str:
+        both = (f"{measured:8.3f} {error:+7.1%}" for (measured, _), error in zip(c.pairs, c.errors, strict=True))
+        return f"{c.kind:13} {c.load:5.0%} {c.requests:8}  " + "  ".join(both)
+
+    names = "".join(f"  {name:>16}" for name in Comparison.FIGURES)
+    _show(collected(), stream, f"kind           load requests{names}\n{'':30}(measured in s, simulated)", line)
+    if stream is None:
+        print(summary(found))
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:

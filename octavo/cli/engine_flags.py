@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from octavo.cli.parsing import Arguments, Parser, refuse_words
 from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import configured_model, parse_option, resolve_config
+from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import FOREIGN_OPTIONS
 
 PREFIX = "engine"
@@ -115,6 +116,23 @@ def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
     if model is not None:
         overrides["model"] = model
     return resolve_config(overrides, config_file=arguments.config)
+
+
+def refuse_idle_flags(arguments: Arguments, counting: Collection[str], command: str) -> None:
+    """Refuses the model and options of the engine that do not count in a command without a model.
+
+    ``command``: the command and why they do not, for the message.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    given = ["model"] if arguments.model is not None else []
+    for name in given + list(arguments.group(PREFIX)):
+        if name not in counting:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not count in {command}; the engine's options that do: "
+                f"{', '.join(sorted(counting))}"
+            )
 
 
 def help_text(description: str, default: object) -> str:

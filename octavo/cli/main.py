@@ -41,6 +41,7 @@ COMMANDS = {
     "pull": "download a model, unless it is cached, and print its folder",
     "list": "show the models in the cache",
     "rm": "remove models from the cache",
+    "simulate": "run a workload through the scheduler on a virtual clock, without a model",
     "bench": "measure throughput, latency, kernels, memory use, the scheduler",
     "info": "show facts about this machine, this installation and a model",
 }

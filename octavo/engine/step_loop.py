@@ -6,11 +6,14 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import Executor, PendingStep
 from octavo.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from octavo.executor.executor import Executor, PendingStep
 
 logger = logging.getLogger("octavo")
 

@@ -1,0 +1,51 @@
+"""A workload on an engine in this process, by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.llm_engine import LLMEngine
+from octavo.simulate.figures import Completions
+from octavo.workloads.items import WorkItem
+from octavo.workloads.tokens import token_ids
+
+
+def run_timed(engine: LLMEngine, items: Iterable[WorkItem]) -> Completions:
+    """Sends each item when it is due and steps until all have ended; greedy, each to its ``output_len``.
+
+    The engine must have no other requests. Items come in the order of their arrival; times count from the call.
+    """
+    done, start, upcoming = Completions(), time.monotonic(), iter(items)
+    sent: dict[str, WorkItem] = {}
+    ids = (0, engine.core.model_config.vocab_size - 1)
+    following = next(upcoming, None)
+    while following is not None or sent:
+        while following is not None and start + following.at <= time.monotonic():
+            number = len(done.sent) + sum(done.failed.values()) + len(sent)
+            params = SamplingParams(temperature=0, max_tokens=following.output_len, ignore_eos=True, detokenize=False)
+            sent[str(number)] = following
+            engine.add_request(
+                str(number),
+                token_ids(following, ids),
+                params,
+                arrival_time=start + following.at,
+                priority=following.priority,
+                streaming=False,
+            )
+            following = next(upcoming, None)
+        if not sent:
+            assert following is not None
+            time.sleep(max(0.0, start + following.at - time.monotonic()))
+            continue
+        for output in engine.step():
+            item, times = sent.pop(output.request_id), output.metrics
+            reason = output.outputs[0].finish_reason
+            if reason not in ("stop", "length") or times.first_token_time is None or times.finished_time is None:
+                done.failed[str(reason)] += 1
+                continue
+            first, last = times.first_token_time - start, times.finished_time - start
+            tokens = len(output.outputs[0].token_ids)
+            done.add(int(output.request_id), item.at, first, last, item.input_len, tokens)
+    return done

@@ -1,0 +1,118 @@
+"""``octavo bench simulation``: the same workloads on the real engine, by the clock, and simulated with a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from octavo.bench.timed_run import run_timed
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.engine.llm import LLM
+from octavo.simulate.engine import SimulatedEngine, run
+from octavo.simulate.figures import Completions
+from octavo.simulate.profile import StepProfile
+from octavo.simulate.run import Recorder
+from octavo.workloads.arrivals import parse_arrivals
+from octavo.workloads.lengths import Lengths, parse_inputs, parse_outputs
+from octavo.workloads.workload import Workload
+
+#: Kinds of workloads: lengths of prompts and of outputs, and burstiness of arrivals.
+KINDS: dict[str, tuple[str, str, float]] = {
+    "chat": ("lognormal:120,0.7,1000", "lognormal:60,0.7,400", 1.0),
+    "long prompts": ("uniform:300,900", "uniform:8,32", 1.0),
+    "long answers": ("uniform:16,64", "uniform:100,250", 1.0),
+    "bursts": ("lognormal:120,0.7,1000", "lognormal:60,0.7,400", 0.25),
+}
+#: Loads, as shares of the rate that the simulation serves when all requests are there at once.
+LOADS = (0.3, 0.6, 0.9)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One workload: what was measured, and what the simulation says. Times in seconds."""
+
+    FIGURES: ClassVar = ("requests/s", "mean ttft", "p99 ttft", "mean e2e", "p99 e2e")
+
+    kind: str
+    load: float
+    #: Offered rate.
+    requests_per_s: float
+    requests: int
+    #: Each figure's (measured, simulated), in the order of ``FIGURES``; and the second relative to the first, less 1.
+    pairs: list[tuple[float, float]]
+    errors: list[float]
+
+
+def summary(found: list[Comparison]) -> str:
+    """A line on the errors of all figures, and of each."""
+    lines = [f"{'all':12} " + _spread([error for c in found for error in c.errors])]
+    for i, name in enumerate(Comparison.FIGURES):
+        lines.append(f"{name:12} " + _spread([c.errors[i] for c in found]))
+    return "\n".join(lines)
+
+
+def _spread(errors: list[float]) -> str:
+    sizes = np.abs(errors)
+    return f"median error {np.median(sizes):6.1%}, worst {sizes.max():6.1%}"
+
+
+def compare(llm: LLM, profile: StepProfile, seconds: float, seed: int = 0) -> Iterator[Comparison]:
+    """Runs each of ``KINDS`` at each of ``LOADS``, each for about so many seconds of arrivals.
+
+    Raises:
+        ConfigError: the profile is not of this engine's block count or model length, or a request failed.
+    """
+    engine = llm.llm_engine
+    core = engine.core
+    # The same blocks: the engine's follow from the memory that was free at its start.
+    options = core.options.model_copy(
+        update={"num_gpu_blocks_override": core.blocks.num_blocks, "max_model_len": core.max_model_len}
+    )
+    for kind, (inputs, outputs, burstiness) in KINDS.items():
+        lengths = parse_inputs(inputs), parse_outputs(outputs)
+        capacity = _capacity(profile, options, *lengths, seed)
+        for load in LOADS:
+            rate = load * capacity
+            count = max(10, round(rate * seconds))
+            arrivals = parse_arrivals("gamma", rate, burstiness)
+            workload = Workload(
+                requests=count,
+                arrivals=arrivals,
+                inputs=lengths[0],
+                outputs=lengths[1],
+                seed=seed,
+                name=f"{kind} {load}",
+            )
+            engine.reset_prefix_cache()
+            measured = run_timed(engine, workload)
+            simulated = _simulated(profile, options, workload)
+            if measured.failed or simulated.failed:
+                raise ConfigError(f"requests of the workload {kind!r} failed: {dict(measured.failed)}")
+            pairs = list(zip(_figures(measured), _figures(simulated), strict=True))
+            yield Comparison(kind, load, rate, count, pairs, [ours / real - 1 for real, ours in pairs])
+
+
+def _capacity(profile: StepProfile, options: EngineConfig, inputs: Lengths, outputs: Lengths, seed: int) -> float:
+    """Requests a second in the middle half of a simulated run in which all are there from the start."""
+    workload = Workload(requests=400, inputs=inputs, outputs=outputs, seed=seed, name="capacity")
+    ends = np.sort(np.asarray(_simulated(profile, options, workload).last))
+    quarter = len(ends) // 4
+    return float(2 * quarter / (ends[3 * quarter] - ends[quarter]))
+
+
+def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) -> Completions:
+    recorder = Recorder()
+    engine = SimulatedEngine(profile, options, on_gap=recorder.gaps.add)
+    run(engine, workload, recorder.ended, recorder.sample)
+    return recorder.done
+
+
+def _figures(done: Completions) -> list[float]:
+    """In the order of ``Comparison.FIGURES``."""
+    rate = len(done.sent) / (max(done.last) - min(done.sent))
+    latencies = [f(x) for x in (done.ttft, done.e2e) for f in (np.mean, lambda x: np.percentile(x, 99))]
+    return [rate, *map(float, latencies)]

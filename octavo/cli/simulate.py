@@ -1,0 +1,156 @@
+"""``octavo simulate``: a workload on the real scheduler, on a virtual clock with a model's step profile."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.cli import simulate_profile
+from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.option_parts import SchedulerOptions
+from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
+
+if TYPE_CHECKING:
+    from octavo.simulate.engine import MaxTokens
+    from octavo.simulate.figures import Latency, RunFigures
+    from octavo.simulate.profile import StepProfile
+    from octavo.workloads.items import WorkItem
+
+DEFAULT_PROFILE = "smollm2-135m-2-cores"
+#: The engine's options that count.
+OPTIONS = frozenset(SchedulerOptions.model_fields) | {
+    "seed",
+    "max_model_len",
+    "block_size",
+    "watermark",
+    "enable_prefix_caching",
+    "host_prefix_cache",
+    "num_gpu_blocks_override",
+    "num_host_blocks_override",
+    "kv_cache_memory_bytes",
+    "swap_space",
+}
+EXAMPLE = f"""\
+examples:
+  octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
+  octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
+  octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
+  octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
+
+The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
+simulate profile' computes one. Equal calls give equal figures. {FORMS}
+"""
+
+
+class _SimulateParser(Parser):
+    """Passes arguments after ``profile`` to the parser of that kind, which has other options."""
+
+    def read(self, argv: Sequence[str]) -> Arguments:
+        if not argv or argv[0] != "profile":
+            return super().read(argv)
+        arguments = simulate_profile.make_parser().read(argv[1:])
+        arguments.computes_profile = True
+        return arguments
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = _SimulateParser(
+        prog="octavo simulate",
+        usage="octavo simulate [options] | profile MODEL [options]",
+        description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument(
+        "--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"costs of steps ({DEFAULT_PROFILE})"
+    )
+    parser.add_argument(
+        "--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=_max_tokens,
+        default="exact",
+        metavar="exact|none|N",
+        help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
+    )
+    add_json_flag(parser)
+    add_workload_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Simulates and prints a table, or JSON."""
+    if hasattr(arguments, "computes_profile"):
+        return simulate_profile.run(arguments)
+    from octavo.simulate.profile import load_profile
+    from octavo.simulate.run import simulate
+
+    refuse_words(arguments)
+    refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
+    profile = load_profile(arguments.profile)
+    options = read_engine_config(arguments, "none")
+    workload = make_workload(arguments, options.seed)
+    start = time.perf_counter()
+    figures = simulate(profile, options, workload, mode=arguments.mode, max_tokens=_limits(arguments.max_tokens))
+    if arguments.json is None:
+        print("\n".join(_table(profile, figures)))
+        print(f"simulated in {time.perf_counter() - start:.1f} s")
+        return 0
+    given = {
+        "profile": arguments.profile,
+        "mode": arguments.mode,
+        "max_tokens": arguments.max_tokens,
+        "options": {key: value for key, value in arguments.group(PREFIX).items()},
+        "seed": options.seed,
+    }
+    with json_stream(arguments.json) as stream:
+        stream.write(msgspec.json.encode({**given, **msgspec.structs.asdict(figures)}).decode() + "\n")
+    return 0
+
+
+def _table(profile: StepProfile, f: RunFigures) -> list[str]:
+    failed = "".join(f", {count} {reason}" for reason, count in f.failed.items())
+    marks = {"computed": " (computed, not measured)", "fitted": ""}
+    return [
+        f"{profile.model} on {profile.device}{marks[profile.origin]}",
+        f"{f.requests} requests{failed} in {f.seconds:.1f} s: {f.requests_per_s:.3f} requests/s, "
+        f"{f.output_tokens_per_s:.1f} output tokens/s; {f.steps} steps",
+        f"{'seconds':10} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10} {'max':>10}",
+        *(_line(name, getattr(f, name)) for name in ("ttft", "tpot", "itl", "e2e")),
+        f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
+        f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
+        f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
+    ]
+
+
+def _line(name: str, latency: Latency | None) -> str:
+    if latency is None:
+        return f"{name:10} {'-':>10}"
+    values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
+    return f"{name:10} " + " ".join(f"{value:10.4f}" for value in values)
+
+
+def _max_tokens(text: str) -> str | int:
+    if text in ("exact", "none"):
+        return text
+    if text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"max_tokens is exact, none or an integer from 1, not {text!r}")
+
+
+def _limits(stated: str | int) -> MaxTokens:
+    """What requests state of their length; a limit below it is raised to it, so that lengths stay those given."""
+
+    def limit(item: WorkItem) -> int | None:
+        if stated == "none":
+            return None
+        return item.output_len if isinstance(stated, str) else max(stated, item.output_len)
+
+    return limit

@@ -1,0 +1,324 @@
+"""One simulated engine: the scheduler, the block manager and the step loop, over workers that only count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.step_loop import StepLoop
+from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.groups import Sequence
+from octavo.scheduler.scheduler import Scheduler
+from octavo.simulate.profile import Overhead, StepProfile
+from octavo.simulate.prompts import TOKEN, prompt_of
+from octavo.simulate.work import count_work
+from octavo.workloads.items import WorkItem
+from octavo.workloads.tokens import output_ids
+
+#: The token that ends a sequence before its ``max_tokens``.
+_STOP = 0
+#: Seconds of a step that computes and moves nothing, as while ``scheduler_delay_factor`` holds prompts back.
+_EMPTY_STEP = 20e-6
+_NEVER = 1 << 60
+_NO_ANSWER: tuple[int, list[int]] = (0, [])
+_GIB = 1 << 30
+_DEFAULT_SWAP_SPACE = 4 * _GIB
+
+#: ``max_tokens`` of a request, which policies may look at; None: what the context length leaves.
+MaxTokens = Callable[[WorkItem], int | None]
+
+
+def exact_max_tokens(item: WorkItem) -> int | None:
+    """As if every user knew the length of the answer."""
+    return item.output_len
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """A request in a simulation. Times in seconds on its clock; -1.0 while they are not known."""
+
+    number: int
+    item: WorkItem
+    #: When the client sent it, and had its first and its last token so far.
+    sent: float
+    first: float = -1.0
+    last: float = -1.0
+    tokens: int = 0
+    #: "stop" and "length" if it has ended as it should; "ignored" or "error"; None while it runs.
+    finish_reason: str | None = None
+
+
+#: Called with a request and the gap before its token: seconds since the one before.
+OnGap = Callable[[float, int], None]
+
+
+class SimulatedEngine:
+    """Owns a scheduler, its blocks and a clock that steps move on; runs what an engine core runs, but no worker.
+
+    Invariant: ``now`` never decreases, and is the same for the same items and options on every machine.
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        options: EngineConfig,
+        *,
+        mode: Literal["offline", "server"] = "offline",
+        max_tokens: MaxTokens = exact_max_tokens,
+        on_gap: OnGap | None = None,
+    ) -> None:
+        """Makes the blocks as an engine with these options would, in memory as the profile says.
+
+        Args:
+            profile: costs of steps, and sizes.
+            options: those of scheduler and KV cache count; ``model`` and where it runs do not.
+            mode: which of the profile's overheads count.
+            max_tokens: what a request says about its length; it ends after ``output_len`` tokens all the same.
+            on_gap: called for the tokens of each step that follow others: seconds, and how many tokens.
+
+        Raises:
+            ConfigError: options of parallelism are given, or ``max_model_len`` does not fit.
+        """
+        if options.world_size > 1 or options.data_parallel_size > 1:
+            raise ConfigError(
+                "a simulated engine has one worker, whose profile says what its steps cost: leave "
+                "tensor_parallel_size, pipeline_parallel_size and data_parallel_size at 1"
+            )
+        self.profile = profile
+        self.now = 0.0
+        self.overhead: Overhead = getattr(profile, mode)
+        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options)
+        self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
+        if options.preemption_mode == "auto" and profile.moved:
+            self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
+        self._workers = _Workers(self)
+        # The loop needs no other method of an executor than ``submit``, as no step fails.
+        self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
+        self._max_tokens = max_tokens
+        self._on_gap = on_gap or _ignore_gap
+        self._open: dict[int, SimulatedRequest] = {}
+        self._last_end = -2.0  # no token of a request came then
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._open)
+
+    @property
+    def num_open(self) -> int:
+        """Unfinished requests."""
+        return len(self._open)
+
+    def wait_until(self, now: float) -> None:
+        """Lets the idle engine's clock run on to a moment; nothing happens if that is past."""
+        self.now = max(self.now, now)
+
+    def add(self, number: int, item: WorkItem) -> SimulatedRequest:
+        """Adds a request that has arrived; ``number`` is its own.
+
+        Raises:
+            ConfigError: the prompt or the output is longer than ``max_model_len`` allows, or empty.
+        """
+        prompt = prompt_of(number, item)
+        length = len(prompt) + item.output_len
+        if item.output_len < 1 or length > self.max_model_len:
+            raise ConfigError(
+                f"request {number} has {len(prompt)} tokens of prompt and {item.output_len} of output: there must be "
+                f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
+            )
+        self.now += self.overhead.request
+        request = EngineCoreRequest(
+            group_id=number,
+            prompt_token_ids=prompt,
+            task=_task(self._max_tokens(item)),
+            arrival_time=item.at,
+            priority=item.priority,
+            user=item.user or "",
+            ttft_target=item.ttft_target,
+            tpot_target=item.tpot_target,
+        )
+        added = self._open[number] = SimulatedRequest(number, item, item.at)
+        self.scheduler.add(request)
+        group = self.scheduler.queues.groups.get(number)
+        if group is not None and group.max_length > length:
+            self._workers.ends[number] = length
+        if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
+            self._workers.answers[number] = (len(prompt), output_ids(item))
+        return added
+
+    def step(self) -> list[SimulatedRequest]:
+        """Runs one step; returns the requests that ended with it."""
+        outputs = self._loop.step()
+        self.now += self.overhead.step
+        open_, now, before = self._open, self.now + self.overhead.answer, self._last_end
+        self._last_end = now
+        ended = []
+        steady = 0
+        for output in outputs.sequences:
+            request = open_[output.group_id]
+            last = request.last
+            request.last = now
+            request.tokens += 1
+            if last == before:
+                steady += 1
+            elif last < 0:
+                request.first = now
+            else:
+                self._on_gap(now - last, 1)
+            if output.finish_reason is not None:
+                request.finish_reason = output.finish_reason
+                ended.append(open_.pop(output.group_id))
+        if steady:
+            self._on_gap(now - before, steady)
+        self._workers.forget(ended)
+        for end in outputs.groups:
+            request = open_.pop(end.group_id)
+            request.finish_reason = end.finish_reason
+            ended.append(request)
+        return ended
+
+
+def run(
+    engine: SimulatedEngine,
+    items: Iterable[WorkItem],
+    on_end: Callable[[SimulatedRequest], None],
+    on_step: Callable[[SimulatedEngine], None],
+) -> None:
+    """Runs items, which come in the order of their arrival, until all have ended; calls what observes them.
+
+    Raises:
+        ConfigError: an item is not valid, or arrives before the one before it.
+    """
+    previous = 0.0
+    for number, item in enumerate(items):
+        if not item.at >= previous:
+            raise ConfigError(f"request {number} arrives at {item.at} s, before the one before it ({previous} s)")
+        previous = item.at
+        arrival = item.at + engine.overhead.arrival
+        while engine.has_work and engine.now < arrival:
+            for request in engine.step():
+                on_end(request)
+            on_step(engine)
+        engine.wait_until(arrival)
+        engine.add(number, item)
+    while engine.has_work:
+        for request in engine.step():
+            on_end(request)
+        on_step(engine)
+
+
+class _Workers:
+    """Takes plans like an executor: each takes the device for the time that the profile says."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self._free_at = 0.0
+        #: By request: tokens after which it stops, of those that their limit does not end.
+        self.ends: dict[int, int] = {}
+        #: By request: tokens of its prompt, and those that it samples, of requests that others continue.
+        self.answers: dict[int, tuple[int, list[int]]] = {}
+
+    def forget(self, ended: list[SimulatedRequest]) -> None:
+        """Requests that have ended."""
+        if self.ends or self.answers:
+            for request in ended:
+                self.ends.pop(request.number, None)
+                self.answers.pop(request.number, None)
+
+    def submit(self, plan: StepPlan) -> _PendingStep:
+        engine = self._engine
+        work, sampled = count_work(plan, engine.scheduler.queues)
+        busy = work.tokens or work.moved or work.copied
+        seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
+        self._free_at = max(self._free_at, engine.now) + seconds
+        result = StepResult(plan.step, seconds=seconds, swap_seconds=work.moved * engine.profile.moved)
+        result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
+        return _PendingStep(self, result, sampled, self._free_at)
+
+    def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:
+        """The step's result, at its end."""
+        self._engine.now = max(self._engine.now, end)
+        result.token_ids = tokens = [TOKEN] * len(sampled)
+        if self.answers:
+            for i, seq in enumerate(sampled):
+                prompt, answer = self.answers.get(seq.group.group_id, _NO_ANSWER)
+                position = len(seq.token_ids) - prompt
+                if position < len(answer):
+                    tokens[i] = answer[position]
+        if self.ends:
+            for i, seq in enumerate(sampled):
+                if len(seq.token_ids) + 1 >= self.ends.get(seq.group.group_id, _NEVER):
+                    tokens[i] = _STOP
+        return result
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    workers: _Workers
+    result: StepResult
+    sampled: list[Sequence]
+    end: float
+
+    def wait(self) -> StepResult:
+        return self.workers.done(self.result, self.sampled, self.end)
+
+
+def _make_blocks(profile: StepProfile, options: EngineConfig) -> tuple[int, BlockManager, EngineConfig, int]:
+    """The longest sequence, the blocks, the options with their token budget resolved, and steps in flight."""
+    context = options.max_model_len or profile.max_model_len
+    if context > profile.max_model_len:
+        raise ConfigError(
+            f"max_model_len ({context}) is longer than the context length of the profile ({profile.max_model_len})"
+        )
+    on_gpu = profile.device_type == "gpu"
+    options = options.with_token_budget("cuda" if on_gpu else "cpu", context)
+    ahead = options.async_scheduling
+    in_flight = 2 if ahead or (ahead is None and on_gpu) else 1
+    size, tokens = options.block_size, profile.kv_cache_tokens
+    block_bytes = size * profile.kv_bytes_per_token
+    if options.kv_cache_memory_bytes is not None:
+        tokens = int(options.kv_cache_memory_bytes) // profile.kv_bytes_per_token
+    num_blocks = options.num_gpu_blocks_override or tokens // size
+    if not num_blocks:
+        raise ConfigError(f"the KV cache of {tokens} tokens holds no block of {size} tokens")
+    most = options.max_num_seqs * -(-context // size)
+    num_blocks, longest = min(num_blocks, most), min(context, num_blocks * size)
+    blocks = BlockManager(
+        num_blocks,
+        size,
+        num_host_blocks=min(_num_host_blocks(options, block_bytes), most),
+        max_num_batched_tokens=options.token_budget * in_flight,
+        cuts_prompts=options.cuts_prompts,
+        watermark=options.watermark,
+        prefix_caching=options.enable_prefix_caching,
+        host_cache=options.host_prefix_cache,
+    )
+    return longest, blocks, options, in_flight
+
+
+def _num_host_blocks(options: EngineConfig, block_bytes: int) -> int:
+    """As the engine counts them, on a machine with host memory to spare."""
+    if options.num_host_blocks_override is not None:
+        return options.num_host_blocks_override
+    if options.swap_space is not None:
+        return int(options.swap_space * _GIB) // block_bytes
+    never = options.preemption_mode == "recompute" and not options.host_prefix_cache
+    return 0 if never else _DEFAULT_SWAP_SPACE // block_bytes
+
+
+@lru_cache(maxsize=4096)
+def _task(max_tokens: int | None) -> Generate:
+    """Shared by all requests with this limit; nothing changes it."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    return Generate(params, seed=0, stop_token_ids=[_STOP])
+
+
+def _ignore_gap(seconds: float, tokens: int) -> None:
+    pass

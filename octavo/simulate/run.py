@@ -1,0 +1,74 @@
+"""A workload on one simulated engine, and its figures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.core.config import EngineConfig
+from octavo.simulate.engine import SimulatedEngine, SimulatedRequest, run
+from octavo.simulate.figures import Completions, Gaps, RunFigures, Series, rates
+from octavo.simulate.profile import StepProfile
+from octavo.workloads.items import WorkItem
+
+_SERIES = ("waiting", "running", "swapped", "blocks_used")
+
+
+class Recorder:
+    """Collects the figures of one simulated engine."""
+
+    def __init__(self) -> None:
+        self.done, self.gaps, self.series = Completions(), Gaps(), Series(_SERIES)
+
+    def ended(self, request: SimulatedRequest) -> None:
+        """Takes a request that has ended."""
+        if request.finish_reason not in ("stop", "length"):
+            self.done.failed[str(request.finish_reason)] += 1
+            return
+        item = request.item
+        self.done.add(request.number, request.sent, request.first, request.last, item.input_len, request.tokens)
+
+    def sample(self, engine: SimulatedEngine) -> None:
+        """Looks at queues and blocks, if a sample is wanted now; to be called after a step."""
+        if engine.now < self.series.next:
+            return
+        queues = engine.scheduler.queues
+        running, swapped = len(queues.running), len(queues.swapped)
+        self.series.add(engine.now, queues.num_waiting, running, swapped, engine.blocks.num_used)
+
+    def figures(self, engine: SimulatedEngine) -> RunFigures:
+        """The figures so far."""
+        stats, columns = engine.scheduler.counts(), self.series.columns()
+        return RunFigures(
+            **rates(self.done, self.gaps),  # type: ignore[arg-type]
+            steps=stats.steps,
+            preemptions_by_recompute=stats.preemptions_by_recompute,
+            preemptions_by_swap=stats.preemptions_by_swap,
+            recomputed_tokens=stats.recomputed_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            num_blocks=engine.blocks.num_blocks,
+            mean_running=_mean_over_time(columns["seconds"], columns["running"]),
+            mean_blocks_used=_mean_over_time(columns["seconds"], columns["blocks_used"]),
+            series=columns,
+        )
+
+
+def simulate(profile: StepProfile, options: EngineConfig, items: Iterable[WorkItem], **settings: Any) -> RunFigures:
+    """Runs items, in the order of their arrival, on one engine; ``settings``: see ``SimulatedEngine``.
+
+    Raises:
+        ConfigError: see ``SimulatedEngine`` and ``run``.
+    """
+    recorder = Recorder()
+    engine = SimulatedEngine(profile, options, on_gap=recorder.gaps.add, **settings)
+    run(engine, items, recorder.ended, recorder.sample)
+    return recorder.figures(engine)
+
+
+def _mean_over_time(seconds: list[float], values: list[float]) -> float:
+    """Each value counts until the next sample."""
+    if len(seconds) < 2 or seconds[-1] == seconds[0]:
+        return values[0] if values else 0.0
+    spans = [after - before for before, after in itertools.pairwise(seconds)]
+    return sum(value * span for value, span in zip(values, spans, strict=False)) / (seconds[-1] - seconds[0])
