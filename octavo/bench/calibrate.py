@@ -132,11 +132,11 @@ def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
     seconds = np.array([step.seconds for step in steps])
     found = robust_relative(np.hstack([_ramps(tokens, knots), costs]), seconds)
     curve = np.cumsum(found[: len(knots)])
+    facts |= zip(_COSTS, map(float, found[len(knots) :]), strict=True)
     profile = StepProfile(
         origin="fitted",
         products=[(float(x), float(y)) for x, y in zip(knots, curve, strict=True)],
         fixed=0.0,
-        **dict(zip(_COSTS, map(float, found[len(knots) :]), strict=True)),
         **facts,
     )
     return msgspec.structs.replace(profile, errors=errors_of(profile, steps))

@@ -62,7 +62,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [options] | profile MODEL [options]",
+        usage="octavo simulate [profile] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )

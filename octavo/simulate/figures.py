@@ -51,7 +51,8 @@ class Gaps:
         """The distribution; None without a gap."""
         if not self._count:
             return None
-        return Latency(self._sum / self._count, *map(self._percentile, (0.5, 0.9, 0.99)), self._max)
+        p50, p90, p99 = map(self._percentile, (0.5, 0.9, 0.99))
+        return Latency(self._sum / self._count, p50, p90, p99, self._max)
 
     def _percentile(self, share: float) -> float:
         left = share * self._count

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
@@ -121,11 +122,14 @@ def test_its_steps_are_those_of_the_real_engine(tiny_model: Any, monkeypatch: py
         "max_num_seqs": 12,
         "max_model_len": 120,
     }
-    load = Workload(requests=25, inputs=Uniform(2, 60), outputs=Uniform(1, 40), seed=1)
+    drawn = Workload(requests=25, inputs=Uniform(2, 60), outputs=Uniform(1, 40), seed=1)
+    # Prompts differ in their first token, so that no chance decides what the prefix cache finds.
+    load = [structs.replace(one, prompt=(5 + i, *[3] * (one.input_len - 1))) for i, one in enumerate(drawn)]
     plans: list[list[tuple[Any, ...]]] = []
 
     def watch(executor: Any) -> None:
-        submit, seen = executor.submit, []
+        submit = executor.submit
+        seen: list[tuple[Any, ...]] = []
         plans.append(seen)
 
         def watched(plan: StepPlan) -> Any:
