@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine
+from octavo.executor.executor import Executor
 from octavo.kernels import resolve_device
 from octavo.models.sizes import kv_bytes_per_token, outline
 from octavo.simulate.profile import FitError, Overhead, StepProfile
@@ -64,7 +65,7 @@ class StepWatch:
         #: Plans submitted whose results are not received.
         self._ahead = 0
         self.steps: list[MeasuredStep] = []
-        engine.core.executor = self  # type: ignore[assignment]
+        engine.core.executor = cast(Executor, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)

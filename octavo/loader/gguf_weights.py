@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +135,8 @@ def _size(word: str, sizes: dict[str, int]) -> int:
     """The number that a word of ``Entry.shape`` means."""
     total = 0
     for term in word.split("+"):
-        factor, name = re.fullmatch(r"(\d*)(\w*)", term).groups()  # type: ignore[union-attr]
+        name = term.lstrip("0123456789")
+        factor = term.removesuffix(name)
         total += int(factor or 1) * (sizes[name] if name else 1)
     return total
 

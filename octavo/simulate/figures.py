@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -156,7 +157,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     series: dict[str, list[float]] = {}
 
 
-def rates(done: Completions, gaps: Gaps) -> dict[str, object]:
+def rates(done: Completions, gaps: Gaps) -> dict[str, Any]:
     """The fields of ``RunFigures`` that follow from the requests alone."""
     end = max(done.last, default=0.0)
     outputs = sum(done.outputs)

@@ -41,7 +41,7 @@ class Recorder:
         """The figures so far."""
         stats, columns = engine.scheduler.counts(), self.series.columns()
         return RunFigures(
-            **rates(self.done, self.gaps),  # type: ignore[arg-type]
+            **rates(self.done, self.gaps),
             steps=stats.steps,
             preemptions_by_recompute=stats.preemptions_by_recompute,
             preemptions_by_swap=stats.preemptions_by_swap,

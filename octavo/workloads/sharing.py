@@ -6,6 +6,7 @@ import functools
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.core.errors import ConfigError
 from octavo.workloads.draws import Weighted, zipf
@@ -124,13 +125,13 @@ def parse_class(text: str) -> RequestClass:
         ConfigError: it is not of this form.
     """
     share, *words = text.split(",")
-    fields: dict[str, float] = {}
+    fields: dict[str, Any] = {}
     try:
         for word in words:
             name, _, number = word.partition(":")
             key = {"ttft": "ttft_target", "tpot": "tpot_target", "priority": "priority"}[name.strip()]
             fields[key] = int(number) if key == "priority" else float(number) / 1000
-        return RequestClass(float(share), **fields)  # type: ignore[arg-type]  # the priority is an integer
+        return RequestClass(float(share), **fields)
     except (KeyError, ValueError) as e:
         reason = f": {e}" if isinstance(e, ConfigError) else ""
         usage = "SHARE[,ttft:MS][,tpot:MS][,priority:N]"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -245,3 +247,21 @@ def test_what_follows_the_sampled_rows_runs_over_them_alone() -> None:
         assert torch.equal(found.hidden, expected.hidden)
         assert found.logits is not None and expected.logits is not None
         assert torch.equal(found.logits, expected.logits)
+
+
+RECORD = """
+import sys
+import torch
+from octavo.kernels.cpu.backend import CpuKernels
+from octavo.kernels.forward_batch import BatchSize, ForwardOutput
+
+kernels, table = CpuKernels(), torch.zeros(5, 4)
+size = BatchSize(tokens=16, sequences=8, sampled=12, max_seq_len=32, block_size=16)
+kernels.capture(lambda batch: ForwardOutput(kernels.embedding(batch.token_ids, table)), size)
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_recording_does_not_import_the_compiler_of_torch() -> None:
+    """Which takes longer than the rest of a start."""
+    subprocess.run([sys.executable, "-c", RECORD], check=True, timeout=120)

@@ -107,6 +107,11 @@ def step_of(batch: ForwardBatch) -> Any:
 class _OnlyViews(TorchDispatchMode):
     """Allows views and raises an error for every other torch operation."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's hook: if true, the first operation imports torch's compiler, unused here, which takes over a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_view(func):
             raise UnrecordableError(
