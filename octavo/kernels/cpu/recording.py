@@ -109,7 +109,7 @@ class _OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's hook: if true, the first operation imports torch's compiler, unused here, which takes over a second."""
+        """Torch's hook: if true, the first operation imports torch's compiler, unused here, for over a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
