@@ -12,7 +12,7 @@ import msgspec
 from octavo.cli import simulate_profile
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
-from octavo.core.option_parts import SchedulerOptions
+from octavo.core.scheduler_options import SchedulerOptions
 from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:

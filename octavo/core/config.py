@@ -9,18 +9,18 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_options
-from octavo.core.option_parts import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
-from octavo.core.option_parts import TOKEN_BUDGET as TOKEN_BUDGET
 from octavo.core.option_parts import (
     CacheOptions,
     DeviceOptions,
     ModelOptions,
     ParallelOptions,
-    SchedulerOptions,
 )
 from octavo.core.option_parts import Sizes as Sizes
+from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
+from octavo.core.scheduler_options import TOKEN_BUDGET as TOKEN_BUDGET
+from octavo.core.scheduler_options import SchedulerOptions as SchedulerOptions
 
 #: The parts of ``EngineConfig``, by the names of their sections in the documentation.
 PARTS: dict[str, type[BaseModel]] = {
