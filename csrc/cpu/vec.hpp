@@ -122,6 +122,23 @@ OCTAVO_INLINE void store(uint16_t* p, F32 x, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
+// Halves of two vectors side by side, and a vector's halves to two places; for vectors of 16 lanes.
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+OCTAVO_INLINE F32 low_halves(F32 a, F32 b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+OCTAVO_INLINE F32 high_halves(F32 a, F32 b) {
+  return __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+template <typename T>
+OCTAVO_INLINE void store_halves(T* low, T* high, F32 x) {
+  alignas(64) T lanes[kLanes];
+  store(lanes, x);
+  std::memcpy(low, lanes, sizeof lanes / 2);
+  std::memcpy(high, lanes + kLanes / 2, sizeof lanes / 2);
+}
+#endif
+
 // A lane that holds two bfloat16: the one of the lower address, and the one of the higher.
 OCTAVO_INLINE F32 even_bf16(U32 pairs) { return (F32)(pairs << 16); }
 OCTAVO_INLINE F32 odd_bf16(U32 pairs) { return (F32)(pairs & 0xffff0000u); }
