@@ -31,35 +31,43 @@ class Rows {
   std::vector<float> memory_;
 };
 
-// A product over all rows of the step. Rows go by in blocks that stay in the second-level cache, in float32, while the
-// groups of columns pass over them; the tasks of a block are its groups, a few at a time, times parts of its rows.
+// A product over all rows of the step. Rows that the kernels take as they lie go by in large blocks; others are copied, in
+// blocks that stay in the second-level cache while the groups of columns pass over them. The tasks of a block are its
+// groups, a few at a time, times parts of its rows.
 class Linear : public Op {
  public:
   Linear(Weights weights, const void* x, int64_t x_stride, Dtype x_dtype, Product product)
-      : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_dtype_(x_dtype), product_(product) {
-    in_place_ = x_dtype == Dtype::f32 && product_.weights.dtype == Dtype::f32;
-  }
+      : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_dtype_(x_dtype), product_(product) {}
 
   void run(const Step& step) override {
-    const int64_t row_floats = product_.weights.k;
-    const int64_t block = std::clamp(kBlockFloats / row_floats / kRowsOfTask, int64_t{1}, int64_t{4}) * kRowsOfTask;
-    for (int64_t row = 0; row < step.tokens; row += block) run_block(row, std::min(block, step.tokens - row));
+    const bool pairs = pairs_in_place();
+    const int64_t fitting = kBlockFloats / product_.weights.k / kRowsOfTask;
+    const int64_t block = (pairs ? kPartsInPlace : std::clamp(fitting, int64_t{1}, int64_t{4})) * kRowsOfTask;
+    for (int64_t row = 0; row < step.tokens; row += block) run_block(row, std::min(block, step.tokens - row), pairs);
   }
 
  private:
   static constexpr int64_t kBlockFloats = 64 * 1024;
   static constexpr int64_t kRowsOfTask = 72;
+  static constexpr int64_t kPartsInPlace = 16;     // of so many rows at most, in one loop
   static constexpr int64_t kFloatsOfTask = 16384;  // of x, made ready
 
-  void run_block(int64_t row, int64_t rows) {
+  // Whether rows of bfloat16 are multiplied as they lie.
+  bool pairs_in_place() const {
+    return isa().gemm->multiplies_pairs && x_dtype_ == Dtype::bf16 && product_.weights.dtype == Dtype::bf16 &&
+           weights_->k() == product_.weights.k && x_stride_ % 2 == 0 && reinterpret_cast<uintptr_t>(x_) % 4 == 0;
+  }
+
+  void run_block(int64_t row, int64_t rows, bool pairs) {
     Product block = product_;
     const int64_t bytes = block.out_dtype == Dtype::bf16 ? 2 : 4;
     block.out = static_cast<char*>(block.out) + row * block.out_stride * bytes;
     if (block.add != nullptr) block.add += row * block.add_stride;
-    const bool each_its_own = !in_place_ && rows * block.weights.k <= kFloatsOfTask;
-    if (in_place_) {
-      block.x = static_cast<const float*>(x_) + row * x_stride_;
-      block.x_stride = x_stride_;
+    const bool in_place = pairs || (x_dtype_ == Dtype::f32 && block.weights.dtype == Dtype::f32);
+    const bool each_its_own = !in_place && rows * block.weights.k <= kFloatsOfTask;
+    if (in_place) {
+      block.x_stride = pairs ? x_stride_ / 2 : x_stride_;
+      block.x = static_cast<const float*>(x_) + row * block.x_stride;
     } else {
       block.x_stride = (block.weights.k + 15) / 16 * 16 + 16;  // rows of a tile must not share lines of the cache
       if (!each_its_own) block.x = prepare_together(row, rows, block.x_stride);
@@ -121,7 +129,6 @@ class Linear : public Op {
   int64_t x_stride_;
   Dtype x_dtype_;
   Product product_;
-  bool in_place_;
 };
 
 // Products of heads: row r of head h is x[r * x_stride + h * x_head_stride], and likewise in out. A task has one head.

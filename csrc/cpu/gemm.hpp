@@ -31,7 +31,7 @@ struct WeightView {
 
 struct Product {
   WeightView weights;
-  const float* x = nullptr;  // [rows, k], as GemmTable::prepare makes them
+  const float* x = nullptr;  // [rows, k], as GemmTable::prepare makes them, or as they lie where that is the same
   int64_t x_stride = 0;
   void* out = nullptr;
   int64_t out_stride = 0;
@@ -51,6 +51,8 @@ struct Product {
 };
 
 struct GemmTable {
+  // Whether rows for bfloat16 weights are made two bfloat16 to a word: such rows may be multiplied as they lie.
+  bool multiplies_pairs;
   // Rows x[r, 0 .. k) in the form in which `multiply` takes them for weights of that type, with zeros to padded_k: for
   // bfloat16 rounded to it, and in float32 or two in a word.
   void (*prepare)(const void* x, Dtype dtype, int64_t x_stride, int64_t k, Dtype weights, float* out, int64_t padded_k,
