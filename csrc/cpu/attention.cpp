@@ -13,8 +13,9 @@ namespace octavo::OCTAVO_ISA {
 
 namespace {
 
-// The computation of one item; T is the type of the cache's elements.
-template <typename T>
+// The computation of one item; T is the type of the cache's elements. `by_pairs`: products are those of pairs of
+// bfloat16, which queries and the cache's elements are exactly and weights are split into two of.
+template <typename T, bool by_pairs>
 class Tile {
  public:
   Tile(const Attention& a, const Step& step, const AttentionItem& item)
@@ -71,6 +72,8 @@ class Tile {
 
  private:
   static constexpr bool kScaled = std::is_same_v<T, int8_t>;  // keys and values of a token have a scale
+  static constexpr Operand kQueries = by_pairs ? Operand::pairs : Operand::floats;
+  static constexpr Operand kWeights = by_pairs ? Operand::split_pairs : Operand::floats;
 
   const int32_t* table_of(const AttentionItem& item) const {
     return step_.block_tables + item.sequence * step_.block_table_stride;
@@ -84,15 +87,28 @@ class Tile {
 
   int64_t head_of(int64_t row) const { return item_.kv_head * group_ + row % group_; }
 
-  // Queries in float32, scaled; scores are powers of two unless they are capped first.
+  // Scores are powers of two unless they are capped first.
+  float scale() const { return a_.soft_cap > 0.0f ? a_.scale : a_.scale * kLog2e; }
+
+  // From one row of queries to the next; in floats, or words.
+  int64_t query_stride() const { return by_pairs ? head_dim_ / 2 : head_dim_; }
+
+  // Queries in float32, scaled; or as they are.
   void load_queries() {
-    const F32 scale = splat(a_.soft_cap > 0.0f ? a_.scale : a_.scale * kLog2e);
+    if constexpr (by_pairs) {
+      const auto* q = static_cast<const uint16_t*>(a_.q);
+      for (int64_t row = 0; row < rows_; ++row)
+        std::memcpy(query_ + row * query_stride(),
+                    q + (sight_.first_token + row / group_) * a_.q_stride + head_of(row) * head_dim_,
+                    2 * static_cast<size_t>(head_dim_));
+      return;
+    }
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
         const auto* q = static_cast<const std::remove_pointer_t<decltype(type)>*>(a_.q) +
                         (sight_.first_token + row / group_) * a_.q_stride + head_of(row) * head_dim_;
         float* target = query_ + row * head_dim_;
-        for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(target + i, load(q + i, lanes) * scale, lanes); });
+        for_vectors(head_dim_, [&](int64_t i, auto lanes) { store(target + i, load(q + i, lanes) * scale(), lanes); });
       }
     });
   }
@@ -150,7 +166,8 @@ class Tile {
   // Scores of the rows and panels of which a row sees anything.
   void score(Range panels, int64_t piece_begin) {
     Product<T> p;
-    p.row_stride = head_dim_;
+    p.row_stride = query_stride();
+    p.factor = scale();
     p.segments = 1;
     p.pair_stride = 2 * kPanel;
     p.pairs = head_dim_ / 2;
@@ -161,14 +178,14 @@ class Tile {
       const bool two = panel_index + 1 < panels.end;
       const Range queries = sight_.seeing_any(position, position + (two ? 2 : 1) * kPanel);
       if (queries.empty()) continue;
-      p.rows = query_ + queries.begin * group_ * head_dim_;
+      p.rows = query_ + queries.begin * group_ * query_stride();
       p.panels[0][0] = panels_.keys(panel_index, 0);
       p.panels[1][0] = two ? panels_.keys(panel_index + 1, 1) : nullptr;
       for (int i = 0; i < 2; ++i)
         p.ahead[i][0] = panels_.keys_ahead(panel_index + i, p.panels[i][0]);
       p.sums = scores_ + queries.begin * group_ * kPiece + position - piece_begin;
       p.start = kZeros;
-      multiply(p, (queries.end - queries.begin) * group_);
+      multiply<kQueries>(p, (queries.end - queries.begin) * group_);
     }
   }
 
@@ -191,7 +208,7 @@ class Tile {
       for (int32_t i = first; i < end; i += kLanes) {
         const F32 w = exp2_not_above_zero(load(scores + i) - highest);
         sums += w;
-        store(scores + i, kScaled ? w * load(value_scales_ + i) : w);
+        store_weights(scores + i, kScaled ? w * load(value_scales_ + i) : w);
       }
     } else {
       top(states, row) = -kInfinity;
@@ -199,6 +216,13 @@ class Tile {
     sum_of(states, row) = sum(sums);
     float* result = states + row * state_floats(a_);
     for (int64_t i = 0; i < width_; i += kLanes) store(result + i, F32{});
+  }
+
+  static void store_weights(float* weights, F32 w) {
+#if defined(OCTAVO_ISA_avx512_bf16)
+    if constexpr (by_pairs) return store_split(weights, w);
+#endif
+    store(weights, w);
   }
 
   // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
@@ -288,6 +312,11 @@ class Tile {
     float* sums = states + query * group_ * state_floats(a_);
     int64_t token = tokens.begin;
     const auto add_one = [&] {
+#if defined(OCTAVO_ISA_avx512_bf16)
+      if constexpr (by_pairs)
+        return add_token_of_pair(weights, kPiece, queries * group_, values, token++, padded_, width_, sums,
+                                 state_floats(a_));
+#endif
       add_token(weights, kPiece, queries * group_, values, token++, padded_, width_, sums,
                 state_floats(a_));
     };
@@ -296,7 +325,7 @@ class Tile {
     if (pairs > 0) {
       const T* first = values + token * padded_;
       const T* ahead = next + token * padded_;
-      multiply_values(&first, &ahead, 1, pairs, weights + token, queries, sums);
+      multiply_values(&first, &ahead, 1, pairs, weights + (by_pairs ? token / 2 : token), queries, sums);
       token += 2 * pairs;
     }
     if (token < tokens.end) add_one();
@@ -323,7 +352,7 @@ class Tile {
       p.rows = weights;
       p.sums = sums + d;
       p.start = p.sums;
-      multiply(p, queries * group_);
+      multiply<kWeights>(p, queries * group_);
     }
   }
 
@@ -336,22 +365,27 @@ class Tile {
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
 };
 
+// Calls f with a null pointer to the class that computes such items.
 template <typename F>
-void with_cache_type(Dtype dtype, const F& f) {
-  if (dtype == Dtype::f32)
-    f(float{});
-  else if (dtype == Dtype::bf16)
-    f(uint16_t{});
+void with_tile(const Attention& a, const F& f) {
+#if defined(OCTAVO_ISA_avx512_bf16)
+  if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::bf16) return f(static_cast<Tile<uint16_t, true>*>(nullptr));
+  if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::i8) return f(static_cast<Tile<int8_t, true>*>(nullptr));
+#endif
+  if (a.shape.dtype == Dtype::f32)
+    f(static_cast<Tile<float, false>*>(nullptr));
+  else if (a.shape.dtype == Dtype::bf16)
+    f(static_cast<Tile<uint16_t, false>*>(nullptr));
   else
-    f(int8_t{});
+    f(static_cast<Tile<int8_t, false>*>(nullptr));
 }
 
 void attend(const Attention& a, const Step& step, const AttentionItem& item, const AttentionItem* next) {
-  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).run(next); });
+  with_tile(a, [&](auto tile) { std::remove_pointer_t<decltype(tile)>(a, step, item).run(next); });
 }
 
 void combine(const Attention& a, const Step& step, const AttentionItem& item) {
-  with_cache_type(a.shape.dtype, [&](auto type) { Tile<decltype(type)>(a, step, item).combine(); });
+  with_tile(a, [&](auto tile) { std::remove_pointer_t<decltype(tile)>(a, step, item).combine(); });
 }
 
 }  // namespace

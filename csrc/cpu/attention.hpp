@@ -15,6 +15,12 @@
 // order. Within a piece every score is one chain of fused multiply-adds over the dimensions, and every element of the
 // result one chain over the tokens that the row attends to, in order. So the result depends neither on the other rows of
 // a tile, nor on the chunk that the row is computed in, nor on the thread that computes a piece.
+//
+// With avx512_bf16, queries of bfloat16 and a cache of bfloat16 or int8, the chains are of pairs, the odd element first, as
+// the instruction is defined. Queries, keys and values are bfloat16 exactly (an int8 is one too). A softmax weight is the
+// sum of two bfloat16, 16 bits of its 24, and of a pair of tokens the high halves are added before the low ones; one
+// bfloat16 would save a third of the products, but its error of 2^-9 is that of the result's own rounding. Of a pair that
+// a row sees one token of, the other counts as zeros, whatever is in its slot.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"

@@ -1,4 +1,5 @@
-// The register tile of attention: rows of float32 times a panel of cached keys or values, for all types of cache.
+// The register tile of attention: rows of float32, or of pairs of bfloat16, times a panel of cached keys or values, for
+// all types of cache.
 #pragma once
 #include <type_traits>
 
@@ -26,6 +27,10 @@ struct Pairs {
     __builtin_prefetch(columns, 0, 2);
     __builtin_prefetch(columns + pair_stride / 2, 0, 2);
   }
+  // Pairs of bfloat16, exact: 8 bits hold an int8, so the low half of its float32 is zero.
+  static OCTAVO_INLINE U32 words(const T* columns, int64_t pair_stride) {
+    return (U32)widen_plane(columns) >> 16 | (U32)widen_plane(columns + pair_stride / 2);
+  }
   static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
   static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {  // GCC 12 makes many small steps of a conversion
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
@@ -48,7 +53,16 @@ struct Pairs<uint16_t> {
     return half ? load_odd_bf16(columns) : even_bf16(load_as<U32>(columns));
   }
   static OCTAVO_INLINE void prefetch(const uint16_t* columns, int64_t) { __builtin_prefetch(columns, 0, 2); }
+  static OCTAVO_INLINE U32 words(const uint16_t* columns, int64_t) { return load_as<U32>(columns); }
 };
+
+// What the rows are:
+//   floats       float32
+//   pairs        words of two bfloat16, and the sums are multiplied by a factor
+//   split_pairs  words of two bfloat16 for 16 elements of a row, which are their high halves, then 8 words with the low
+//                halves: the two bfloat16 together have 16 bits of a float32's 24
+enum class Operand { floats, pairs, split_pairs };
+constexpr int64_t kWords = kPanel / 2;  // of the elements of a row that a panel's tokens have
 
 constexpr int kSegments = 4;
 
@@ -70,6 +84,7 @@ struct Product {
   int64_t sum_stride;
   const float* start;
   int64_t start_stride;
+  float factor = 1.0f;
 };
 
 // A row of zeros to start from, with a stride of 0.
@@ -93,6 +108,25 @@ OCTAVO_INLINE void add_pair(F32 (&sums)[kRows][kColumns], int column, const T* p
     }
   }
 }
+
+#if defined(OCTAVO_ISA_avx512_bf16)
+// The same with words of the rows: of the first panel and the second, if there is one.
+template <Operand operand, typename T, int kRows, int kPanels>
+OCTAVO_INLINE void add_words(F32 (&sums)[kRows][kPanels], const T* first, const T* second, int64_t pair_stride,
+                             const float* rows, int64_t row_stride) {
+  const U32 y = Pairs<T>::words(first, pair_stride);
+  const U32 z = kPanels > 1 ? Pairs<T>::words(second, pair_stride) : y;
+#pragma GCC unroll 2
+  for (int half = 0; half < (operand == Operand::split_pairs ? 2 : 1); ++half) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const U32 x = (U32)splat_anew(rows + r * row_stride + half * kWords);
+      add_pair_products(sums[r][0], y, x);
+      if constexpr (kPanels > 1) add_pair_products(sums[r][1], z, x);
+    }
+  }
+}
+#endif
 
 #if defined(OCTAVO_ISA_avx2)
 // As add_pair for three rows, in assembly with fixed registers: GCC runs out of registers, reloads the mask each time and
@@ -131,7 +165,7 @@ OCTAVO_INLINE void add_pair_to_three(F32& a0, F32& a1, F32& b0, F32& b1, F32& c0
 }
 #endif
 
-template <typename T, int kRows, int kPanels>
+template <Operand operand, typename T, int kRows, int kPanels>
 __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
   constexpr int kColumns = kPanels * kVectors;
   F32 sums[kRows][kColumns];
@@ -152,8 +186,11 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
     do {
       Pairs<T>::prefetch(ahead, pair_stride);
       if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride);
+#if defined(OCTAVO_ISA_avx512_bf16)
+      if constexpr (operand != Operand::floats) add_words<operand>(sums, first, second, pair_stride, rows, row_stride);
+#endif
 #pragma GCC unroll 2
-      for (int i = 0; i < kPanels; ++i) {
+      for (int i = 0; operand == Operand::floats && i < kPanels; ++i) {
         const T* pair = i ? second : first;
         const int c = i * kVectors;
 #if defined(OCTAVO_ISA_avx2)
@@ -165,32 +202,34 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
 #endif
         add_pair(sums, c, pair, pair_stride, rows, row_stride);
       }
-      rows += 2;
+      rows += operand == Operand::floats ? 2 : 1;
       first += pair_stride;
       second += pair_stride;
       ahead += pair_stride;
       second_ahead += pair_stride;
     } while (--pairs > 0);
+    if (operand == Operand::split_pairs) rows += kPanel - p.pairs;
   } while (++segment < p.segments);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int c = 0; c < kColumns; ++c) store(p.sums + r * p.sum_stride + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; ++c)
+      store(p.sums + r * p.sum_stride + c * kLanes, operand == Operand::pairs ? sums[r][c] * p.factor : sums[r][c]);
 }
 
-template <typename T, int kPanels, int kRows>
+template <Operand operand, typename T, int kPanels, int kRows>
 void multiply_exactly(const Product<T>& p, int rows) {
   if (rows == kRows)
-    multiply_tile<T, kRows, kPanels>(p);
+    multiply_tile<operand, T, kRows, kPanels>(p);
   else if constexpr (kRows > 1)
-    multiply_exactly<T, kPanels, kRows - 1>(p, rows);
+    multiply_exactly<operand, T, kPanels, kRows - 1>(p, rows);
 }
 
 // Largest number of rows with sums of two panels in registers.
 constexpr int kRowsOfTwoPanels = kSums / (2 * kVectors);
 
 // Rows shared out evenly over tiles.
-template <typename T>
+template <Operand operand, typename T>
 __attribute__((noinline)) void multiply_tiles(Product<T>& p, int64_t rows) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const float* first_row = p.rows;
@@ -203,10 +242,10 @@ __attribute__((noinline)) void multiply_tiles(Product<T>& p, int64_t rows) {
     p.sums = first_sum + begin * p.sum_stride;
     p.start = first_start + begin * p.start_stride;
     if (p.panels[1][0] && count <= kRowsOfTwoPanels) {
-      multiply_exactly<T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
+      multiply_exactly<operand, T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, count);
       continue;
     }
-    multiply_exactly<T, 1, kTileRows>(p, count);
+    multiply_exactly<operand, T, 1, kTileRows>(p, count);
     if (!p.panels[1][0]) continue;
     Product<T> second = p;
     for (int s = 0; s < p.segments; ++s) {
@@ -215,18 +254,18 @@ __attribute__((noinline)) void multiply_tiles(Product<T>& p, int64_t rows) {
     }
     second.sums += kPanel;
     second.start += kPanel;
-    multiply_exactly<T, 1, kTileRows>(second, count);
+    multiply_exactly<operand, T, 1, kTileRows>(second, count);
   }
 }
 
 // Any number of rows. Changes rows, sums and start of `p`: a copy would stall, as its wide loads would follow narrow
 // stores.
-template <typename T>
+template <Operand operand, typename T>
 OCTAVO_INLINE void multiply(Product<T>& p, int64_t rows) {
   if (p.panels[1][0] && rows <= kRowsOfTwoPanels)
-    multiply_exactly<T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, static_cast<int>(rows));
+    multiply_exactly<operand, T, 2, kRowsOfTwoPanels < kTileRows ? kRowsOfTwoPanels : kTileRows>(p, static_cast<int>(rows));
   else
-    multiply_tiles(p, rows);
+    multiply_tiles<operand>(p, rows);
 }
 
 // One token of a panel of values, its first `width` numbers, for the end of a range that is not a whole number of pairs.
@@ -242,6 +281,35 @@ void add_token(const float* weights, int64_t weight_stride, int64_t rows, const 
     }
   }
 }
+
+#if defined(OCTAVO_ISA_avx512_bf16)
+// The same with words of the weights of the panel's tokens, in high and low halves. The other token of the pair counts as
+// zero, weight and value: what is in its slot may be anything.
+template <typename T>
+void add_token_of_pair(const float* weights, int64_t weight_stride, int64_t rows, const T* panel, int64_t token,
+                       int64_t padded, int64_t width, float* sums, int64_t sum_stride) {
+  const uint32_t mask = token % 2 ? 0xffff0000u : 0x0000ffffu;
+  const T* pair = panel + token / 2 * 2 * padded;
+  for (int64_t c = 0; c < width; c += kLanes) {
+    const U32 y = Pairs<T>::words(pair + c * Pairs<T>::kColumn, 2 * padded) & mask;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* word = weights + r * weight_stride + token / 2;
+      float* at = sums + r * sum_stride + c;
+      F32 sum = load(at);
+      add_pair_products(sum, y, (U32)splat_anew(word) & mask);
+      add_pair_products(sum, y, (U32)splat_anew(word + kWords) & mask);
+      store(at, sum);
+    }
+  }
+}
+
+// 16 weights as words of two bfloat16 each: their high halves, then their low halves.
+OCTAVO_INLINE void store_split(float* words, F32 x) {
+  const U16 high = narrow_bf16(x), low = narrow_bf16(x - widen_bf16(high));
+  std::memcpy(words, &high, sizeof high);
+  std::memcpy(words + kWords, &low, sizeof low);
+}
+#endif
 
 }  // namespace
 

@@ -129,6 +129,17 @@ OCTAVO_EMULATED_CALL __m512 dpbf16_ps(__m512 sum, Pairs a, Pairs b) {
   const __m512 even = fmadd_ps((__m512)flush(x << 16), (__m512)flush(y << 16), (__m512)flush((U32x16)odd));
   return (__m512)flush((U32x16)even);
 }
+// To the nearest bfloat16, ties to even.
+inline __m256bh maskz_cvtneps_pbh(__mmask16 mask, __m512 a) {
+  const U32x16 bits = flush((U32x16)a);
+  U16x16 out;
+  for (int i = 0; i < 16; ++i) {
+    const bool nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
+    const uint32_t rounded = nan ? bits[i] >> 16 | 0x40 : (bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16;
+    out[i] = static_cast<uint16_t>(mask >> i & 1 ? rounded : 0u);
+  }
+  return (__m256bh)out;
+}
 // Four products of an unsigned byte of a and a signed byte of b are added to each sum, which wraps around.
 OCTAVO_EMULATED_CALL __m512i dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   U32x16 out = (U32x16)sum;
@@ -160,4 +171,5 @@ OCTAVO_EMULATED_CALL __m512i dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_storeu_ps octavo::emulated::storeu_ps
 #define _mm512_storeu_si512 octavo::emulated::storeu_si512
 #define _mm512_dpbf16_ps octavo::emulated::dpbf16_ps
+#define _mm512_maskz_cvtneps_pbh octavo::emulated::maskz_cvtneps_pbh
 #define _mm512_dpbusd_epi32 octavo::emulated::dpbusd_epi32

@@ -215,6 +215,9 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
   sum = (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
+
+// As round_bf16, but that subnormal numbers are zero.
+OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x); }
 #endif
 
 // An element in all lanes, always loaded: keeping it would use registers that the sums of a tile need.

@@ -269,6 +269,18 @@ def test_a_later_nan_of_the_same_chunk_does_not_reach_earlier_tokens(cache_dtype
     assert dirty[21:].isnan().all()
 
 
+@pytest.mark.parametrize("cache_dtype", [F32, BF16, I8])
+@pytest.mark.parametrize("token", [10, 11])
+def test_a_nan_before_the_window_does_not_reach_later_tokens(cache_dtype: torch.dtype, token: int) -> None:
+    """Nor does the other token of its pair, where values are multiplied by pairs."""
+    world = World(Network(cache_dtype=cache_dtype, window=20), [60], 0)
+    [clean] = world.step([(0, 0, 60)])
+    world.sequences[0].k[token] = world.sequences[0].v[token] = float("nan")
+    [dirty] = world.step([(0, 0, 60)])
+    assert torch.equal(dirty[:token], clean[:token]) and torch.equal(dirty[token + 20 :], clean[token + 20 :])
+    assert dirty[token : token + 20].isnan().all()
+
+
 # --- invariance -----------------------------------------------------------------------------------------------------
 
 VARIANTS = [
