@@ -96,6 +96,8 @@ class LinearQuant : public Op {
   }
 
  private:
+  static constexpr int64_t kSumsStride = 2 * kMostPanels * kPanel;  // gates and ups of a row
+
   static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
   static void check_dtype(Dtype dtype) {
     if (dtype == Dtype::i8) throw std::invalid_argument("rows of a quantised product are float32 or bfloat16");
@@ -121,36 +123,46 @@ class LinearQuant : public Op {
         table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
       }
     });
-    const int64_t chunk = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    const int64_t at_once = table.panels_at_once(quantized.count);
+    const int64_t wanted = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    const int64_t chunk = (wanted + at_once - 1) / at_once * at_once;
     parallel_for((tasks_ + chunk - 1) / chunk, [&](int64_t chunk_index) {
-      for (int64_t i = chunk_index * chunk; i < std::min(tasks_, (chunk_index + 1) * chunk); ++i) {
-        run_task(i, first, quantized);
-      }
+      const int64_t end = std::min(tasks_, (chunk_index + 1) * chunk);
+      for (int64_t i = chunk_index * chunk; i < end;) i = run_task(i, std::min(end, i + at_once), first, quantized);
     });
   }
 
-  void run_task(int64_t panel, int64_t first, const QuantRows& quantized) const {
+  // Those of panels [panel, end) that are of the first one's part; returns where they end.
+  int64_t run_task(int64_t panel, int64_t end, int64_t first, const QuantRows& quantized) const {
     const size_t part = part_of(panel);
     const QuantOutput out = at_row(outputs_[part], first);
-    const int64_t own = panel - first_panel_[part];
-    if (activation_ == Activation::none) return isa().quant->panel(*parts_[part], own, quantized, out);
-    alignas(64) float sums[kRowsAtOnce * 2 * kPanel];
-    const int64_t width = std::min<int64_t>(kPanel, parts_[part]->n - own * kPanel);
-    multiply(part, own, first, quantized, sums);
-    if (gated_) multiply(1, own, first, quantized, sums + width);
-    isa().pointwise->activate({sums, 2 * kPanel, Dtype::f32,
-                               static_cast<char*>(out.data) + own * kPanel * size_of(out.dtype), out.stride, out.dtype,
+    const int64_t own = panel - first_panel_[part], own_end = std::min(end - first_panel_[part], parts_[part]->panels);
+    if (activation_ == Activation::none)
+      isa().quant->panels(*parts_[part], own, own_end, quantized, out);
+    else
+      run_activated(part, own, own_end, first, quantized, out);
+    return first_panel_[part] + own_end;
+  }
+
+  void run_activated(size_t part, int64_t begin, int64_t end, int64_t first, const QuantRows& quantized,
+                     const QuantOutput& out) const {
+    alignas(64) float sums[kRowsAtOnce * kSumsStride];
+    const int64_t width = std::min<int64_t>((end - begin) * kPanel, parts_[part]->n - begin * kPanel);
+    multiply(part, begin, end, first, quantized, sums);
+    if (gated_) multiply(1, begin, end, first, quantized, sums + width);
+    isa().pointwise->activate({sums, kSumsStride, Dtype::f32,
+                               static_cast<char*>(out.data) + begin * kPanel * size_of(out.dtype), out.stride, out.dtype,
                                width, activation_, gated_},
                               Step{}, 0, quantized.count);
   }
 
-  // A panel of a part for all rows, into memory of its own [rows][2 * kPanel].
-  void multiply(size_t part, int64_t panel, int64_t first, const QuantRows& quantized, float* sums) const {
+  // Panels of a part for all rows, into memory of its own [rows][kSumsStride].
+  void multiply(size_t part, int64_t begin, int64_t end, int64_t first, const QuantRows& quantized, float* sums) const {
     QuantOutput out = at_row(outputs_[part], first);
-    out.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) - panel * kPanel * sizeof(float));
-    out.stride = 2 * kPanel;
+    out.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) - begin * kPanel * sizeof(float));
+    out.stride = kSumsStride;
     out.dtype = Dtype::f32;
-    isa().quant->panel(*parts_[part], panel, quantized, out);
+    isa().quant->panels(*parts_[part], begin, end, quantized, out);
   }
 
   static QuantOutput at_row(QuantOutput out, int64_t row) {

@@ -69,7 +69,10 @@ class QuantizedExpert : public ExpertMatrix {
       : ExpertMatrix(parts[0]->k, parts[0]->n, parts.size() == 2, 1, parts[0]->panels, kPanel),
         parts_(std::move(parts)) {}
 
-  int64_t units_at_once(int64_t) const override { return gated() ? 4 : 8; }
+  int64_t units_at_once(int64_t rows) const override {
+    const int64_t least = isa().quant->panels_at_once(rows);
+    return ((gated() ? 4 : 8) + least - 1) / least * least;
+  }
   size_t bytes_of_rows(int64_t rows) const override {
     const auto groups = static_cast<size_t>(rows * parts_[0]->groups);
     return round_up(groups * kQuantGroup) * wants(false) + round_up(groups * kQuantGroup * 2) * wants(true) +
@@ -81,26 +84,27 @@ class QuantizedExpert : public ExpertMatrix {
   void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
                 const void*) const override {
     const QuantRows quantized = rows_in(const_cast<void*>(memory), rows);
-    for (int64_t panel = begin; panel < end; ++panel) {
-      char* to = static_cast<char*>(out.data) + (panel - begin) * kPanel * bytes_of(out.dtype);
-      if (!gated()) {
-        multiply_part(0, panel, quantized, to, out.stride, out.dtype);
-        continue;
-      }
-      alignas(64) float sums[kExpertRows * 2 * kPanel];
-      const int64_t width = std::min<int64_t>(kPanel, outputs() - panel * kPanel);
+    if (!gated()) return multiply_part(0, begin, end, quantized, out.data, out.stride, out.dtype);
+    const int64_t at_once = isa().quant->panels_at_once(rows);
+    for (int64_t panel = begin; panel < end; panel += at_once) {
+      const int64_t last = std::min(end, panel + at_once);
+      constexpr int64_t stride = 2 * kMostPanels * kPanel;
+      alignas(64) float sums[kExpertRows * stride];
+      const int64_t width = std::min<int64_t>((last - panel) * kPanel, outputs() - panel * kPanel);
       for (size_t part = 0; part < 2; ++part)
-        multiply_part(part, panel, quantized, sums + part * width, 2 * kPanel, Dtype::f32);
-      isa().pointwise->activate({sums, 2 * kPanel, Dtype::f32, to, out.stride, out.dtype, width, Activation::silu, true},
+        multiply_part(part, panel, last, quantized, sums + part * width, stride, Dtype::f32);
+      void* to = static_cast<char*>(out.data) + (panel - begin) * kPanel * bytes_of(out.dtype);
+      isa().pointwise->activate({sums, stride, Dtype::f32, to, out.stride, out.dtype, width, Activation::silu, true},
                                 Step{}, 0, rows);
     }
   }
   const void* unit(int64_t i) const override { return parts_[0]->panel(i); }
 
  private:
-  void multiply_part(size_t part, int64_t panel, const QuantRows& rows, void* to, int64_t stride, Dtype dtype) const {
-    const QuantOutput output{before(to, panel * kPanel, bytes_of(dtype)), stride, dtype, nullptr, nullptr, 0};
-    isa().quant->panel(*parts_[part], panel, rows, output);
+  void multiply_part(size_t part, int64_t begin, int64_t end, const QuantRows& rows, void* to, int64_t stride,
+                     Dtype dtype) const {
+    const QuantOutput output{before(to, begin * kPanel, bytes_of(dtype)), stride, dtype, nullptr, nullptr, 0};
+    isa().quant->panels(*parts_[part], begin, end, rows, output);
   }
   bool wants(bool wide) const {
     return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {

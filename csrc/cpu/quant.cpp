@@ -38,27 +38,32 @@ OCTAVO_INLINE Columns minima_of(const uint8_t* header, int i) {
   return load_f16(header + 32);
 }
 
-// Adds a group to the sums of each row.
-template <QuantFormat Format, int Rows>
-OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, const RowCode<layout_of(Format).bits>* x,
-                             const QuantGroup* groups, Columns (&sums)[Rows]) {
+// Adds a group to the sums of each row and panel; the first panel's header and codes are at `header` and `w`.
+template <QuantFormat Format, int Rows, int Panels>
+OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, int64_t panel_bytes,
+                             const RowCode<layout_of(Format).bits>* x, const QuantGroup* groups,
+                             Columns (&sums)[Panels][Rows]) {
   constexpr bool has_minima = Format == QuantFormat::q4_1 || Format == QuantFormat::q4_k;
-  Dots<Rows> dots;
+  Dots<Rows> dots[Panels];
   if constexpr (layout_of(Format).bits == 8) {
-    dot_8bit<Rows>(w, x, groups, dots);
+    dots_8bit<Rows, Panels>(w, panel_bytes, x, groups, dots);
   } else {
-    dot_4bit<Rows, !has_minima>(w, x, groups, dots);
+    dots_4bit<Rows, Panels, !has_minima>(w, panel_bytes, x, groups, dots);
   }
-  Columns scales, minima;
-  if constexpr (Format != QuantFormat::q8_channel) scales = scales_of<Format>(header, i);
-  if constexpr (has_minima) minima = minima_of<Format>(header, i);
-  for (int r = 0; r < Rows; ++r) {
-    Columns scale = spread(groups[r].scale);
-    if constexpr (Format != QuantFormat::q8_channel) scale = multiply(scales, scale);
-    sums[r] = add(sums[r], multiply(as_float(dots, r), scale));
-    if constexpr (has_minima) {
-      const Columns share = multiply(minima, spread(groups[r].scaled_sum));
-      sums[r] = Format == QuantFormat::q4_k ? subtract(sums[r], share) : add(sums[r], share);
+#pragma GCC unroll 3
+  for (int p = 0; p < Panels; ++p, header += panel_bytes) {
+    Columns scales, minima;
+    if constexpr (Format != QuantFormat::q8_channel) scales = scales_of<Format>(header, i);
+    if constexpr (has_minima) minima = minima_of<Format>(header, i);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      Columns scale = spread(groups[r].scale);
+      if constexpr (Format != QuantFormat::q8_channel) scale = multiply(scales, scale);
+      sums[p][r] = add(sums[p][r], multiply(as_float(dots[p], r), scale));
+      if constexpr (has_minima) {
+        const Columns share = multiply(minima, spread(groups[r].scaled_sum));
+        sums[p][r] = Format == QuantFormat::q4_k ? subtract(sums[p][r], share) : add(sums[p][r], share);
+      }
     }
   }
 }
@@ -73,40 +78,48 @@ struct Ahead {
   }
 };
 
-// Products of a panel and a tile's first rows.
-template <QuantFormat Format, int Rows>
-void multiply_tile(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahead ahead, float (*out)[kPanel]) {
+// Products of neighbouring panels and a tile's first rows.
+template <QuantFormat Format, int Panels, int Rows>
+void multiply_tile(const uint8_t* panel, int64_t panel_bytes, const QuantRows& rows, int64_t row, Ahead ahead,
+                   float (*out)[kQuantTile][kPanel]) {
   constexpr QuantLayout layout = layout_of(Format);
   const int64_t num_groups = rows.num_groups, groups_a_block = layout.groups == 0 ? num_groups : layout.groups;
   const auto* x = rows.codes_of<RowCode<layout.bits>>(row);
   const QuantGroup* groups = rows.groups_of(row);
-  Columns sums[Rows];
-  for (int r = 0; r < Rows; ++r) sums[r] = spread(0);
+  Columns sums[Panels][Rows];
+  for (auto& of_panel : sums)
+    for (Columns& sum : of_panel) sum = spread(0);
   const uint8_t* w = panel;
   for (int64_t g = 0; g < num_groups; g += groups_a_block) {
     const uint8_t* header = w;
     w += layout.header;
     for (int64_t i = 0; i < groups_a_block; ++i) {
       ahead.fetch();
-      add_group<Format, Rows>(header, static_cast<int>(i), w, x, groups, sums);
+      add_group<Format, Rows, Panels>(header, static_cast<int>(i), w, panel_bytes, x, groups, sums);
       w += layout.group_bytes();
       x += kQuantGroup * Rows;
       groups += Rows;
     }
   }
-  for (int r = 0; r < Rows; ++r) {
-    if constexpr (Format == QuantFormat::q8_channel) sums[r] = multiply(sums[r], load_f32(panel));
-    to_floats(sums[r], out[r]);
+#pragma GCC unroll 3
+  for (int p = 0; p < Panels; ++p) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      if constexpr (Format == QuantFormat::q8_channel)
+        sums[p][r] = multiply(sums[p][r], load_f32(panel + p * panel_bytes));
+      to_floats(sums[p][r], out[p][r]);
+    }
   }
 }
 
-template <QuantFormat Format>
-void multiply_rows(const uint8_t* panel, const QuantRows& rows, int64_t row, Ahead ahead, float (*out)[kPanel]) {
+template <QuantFormat Format, int Panels>
+void multiply_rows(const uint8_t* panel, int64_t panel_bytes, const QuantRows& rows, int64_t row, Ahead ahead,
+                   float (*out)[kQuantTile][kPanel]) {
   switch (rows.rows_of_tile(row)) {
-    case 1: return multiply_tile<Format, 1>(panel, rows, row, ahead, out);
-    case 2: return multiply_tile<Format, 2>(panel, rows, row, ahead, out);
-    case 3: return multiply_tile<Format, 3>(panel, rows, row, ahead, out);
-    default: return multiply_tile<Format, 4>(panel, rows, row, ahead, out);
+    case 1: return multiply_tile<Format, Panels, 1>(panel, panel_bytes, rows, row, ahead, out);
+    case 2: return multiply_tile<Format, Panels, 2>(panel, panel_bytes, rows, row, ahead, out);
+    case 3: return multiply_tile<Format, Panels, 3>(panel, panel_bytes, rows, row, ahead, out);
+    default: return multiply_tile<Format, Panels, 4>(panel, panel_bytes, rows, row, ahead, out);
   }
 }
 
@@ -126,45 +139,63 @@ OCTAVO_INLINE void store_row(const float* sums, const float* bias, const float* 
   }
 }
 
-template <QuantFormat Format>
-void run_panel(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out) {
+// One panel's results of a tile of rows.
+void store_tile(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t row, const QuantOutput& out,
+                const float (*sums)[kPanel]) {
   const int64_t first = panel * kPanel;
   const int columns = static_cast<int>(weight.n - first < kPanel ? weight.n - first : kPanel);
   const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
-  // Each tile fetches an equal part of the next panel, but a single one leaves it to the processor: it reads steadily.
-  const int64_t tiles = (rows.count + kQuantTile - 1) / kQuantTile;
-  Ahead ahead{weight.panel(panel + 1), tiles == 1 ? 0 : layout_of(Format).group_bytes() / tiles};
-  for (int64_t row = 0; row < rows.count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
-    float sums[kQuantTile][kPanel];
-    multiply_rows<Format>(weight.panel(panel), rows, row, ahead, sums);
-    for (int r = 0; r < rows.rows_of_tile(row); ++r) {
-      const int64_t at = (row + r) * out.stride + first;
-      const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
-      if (out.dtype == Dtype::f32) {
-        store_row(sums[r], bias, add, columns, static_cast<float*>(out.data) + at);
-      } else {
-        store_row(sums[r], bias, add, columns, static_cast<uint16_t*>(out.data) + at);
-      }
+  for (int r = 0; r < rows.rows_of_tile(row); ++r) {
+    const int64_t at = (row + r) * out.stride + first;
+    const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
+    if (out.dtype == Dtype::f32) {
+      store_row(sums[r], bias, add, columns, static_cast<float*>(out.data) + at);
+    } else {
+      store_row(sums[r], bias, add, columns, static_cast<uint16_t*>(out.data) + at);
     }
   }
 }
 
-void panel(const PackedQuant& weight, int64_t i, const QuantRows& rows, const QuantOutput& out) {
+template <QuantFormat Format, int Panels>
+void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out) {
+  // Each tile fetches an equal part of the next panels, but a single one leaves it to the processor: it reads steadily.
+  const int64_t tiles = (rows.count + kQuantTile - 1) / kQuantTile;
+  Ahead ahead{weight.panel(panel + Panels), tiles == 1 ? 0 : Panels * layout_of(Format).group_bytes() / tiles};
+  for (int64_t row = 0; row < rows.count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
+    float sums[Panels][kQuantTile][kPanel];
+    multiply_rows<Format, Panels>(weight.panel(panel), weight.panel_bytes, rows, row, ahead, sums);
+    for (int p = 0; p < Panels; ++p) store_tile(weight, panel + p, rows, row, out, sums[p]);
+  }
+}
+
+// Fewer rows wait for memory, and one panel after the other is read the fastest.
+constexpr int64_t kRowsOfManyPanels = 32;
+
+int64_t panels_at_once(int64_t rows) { return rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce; }
+
+template <QuantFormat Format>
+void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out) {
+  for (; rows.count >= kRowsOfManyPanels && panel + kPanelsAtOnce <= end; panel += kPanelsAtOnce)
+    run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out);
+  for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out);
+}
+
+void panels(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out) {
   switch (weight.format) {
-    case QuantFormat::q8_channel: return run_panel<QuantFormat::q8_channel>(weight, i, rows, out);
-    case QuantFormat::q8_32: return run_panel<QuantFormat::q8_32>(weight, i, rows, out);
-    case QuantFormat::q8_128: return run_panel<QuantFormat::q8_128>(weight, i, rows, out);
-    case QuantFormat::q4_32: return run_panel<QuantFormat::q4_32>(weight, i, rows, out);
-    case QuantFormat::q4_128: return run_panel<QuantFormat::q4_128>(weight, i, rows, out);
-    case QuantFormat::q4_1: return run_panel<QuantFormat::q4_1>(weight, i, rows, out);
-    case QuantFormat::q4_k: return run_panel<QuantFormat::q4_k>(weight, i, rows, out);
+    case QuantFormat::q8_channel: return run_range<QuantFormat::q8_channel>(weight, begin, end, rows, out);
+    case QuantFormat::q8_32: return run_range<QuantFormat::q8_32>(weight, begin, end, rows, out);
+    case QuantFormat::q8_128: return run_range<QuantFormat::q8_128>(weight, begin, end, rows, out);
+    case QuantFormat::q4_32: return run_range<QuantFormat::q4_32>(weight, begin, end, rows, out);
+    case QuantFormat::q4_128: return run_range<QuantFormat::q4_128>(weight, begin, end, rows, out);
+    case QuantFormat::q4_1: return run_range<QuantFormat::q4_1>(weight, begin, end, rows, out);
+    case QuantFormat::q4_k: return run_range<QuantFormat::q4_k>(weight, begin, end, rows, out);
   }
 }
 
 }  // namespace
 
 const QuantTable* quant_table() {
-  static const QuantTable table{encode_weights, wants_wide, quantize, panel};
+  static const QuantTable table{encode_weights, wants_wide, quantize, panels_at_once, panels};
   return &table;
 }
 

@@ -18,6 +18,7 @@ namespace octavo {
 constexpr int kPanel = 16;       // output columns that are packed together
 constexpr int kQuantGroup = 32;  // values of K that share an activation scale
 constexpr int kQuantTile = 4;    // rows that are computed together
+constexpr int kMostPanels = 3;   // that are computed side by side
 
 // How a matrix is quantised. `q8` codes are signed bytes; `q4` codes are 0 to 15 and stand for code - 8, or for code in
 // the two formats with minima. The number is that of the values of K that share a float16 scale; q8_channel has one
@@ -130,8 +131,10 @@ struct QuantTable {
   bool (*wants_wide)(int bits);
   // Quantises a row x[k], float32 or bfloat16, into row `row`.
   void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
-  // Computes a panel's columns for all rows.
-  void (*panel)(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out);
+  // How many panels are computed side by side for so many rows, at most kMostPanels.
+  int64_t (*panels_at_once)(int64_t rows);
+  // Computes the columns of panels [begin, end) for all rows.
+  void (*panels)(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out);
 };
 
 }  // namespace octavo

@@ -14,10 +14,10 @@ struct Dots {
   I32 value[Rows][kVectors];
 };
 
-// dot_4bit: codes of 4 bits; Offset: they stand for code - 8. dot_8bit: codes of 8 bits, which have 128 added. w: the
-// group's codes; x: its quads of row 0; groups: that of row 0.
+// dots_4bit: codes of 4 bits; Offset: they stand for code - 8. dots_8bit: codes of 8 bits, which have 128 added. w: the
+// group's codes in the first panel; x: its quads of row 0; groups: that of row 0.
 
-// Of rows that dot_8bit takes.
+// Of rows that dots_8bit takes.
 #if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
 using CodeFor8bit = int16_t;
 #else
@@ -26,37 +26,57 @@ using CodeFor8bit = int8_t;
 
 #if defined(OCTAVO_ISA_avx512_bf16)
 
-// The instruction multiplies 8 bits without sign by 8 with one, and sums quads in 32 bits: no step can overflow.
-OCTAVO_INLINE I32 add_products(I32 sum, U32 codes, const int8_t* x) {
-  int32_t quad;
-  std::memcpy(&quad, x, 4);
-  return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)(quad - I32{}));
-}
+// Sums of 4 rows x 3 panels, in integers and in floats, fill 24 registers, and a broadcast serves three products.
+constexpr int kPanelsAtOnce = 3;
 
-template <int Rows, bool Offset>
-OCTAVO_INLINE void dot_4bit(const uint8_t* w, const int8_t* x, const QuantGroup* groups, Dots<Rows>& dots) {
-  for (int r = 0; r < Rows; ++r) dots.value[r][0] = (Offset ? groups[r].offset : 0) - I32{};
+// The instruction multiplies 8 bits without sign by 8 with one, and sums quads in 32 bits: no step can overflow.
+template <int Rows, int Panels>
+OCTAVO_INLINE void add_products(const U32 (&codes)[Panels], const int8_t* x, Dots<Rows> (&dots)[Panels]) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
-    const U32 codes = load_as<U32>(w);
-    const U32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      dots.value[r][0] = add_products(dots.value[r][0], even, x + 4 * r);
-      dots.value[r][0] = add_products(dots.value[r][0], odd, x + 4 * Rows + 4 * r);
-    }
+  for (int r = 0; r < Rows; ++r) {
+    int32_t word;
+    std::memcpy(&word, x + 4 * r, 4);
+    I32 quad = word - I32{};  // for one panel, the instruction's operand in memory
+    if constexpr (Panels > 1) quad = (I32)splat_anew(reinterpret_cast<const float*>(x + 4 * r));
+#pragma GCC unroll 3
+    for (int p = 0; p < Panels; ++p)
+      dots[p].value[r][0] = (I32)_mm512_dpbusd_epi32((__m512i)dots[p].value[r][0], (__m512i)codes[p], (__m512i)quad);
   }
 }
 
-template <int Rows>
-OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantGroup* groups, Dots<Rows>& dots) {
-  for (int r = 0; r < Rows; ++r) dots.value[r][0] = 16 * groups[r].offset - I32{};
+// Of neighbouring panels, so many bytes apart.
+template <int Rows, int Panels, bool Offset>
+OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t panel_bytes, const int8_t* x, const QuantGroup* groups,
+                             Dots<Rows> (&dots)[Panels]) {
+#pragma GCC unroll 3
+  for (int p = 0; p < Panels; ++p)
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) dots[p].value[r][0] = (Offset ? groups[r].offset : 0) - I32{};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
+    U32 even[Panels], odd[Panels];
+#pragma GCC unroll 3
+    for (int p = 0; p < Panels; ++p) even[p] = load_as<U32>(w + p * panel_bytes) & 0x0f0f0f0fu;
+    add_products<Rows>(even, x, dots);
+#pragma GCC unroll 3
+    for (int p = 0; p < Panels; ++p) odd[p] = load_as<U32>(w + p * panel_bytes) >> 4 & 0x0f0f0f0fu;
+    add_products<Rows>(odd, x + 4 * Rows, dots);
+  }
+}
+
+template <int Rows, int Panels>
+OCTAVO_INLINE void dots_8bit(const uint8_t* w, int64_t panel_bytes, const CodeFor8bit* x, const QuantGroup* groups,
+                             Dots<Rows> (&dots)[Panels]) {
+#pragma GCC unroll 3
+  for (int p = 0; p < Panels; ++p)
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) dots[p].value[r][0] = 16 * groups[r].offset - I32{};
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    const U32 codes = load_as<U32>(w + 64 * i);
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r)
-      dots.value[r][0] = add_products(dots.value[r][0], codes, x + 4 * Rows * i + 4 * r);
+    U32 codes[Panels];
+#pragma GCC unroll 3
+    for (int p = 0; p < Panels; ++p) codes[p] = load_as<U32>(w + p * panel_bytes + 64 * i);
+    add_products<Rows>(codes, x + 4 * Rows * i, dots);
   }
 }
 
@@ -187,6 +207,24 @@ OCTAVO_INLINE void dot_8bit(const uint8_t* w, const CodeFor8bit* x, const QuantG
   }
 }
 
+#endif
+
+#if !defined(OCTAVO_ISA_avx512_bf16)
+constexpr int kPanelsAtOnce = 1;
+
+template <int Rows, int Panels, bool Offset>
+OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t, const int8_t* x, const QuantGroup* groups,
+                             Dots<Rows> (&dots)[Panels]) {
+  static_assert(Panels == 1);
+  dot_4bit<Rows, Offset>(w, x, groups, dots[0]);
+}
+
+template <int Rows, int Panels>
+OCTAVO_INLINE void dots_8bit(const uint8_t* w, int64_t, const CodeFor8bit* x, const QuantGroup* groups,
+                             Dots<Rows> (&dots)[Panels]) {
+  static_assert(Panels == 1);
+  dot_8bit<Rows>(w, x, groups, dots[0]);
+}
 #endif
 
 // ---- numbers of the 16 columns ----------------------------------------------------------------------------------
