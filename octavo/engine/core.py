@@ -140,7 +140,7 @@ class EngineCore(StepLoop):
         """
         if others := set(changes) - POLICY_OPTIONS:
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
-        if self.scheduler.has_work or self.is_sleeping or self.blocks.pinned:
+        if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         self.executor.execute(self.scheduler.schedule())  # the workers forget what has ended
         self.options = self.options.model_copy(update=dict(changes))

@@ -65,6 +65,7 @@ class LLMEngine:
         """Begins anew with the model as it is loaded; see ``EngineCore.restart`` for what may change, and errors."""
         self.core.restart(changes)
         self.inputs = self._new_inputs(self.inputs.default_sampling)
+        self._prefixes = SharedPrefixes(self.core.options, self.inputs)
 
     @classmethod
     def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
