@@ -68,6 +68,9 @@ def run(arguments: Arguments) -> int:
     names = _words("places", arguments.places)
     for policy in policies:
         policy_class(policy)
+    for name in names:
+        if name not in PLACES:
+            raise ConfigError(f"no place {name!r}; known: {', '.join(PLACES)}")
     if arguments.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, not {arguments.repeats}")
     if "scheduling_policy" in arguments.group(PREFIX):
@@ -138,8 +141,6 @@ def _configure(arguments: Arguments, model: str | None) -> Configure:
 
 
 def _place(name: str, arguments: argparse.Namespace, configure: Configure) -> Place:
-    if name not in PLACES:
-        raise ConfigError(f"no place {name!r}; known: {', '.join(PLACES)}")
     if name == "simulated":
         from octavo.bench.policies.places import Simulated
         from octavo.simulate.profile import load_profile

@@ -100,7 +100,8 @@ class Lab:
             limit = None if policy == "sjf" else scenario.max_tokens
             outcome = place.run(options, acceptable(items, policy), limit)
             if not len(outcome.done.sent):
-                raise ConfigError(f"{scenario.name} under {policy}, {place.name}: no request ended as it should")
+                failed = ", ".join(f"{count} {reason}" for reason, count in outcome.done.failed.items())
+                raise ConfigError(f"{scenario.name} under {policy}, {place.name}: no request succeeded ({failed})")
             row = Row(place.name, scenario.name, policy, capacity, [figures(items, outcome)], [outcome.done.e2e])
             yield row
 

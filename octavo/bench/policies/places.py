@@ -20,6 +20,8 @@ from octavo.workloads.items import WorkItem
 
 #: Ends requests whose stated limit is longer than they are.
 _STOP = 0
+#: Runs before what is counted: the first steps of a process touch memory for the first time.
+WARM_UP = WorkItem(at=0.0, input_len=16, output_len=8, stream="warm-up")
 
 
 class Place(ABC):
@@ -102,8 +104,7 @@ class InProcess(Place):
         if self._engine is None or not changes.keys() <= POLICY_OPTIONS:
             self.close()
             self._engine = LLMEngine.from_config(options)
-            # Uncounted: the first steps of a process touch memory for the first time.
-            run_timed(self._engine, [WorkItem(at=0.0, input_len=16, output_len=8, stream="warm-up")])
+            run_timed(self._engine, [WARM_UP])
         self._engine.restart(changes)
         self._options = options
         return self._engine

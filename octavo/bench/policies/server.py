@@ -19,7 +19,7 @@ from pathlib import Path
 
 from octavo.bench import serve
 from octavo.bench.policies.figures import Outcome
-from octavo.bench.policies.places import Place
+from octavo.bench.policies.places import WARM_UP, Place
 from octavo.bench.serve_client import Client
 from octavo.bench.serve_client import Outcome as Answer
 from octavo.bench.serve_workload import requests, with_targets
@@ -32,6 +32,8 @@ from octavo.simulate.figures import Completions
 from octavo.workloads.items import WorkItem
 from octavo.workloads.tokens import ID_RANGE, token_ids
 
+#: The model's name in requests.
+_MODEL = "lab"
 #: Seconds that a server may take to start, and to end.
 _START, _END = 900.0, 30.0
 #: Seconds that a request may take.
@@ -58,17 +60,14 @@ class OwnServer(Place):
                 "requests to a server state the length at which they end: scenarios that hide it need the place "
                 "process or simulated"
             )
-        to_send = [with_targets(r) for r in requests(items, functools.partial(token_ids, id_range=_ids(options)))]
-        warmup = requests([WorkItem(at=0.0, input_len=16, output_len=8, stream="warm-up")], _prompt_of(options))
+        prompt = functools.partial(token_ids, id_range=_ids(options))
+        to_send = [with_targets(request) for request in requests(items, prompt)]
+        warmup = requests([WARM_UP], prompt)
         with _running(options) as url:
-            client = Client(url, "completions", {"model": options.model}, None, _TIMEOUT)
+            client = Client(url, "completions", {"model": _MODEL}, None, _TIMEOUT)
             answers, _ = asyncio.run(serve.measure(client, to_send, clients=None, warmup=warmup, ended=lambda: None))
             preemptions = _preemptions(url)
         return Outcome(_completions(items, answers), preemptions)
-
-
-def _prompt_of(options: EngineConfig) -> functools.partial[list[int]]:
-    return functools.partial(token_ids, id_range=_ids(options))
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,7 +86,7 @@ def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Comple
     done = Completions()
     for number, (item, answer) in enumerate(zip(items, answers, strict=True)):
         if answer.error is not None:
-            done.failed[answer.error] += 1
+            done.failed[f"{answer.error}: {answer.error_text[:200]}".rstrip(": ")] += 1
             continue
         start = answer.due - item.at
         done.add(number, item.at, answer.chunks[0] - start, answer.ended - start, item.input_len, answer.output_tokens)
@@ -98,7 +97,12 @@ def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Comple
 def _running(options: EngineConfig) -> Iterator[str]:
     """The URL of a server with these options, for the time of a block."""
     given = options.model_dump(mode="json", exclude_unset=True)
-    server = {"port": 0, "max_queued_requests": _MOST_WAITING, "max_queued_tokens": _MOST_WAITING}
+    server = {
+        "port": 0,
+        "served_model_name": _MODEL,
+        "max_queued_requests": _MOST_WAITING,
+        "max_queued_tokens": _MOST_WAITING,
+    }
     server |= {"request_timeout": _TIMEOUT}
     with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
         folder = Path(name)

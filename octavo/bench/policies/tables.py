@@ -22,7 +22,8 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     for place, text in about.items():
         here = [row for row in rows if row.place == place]
         repeats = max((len(row.runs) for row in here), default=0)
-        parts.append(f"## {place}: {text}; means of {repeats} runs, ± their standard deviation")
+        of_runs = f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
+        parts.append(f"## {place}: {text}; {of_runs}")
         parts += _tables("By policy", "scenario", here, lambda row: row.policy, lambda row: row.scenario)
         parts += _tables("By scenario", "policy", here, lambda row: row.scenario, lambda row: row.policy)
     return "\n\n".join(parts) + "\n"
@@ -81,6 +82,7 @@ def _holds(mean: Figures, name: str) -> bool:
 
 def _cells(row: Row, columns: dict[str, str]) -> Iterable[str]:
     mean, deviation = row.mean, row.deviation
+    spread = _SPREAD if len(row.runs) > 1 else ()
     for name in columns.values():
         kind, _, user = name.partition(":")
         value = mean.user_latency.get(user) if kind == "user" else getattr(mean, name)
@@ -89,7 +91,7 @@ def _cells(row: Row, columns: dict[str, str]) -> Iterable[str]:
         elif name in _SHARES:
             yield f"{value:.1%}"
         else:
-            yield _number(value) + (f" ± {_number(getattr(deviation, name))}" if name in _SPREAD else "")
+            yield _number(value) + (f" ± {_number(getattr(deviation, name))}" if name in spread else "")
 
 
 def _number(value: float) -> str:
