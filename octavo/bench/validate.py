@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from octavo.bench.capacity import capacity_of, full_load
 from octavo.bench.timed_run import run_timed
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -18,7 +19,7 @@ from octavo.simulate.figures import Completions
 from octavo.simulate.profile import StepProfile
 from octavo.simulate.run import Recorder
 from octavo.workloads.arrivals import parse_arrivals
-from octavo.workloads.lengths import Lengths, parse_inputs, parse_outputs
+from octavo.workloads.lengths import parse_inputs, parse_outputs
 from octavo.workloads.workload import Workload
 
 _log = logging.getLogger("octavo")
@@ -99,7 +100,7 @@ def _workloads(
     """Kind, load, rate in requests a second, and the workload."""
     for kind, (inputs, outputs, burstiness) in KINDS.items():
         lengths = parse_inputs(inputs), parse_outputs(outputs)
-        capacity = _capacity(profile, options, *lengths, seed)
+        capacity = capacity_of(_simulated(profile, options, full_load(*lengths, seed)))
         for load in LOADS:
             rate = load * capacity
             workload = Workload(
@@ -111,14 +112,6 @@ def _workloads(
                 name=f"{kind} {load}",
             )
             yield kind, load, rate, workload
-
-
-def _capacity(profile: StepProfile, options: EngineConfig, inputs: Lengths, outputs: Lengths, seed: int) -> float:
-    """Requests a second in the middle half of a simulated run in which all are there from the start."""
-    workload = Workload(requests=400, inputs=inputs, outputs=outputs, seed=seed, name="capacity")
-    ends = np.sort(np.asarray(_simulated(profile, options, workload).last))
-    quarter = len(ends) // 4
-    return float(2 * quarter / (ends[3 * quarter] - ends[quarter]))
 
 
 def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) -> Completions:
