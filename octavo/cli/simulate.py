@@ -124,10 +124,17 @@ def _table(profile: StepProfile, f: RunFigures) -> list[str]:
         f"{f.output_tokens_per_s:.1f} output tokens/s; {f.steps} steps",
         f"{'seconds':10} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10} {'max':>10}",
         *(_line(name, getattr(f, name)) for name in ("ttft", "tpot", "itl", "e2e")),
+        *_goodput(f),
         f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
         f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
         f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
     ]
+
+
+def _goodput(f: RunFigures) -> list[str]:
+    if f.goodput_share is None:
+        return []
+    return [f"goodput {f.goodput_requests_per_s:.3f} requests/s: {f.goodput_share:.1%} of those with targets met them"]
 
 
 def _line(name: str, latency: Latency | None) -> str:

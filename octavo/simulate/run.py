@@ -24,10 +24,9 @@ class Recorder:
     def ended(self, request: SimulatedRequest) -> None:
         """Takes a request that has ended."""
         if request.finish_reason not in ("stop", "length"):
-            self.done.failed[str(request.finish_reason)] += 1
+            self.done.fail(request.item, str(request.finish_reason))
             return
-        item = request.item
-        self.done.add(request.number, request.sent, request.first, request.last, item.input_len, request.tokens)
+        self.done.add(request.number, request.item, request.sent, request.first, request.last, request.tokens)
 
     def sample(self, engine: SimulatedEngine) -> None:
         """Looks at queues and blocks, if a sample is wanted now; to be called after a step."""
