@@ -151,6 +151,19 @@ def meets_targets(item: WorkItem, ttft: float, tpot: float) -> bool:
     )
 
 
+class Service(msgspec.Struct, frozen=True):
+    """Service of users at sampled moments: tokens (of prompts once, of outputs twice) divided by the user's weight."""
+
+    seconds: list[float]
+    #: By user, service so far.
+    users: dict[str, list[float]]
+    #: At each moment, over pairs of users and intervals that end then, in which at every moment both had requests
+    #: waiting: the largest difference between what both were served.
+    difference: list[float]
+    #: Of ``difference`` under the policy ``fair`` without ageing, by theorem 4.4 of Sheng et al. 2024.
+    bound: float
+
+
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run; times in seconds."""
 
@@ -181,6 +194,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     mean_running: float = 0.0
     mean_blocks_used: float = 0.0
     series: dict[str, list[float]] = {}
+    #: None without users.
+    service: Service | None = None
 
 
 def rates(done: Completions, gaps: Gaps) -> dict[str, Any]:
