@@ -174,7 +174,7 @@ def draw_over_time(axes: Any, series: Columns, label: str, limit: float | None =
             axes.step(seconds / 3600 if hours else seconds, values, where="post", label=name)
     if limit is not None:
         axes.axhline(limit, linestyle="--", color=_LIMIT_COLOR, linewidth=1)
-        axes.text(0, limit, f" {_short(limit)}", transform=axes.get_yaxis_transform(), fontsize=7, va="bottom")
+        axes.text(1, limit, f" {_short(limit)}", transform=axes.get_yaxis_transform(), fontsize=8, va="center")
     axes.set_xlabel("time (hours)" if hours else "time (s)")
     axes.set_ylabel(label)
     axes.margins(x=0.01)
