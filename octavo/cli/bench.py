@@ -87,6 +87,13 @@ def make_parser() -> Parser:
         "--profile", default="smollm2-135m-2-cores", metavar="NAME|FILE", help="of a simulation (smollm2-135m-2-cores)"
     )
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of a calibration or simulation: times are medians (3)",
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -106,7 +113,7 @@ def run(arguments: Arguments) -> int:
         refuse_words(arguments)
     else:
         model = take_model(arguments)
-    for name, least in (("context", 32), ("waiting", 0)):
+    for name, least in (("context", 32), ("waiting", 0), ("rounds", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
     measure = {
@@ -330,7 +337,9 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
         import torch
 
         device = torch.cuda.get_device_name()
-    profile, _ = calibrate(LLM(**options.model_dump(exclude_unset=True)), device, seed=options.seed)
+    profile, _ = calibrate(
+        LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
+    )
     if stream is not None:
         stream.write(format_profile(profile).decode())
         return
@@ -357,7 +366,7 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     found: list[Comparison] = []
 
     def collected() -> Iterator[Comparison]:
-        for comparison in compare(llm, profile, arguments.seconds):
+        for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
             found.append(comparison)
             yield comparison
 
