@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, json_stream
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def make_parser() -> Parser:
     lab("--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)")
     add_json_flag(parser)
     lab("--csv", type=Path, metavar="PATH", help="write all figures as CSV")
+    lab("--plots", type=Path, metavar="FOLDER", help="draw the lab: PNG files (needs the extra octavo[plot])")
+    add_report_flag(parser)
     add_engine_flags(parser)
     return parser
 
@@ -60,6 +62,7 @@ def run(arguments: Arguments) -> int:
 
     from octavo.bench.policies import tables
     from octavo.bench.policies.lab import Lab
+    from octavo.plots.style import load_matplotlib
     from octavo.scheduler.policies import POLICIES, policy_class
 
     model = take_model(arguments)
@@ -75,6 +78,9 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(f"--repeats must be at least 1, not {arguments.repeats}")
     if "scheduling_policy" in arguments.group(PREFIX):
         raise ConfigError("--scheduling-policy has no meaning here: name the policies in --policies")
+    if arguments.report is not None or arguments.plots is not None:
+        load_matplotlib()
+        check_folder(arguments.report, "--report")
     configure = _configure(arguments, model)
     seed = configure(names[0], {}).seed
     places = [_place(name, arguments, configure) for name in names]
@@ -92,6 +98,8 @@ def run(arguments: Arguments) -> int:
 
             rows = Lab(places, configure, seed).run(scenarios, policies, arguments.repeats, ended)
         about = {place.name: place.about for place in places}
+        if arguments.plots is not None or arguments.report is not None:
+            _draw(arguments, rows, scenarios, about)
         if json_to is not None:
             settings = {"repeats": arguments.repeats, "seed": seed, "options": arguments.group(PREFIX)}
             settings["scenarios"] = {scenario.name: scenario.about for scenario in scenarios}
@@ -101,6 +109,19 @@ def run(arguments: Arguments) -> int:
         if arguments.json != "-":
             print(tables.markdown(rows, about), end="")
     return 0
+
+
+def _draw(arguments: Arguments, rows: list[Row], scenarios: list[Scenario], about: Mapping[str, str]) -> None:
+    from octavo.bench.policies import pictures
+    from octavo.cli.simulate_report import write_plots
+
+    drawn = pictures.draw(rows, scenarios)
+    if arguments.plots is not None:
+        write_plots(drawn, arguments.plots)
+    if arguments.report is not None:
+        options = {**arguments.plain("json", "csv", "report", "plots"), **arguments.group(PREFIX)}
+        report = pictures.make_report(rows, scenarios, about, drawn, arguments.command, options)
+        report.write(arguments.report)
 
 
 def _words(flag: str, text: str) -> list[str]:
