@@ -42,7 +42,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     lab = parser.add_argument_group("lab").add_argument
-    lab("--scenarios", default="classic", metavar="S,S", help="classic, or names (classic)")
+    lab("--scenarios", default="classic", metavar="S,S", help="groups or names of scenarios (classic)")
     lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
     lab("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds of their own (3)")
@@ -60,13 +60,13 @@ def run(arguments: Arguments) -> int:
     """Runs the lab and prints its tables, or JSON."""
     from tqdm import tqdm
 
-    from octavo.bench.policies import tables
+    from octavo.bench.policies import catalogue, tables
     from octavo.bench.policies.lab import Lab
     from octavo.plots.style import load_matplotlib
     from octavo.scheduler.policies import POLICIES, policy_class
 
     model = take_model(arguments)
-    scenarios = _scenarios(_words("scenarios", arguments.scenarios))
+    scenarios = catalogue.find(_words("scenarios", arguments.scenarios))
     policies = _words("policies", arguments.policies) if arguments.policies else list(POLICIES)
     names = _words("places", arguments.places)
     for policy in policies:
@@ -130,17 +130,6 @@ def _words(flag: str, text: str) -> list[str]:
     if not words:
         raise ConfigError(f"--{flag} names nothing: {text!r}")
     return words
-
-
-def _scenarios(words: list[str]) -> list[Scenario]:
-    from octavo.bench.policies.classical import CLASSICAL
-
-    groups = {"classic": list(CLASSICAL)}
-    known = {**CLASSICAL}
-    for word in words:
-        if word not in groups and word not in known:
-            raise ConfigError(f"no scenario {word!r}; known: {', '.join((*groups, *known))}")
-    return [known[name] for name in dict.fromkeys(name for word in words for name in groups.get(word, [word]))]
 
 
 def _configure(arguments: Arguments, model: str | None) -> Configure:
