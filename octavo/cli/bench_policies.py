@@ -23,11 +23,14 @@ EXAMPLE = """\
 examples:
   octavo bench policies smollm2-135m --scenarios sparse-short --repeats 1
   octavo bench policies smollm2-135m --places process,server,simulated --json lab.json --csv lab.csv
+  octavo bench policies --places simulated --scenarios separating
   octavo bench policies --places simulated --policies fcfs,sjf,my_module:MyPolicy
   octavo bench policies opt-125m-shape --load-format dummy --places process
 
 classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
-Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. Priorities and
+Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. separating are
+few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
+deadlines-90 and -110. Priorities and
 targets are left out where a policy does not look at them. Every run begins with empty blocks and a policy that has
 learned nothing; repeat i has the seed --seed + i.
 """
@@ -42,7 +45,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     lab = parser.add_argument_group("lab").add_argument
-    lab("--scenarios", default="classic", metavar="S,S", help="classic, or names (classic)")
+    lab("--scenarios", default="classic", metavar="S,S", help="classic, separating, or names (classic)")
     lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
     lab("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds of their own (3)")
@@ -113,9 +116,10 @@ def _words(flag: str, text: str) -> list[str]:
 
 def _scenarios(words: list[str]) -> list[Scenario]:
     from octavo.bench.policies.classical import CLASSICAL
+    from octavo.bench.policies.separating import SEPARATING
 
-    groups = {"classic": list(CLASSICAL)}
-    known = {**CLASSICAL}
+    groups = {"classic": list(CLASSICAL), "separating": list(SEPARATING)}
+    known = {**CLASSICAL, **SEPARATING}
     for word in words:
         if word not in groups and word not in known:
             raise ConfigError(f"no scenario {word!r}; known: {', '.join((*groups, *known))}")
