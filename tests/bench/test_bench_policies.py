@@ -298,6 +298,7 @@ def test_tables_show_means_and_deviations() -> None:
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--scheduling-policy", "srpt"], "name the policies in --policies"),
         (["--places", "process"], "no model given"),
+        (["m", "--places", "server", "--scenarios", "sparse-short,heavy-tailed-90"], "hide it: heavy-tailed-90; those"),
         (["--profile", "none-such"], "no profile 'none-such'"),
         (["--csv", "/no/such/folder/x.csv"], "cannot write --csv"),
     ],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from octavo.bench.policies.classical import CLASSICAL
 from octavo.bench.policies.scenarios import Scenario
+from octavo.bench.policies.separating import SEPARATING
 from octavo.core.errors import ConfigError
 
 #: By group, its scenarios by name; names are unique over all groups.
-GROUPS: dict[str, dict[str, Scenario]] = {"classic": CLASSICAL}
+GROUPS: dict[str, dict[str, Scenario]] = {"classic": CLASSICAL, "separating": SEPARATING}
 
 
 def find(words: list[str]) -> list[Scenario]:

@@ -81,6 +81,7 @@ class Lab:
         """
         for policy in policies:
             policy_class(policy)
+        self._check(scenarios)
         rows: dict[tuple[str, str, str], Row] = {}
         for repeat in range(repeats):
             for place in self._places.values():
@@ -91,6 +92,16 @@ class Lab:
                             kept.add(row)
                         ended(kept)
         return list(rows.values())
+
+    def _check(self, scenarios: Sequence[Scenario]) -> None:
+        for place in self._places.values():
+            hidden = [scenario.name for scenario in scenarios if scenario.max_tokens is not None]
+            if hidden and not place.hides_lengths:
+                others = ", ".join(scenario.name for scenario in scenarios if scenario.max_tokens is None) or "none"
+                raise ConfigError(
+                    f"in the place {place.name} requests state the length at which they end, but scenarios hide it: "
+                    f"{', '.join(hidden)}; those that do not: {others}"
+                )
 
     def _repeat(self, place: Place, scenario: Scenario, policies: Sequence[str], seed: int) -> Iterator[Row]:
         """Each policy once."""

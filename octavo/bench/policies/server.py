@@ -53,6 +53,7 @@ class OwnServer(Place):
     """
 
     name = "server"
+    hides_lengths = False
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -60,10 +61,7 @@ class OwnServer(Place):
     def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
         """See ``Place``."""
         if limit is not None:
-            raise ConfigError(
-                "requests to a server state the length at which they end: scenarios that hide it need the place "
-                "process or simulated"
-            )
+            raise ConfigError("requests to a server state the length at which they end")
         prompt = functools.partial(token_ids, id_range=_ids(options))
         to_send = [with_targets(request) for request in requests(items, prompt)]
         warmup = requests([WARM_UP], prompt)
