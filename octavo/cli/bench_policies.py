@@ -27,13 +27,12 @@ examples:
   octavo bench policies --places simulated --policies fcfs,sjf,my_module:MyPolicy
   octavo bench policies opt-125m-shape --load-format dummy --places process
 
-classic: dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
+classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
 Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. separating are
 few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
-deadlines-90 and -110. Priorities and
-targets are left out where a policy does not look at them. Every run begins with empty blocks and a policy that has
-learned nothing; repeat i has the seed --seed + i. separating: few blocks, heavy tails, loads from 70 to 110 %, users,
-priorities, deadlines; of those that hide lengths sjf is told them, as an oracle, and the place server runs none.
+deadlines-90 and -110: those of heavy-tailed and services hide lengths from all policies but sjf, their oracle, and the
+place server does not run them. Priorities and targets are left out where a policy does not look at them. Every run
+begins with empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i.
 """
 
 

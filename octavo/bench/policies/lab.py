@@ -128,7 +128,7 @@ class Lab:
         options = self._configure(place.name, options_for(scenario, "fcfs"))
         key = (place.name, inputs, outputs, options.model_dump_json())
         if key not in self._capacities:
-            full = list(full_load(inputs, outputs, self._seed))
+            full = list(full_load(inputs, outputs, self._seed, place.capacity_requests))
             self._capacities[key] = capacity_of(place.run(options, full, None).done)
         return self._capacities[key]
 

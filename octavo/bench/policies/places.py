@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
+from octavo.bench.capacity import REQUESTS
 from octavo.bench.policies.figures import Outcome
 from octavo.bench.timed_run import run_timed, to_its_length
 from octavo.core.config import EngineConfig
@@ -32,6 +33,8 @@ class Place(ABC):
     about: str
     #: Whether requests can end before the limit that they state.
     hides_lengths: ClassVar[bool] = True
+    #: Requests of the run that finds a capacity: by the clock it takes as long as the scenarios themselves.
+    capacity_requests: ClassVar[int] = 120
 
     @abstractmethod
     def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
@@ -49,6 +52,7 @@ class Simulated(Place):
     """The scheduler on a virtual clock; equal runs give equal figures."""
 
     name = "simulated"
+    capacity_requests = REQUESTS
 
     def __init__(self, profile: StepProfile, mode: Literal["offline", "server"] = "offline") -> None:
         """``mode``: which of the profile's overheads count."""
