@@ -27,7 +27,7 @@ def draw(rows: Sequence[Row], scenarios: Sequence[Scenario]) -> dict[str, tuple[
         means = {name: {r.policy: r.mean.mean_latency for r in here.values() if r.scenario == name} for name in names}
         found[f"mean-latency-{place}"] = (drawings.bars(means, "mean latency (s)"), f"Mean latency, {place}.")
         for name in names:
-            latencies = {row.policy: row.latencies for row in here.values() if row.scenario == name}
+            latencies: dict[str, Any] = {r.policy: r.latencies for r in here.values() if r.scenario == name}
             caption = f"Cumulative distributions of latencies, all runs together: {name}, {place}."
             found[f"latencies-{place}-{name}"] = (drawings.distributions(latencies), caption)
         for family, members in _families(scenarios).items():
