@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -53,11 +54,14 @@ def make_parser() -> Parser:
     )
     add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (0)")
     add_json_flag(parser)
+    add("--plots", type=Path, metavar="FOLDER", help="draw latency against rate: PNG files (needs octavo[plot])")
     return parser
 
 
 def run(arguments: Arguments) -> int:
     """Compares, and prints a table for each kind of lengths, or JSON with the curves too."""
+    from octavo.cli.simulate_report import write_plots
+    from octavo.plots.style import load_matplotlib
     from octavo.simulate.allocators.comparison import compare, make_setting
     from octavo.simulate.profile import load_profile
     from octavo.workloads.lengths import parse_inputs, parse_outputs
@@ -69,6 +73,8 @@ def run(arguments: Arguments) -> int:
         value = getattr(arguments, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if arguments.plots is not None:
+        load_matplotlib()
     profile = load_profile(arguments.profile)
     traces = TRACES if arguments.lengths == "both" else (arguments.lengths,)
     found = {}
@@ -78,11 +84,21 @@ def run(arguments: Arguments) -> int:
         found[trace] = compare(setting, arguments.latency_limit, arguments.rate)
         if arguments.json is None:
             print("\n".join(_table(trace, found[trace])))
+    if arguments.plots is not None:
+        write_plots({f"allocators_{trace}": (_drawn(found[trace]), "") for trace in found}, arguments.plots)
     if arguments.json is not None:
         report = {"profile": arguments.profile, "seed": arguments.seed, "lengths": found}
         with json_stream(arguments.json) as stream:
             stream.write(msgspec.json.encode(report).decode() + "\n")
     return 0
+
+
+def _drawn(found: Comparison) -> Any:
+    """Figure 12 of the paper: normalized latency against the rate."""
+    from octavo.plots.drawings import curves
+
+    points = {a.allocator: tuple(zip(*map(msgspec.structs.astuple, a.curve), strict=True)) for a in found.allocators}
+    return curves(points, "requests/s", "normalized latency (s/token)", 4 * found.latency_limit)
 
 
 def _table(trace: str, found: Comparison) -> list[str]:

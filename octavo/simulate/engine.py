@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -111,6 +112,9 @@ class SimulatedEngine:
         self._on_gap = on_gap or _ignore_gap
         self.on_plan = on_plan
         self._open: dict[int, SimulatedRequest] = {}
+        #: Unfinished requests that have a token, by number; and how many unfinished ones each user has, if any.
+        self.started: dict[int, SimulatedRequest] = {}
+        self.open_by_user: Counter[str] = Counter()
         self._last_end = -2.0  # no token of a request came then
 
     @property
@@ -152,6 +156,8 @@ class SimulatedEngine:
             tpot_target=item.tpot_target,
         )
         added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
         self.scheduler.add(request)
         group = self.scheduler.queues.groups.get(number)
         if group is not None and group.max_length > length:
@@ -177,6 +183,7 @@ class SimulatedEngine:
                 steady += 1
             elif last < 0:
                 request.first = now
+                self.started[request.number] = request
             else:
                 self._on_gap(now - last, 1)
             if output.finish_reason is not None:
@@ -189,7 +196,17 @@ class SimulatedEngine:
             request = open_.pop(end.group_id)
             request.finish_reason = end.finish_reason
             ended.append(request)
+        for request in ended:
+            self._forget(request)
         return ended
+
+    def _forget(self, request: SimulatedRequest) -> None:
+        self.started.pop(request.number, None)
+        user = request.item.user
+        if user is not None:
+            self.open_by_user[user] -= 1
+            if not self.open_by_user[user]:
+                del self.open_by_user[user]
 
 
 def run(

@@ -97,7 +97,8 @@ def test_the_command_prints_a_table_or_the_curves(capsys: pytest.CaptureFixture[
     (tmp_path / "p.json").write_bytes(format_profile(msgspec.structs.replace(SMALL, kv_cache_tokens=400)))
     words = ["simulate", "allocators", "--profile", str(tmp_path / "p.json"), "--lengths", "instruct", "--rate", "20"]
     words += ["--num-requests", "25", "--latency-limit", "0.014"]
-    assert main(words) == 0
+    assert main([*words, "--plots", str(tmp_path / "drawn")]) == 0
+    assert (tmp_path / "drawn" / "allocators_instruct.png").stat().st_size > 1000
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("instruct (Alpaca): 25 requests") and "at 20.00 requests/s" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == list(ALLOCATORS) and lines[2].split()[2] == "1.00x"
