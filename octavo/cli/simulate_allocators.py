@@ -85,7 +85,7 @@ def run(arguments: Arguments) -> int:
         if arguments.json is None:
             print("\n".join(_table(trace, found[trace])))
     if arguments.plots is not None:
-        write_plots({f"allocators_{trace}": (_drawn(found[trace]), "") for trace in found}, arguments.plots)
+        write_plots({f"allocators_{trace}": (draw(found[trace]), "") for trace in found}, arguments.plots)
     if arguments.json is not None:
         report = {"profile": arguments.profile, "seed": arguments.seed, "lengths": found}
         with json_stream(arguments.json) as stream:
@@ -93,11 +93,14 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _drawn(found: Comparison) -> Any:
-    """Figure 12 of the paper: normalized latency against the rate."""
+def draw(found: Comparison) -> Any:
+    """A figure of matplotlib as figure 12 of the paper: normalized latency against the rate."""
     from octavo.plots.drawings import curves
 
-    points = {a.allocator: tuple(zip(*map(msgspec.structs.astuple, a.curve), strict=True)) for a in found.allocators}
+    points = {
+        a.allocator: ([point.rate for point in a.curve], [point.normalized_latency for point in a.curve])
+        for a in found.allocators
+    }
     return curves(points, "requests/s", "normalized latency (s/token)", 4 * found.latency_limit)
 
 
