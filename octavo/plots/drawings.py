@@ -91,6 +91,21 @@ def goodput(
         return figure
 
 
+def curves(runs: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_is: str, y_is: str, most: float) -> Any:
+    """A line for each run, whose (x, y) are points of its own; y is shown up to ``most``."""
+    with styled():
+        figure = load_matplotlib()(figsize=(7, 4))
+        axes = figure.subplots()
+        for name, (x, y) in runs.items():
+            axes.plot(x, y, marker="o", markersize=4, label=name)
+        axes.set_xlabel(x_is)
+        axes.set_ylabel(y_is)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, most)
+        _legend_below(figure, axes, len(runs))
+        return figure
+
+
 def service(
     seconds: Sequence[float], users: Columns, difference: Sequence[float] | None = None, bound: float | None = None
 ) -> Any:
