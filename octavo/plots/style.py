@@ -35,12 +35,11 @@ def styled() -> Iterator[None]:
     """Figures made and saved inside look like all others, whatever the user's own settings of matplotlib are."""
     load_matplotlib()
     import matplotlib
-    from cycler import cycler
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     look = {
         **dict.fromkeys(names, FOREGROUND),
-        "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * cycler(color=_COLORS),
+        "axes.prop_cycle": matplotlib.cycler(linestyle=["-", "--", ":"]) * matplotlib.cycler(color=_COLORS),
         "axes.grid": True,
         "axes.axisbelow": True,
         "axes.spines.top": False,

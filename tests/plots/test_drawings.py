@@ -14,7 +14,7 @@ from octavo.plots import drawings
 from octavo.plots.style import as_svg, save
 
 SECONDS = [0.0, 1.0, 2.5, 7.0]
-SERIES = {
+SERIES: dict[str, list[float]] = {
     "seconds": SECONDS,
     "waiting": [0, 5, 9, 1],
     "running": [1, 2, 2, 2],
@@ -46,7 +46,7 @@ def test_a_timeline_shows_queues_and_blocks_and_leaves_out_what_is_always_empty(
     assert lines(blocks)["blocks_used"] == (SECONDS, SERIES["blocks_used"])
     assert any(line.get_ydata()[0] == 100 for line in blocks.get_lines())  # all blocks, as it comes near
     assert "90.0% of 100" in blocks.get_title(loc="left")
-    swapped = {**SERIES, "swapped": [0, 1, 0, 0]}
+    swapped: dict[str, list[float]] = {**SERIES, "swapped": [0, 1, 0, 0]}
     assert lines(drawings.timeline(swapped).axes[0])["swapped"] == (SECONDS, [0, 1, 0, 0])
 
 
