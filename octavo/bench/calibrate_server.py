@@ -68,9 +68,7 @@ def _send(client: Client, options: EngineConfig, name: str, count: int, clients:
         WorkItem(at=0.0, input_len=_INPUT, output_len=_OUTPUT, stream=f"calibrate/{name}/{i}") for i in range(count)
     ]
     to_send = requests(items, functools.partial(token_ids, id_range=token_id_range(options)))
-    outcomes, _ = asyncio.run(
-        serve.measure(client, to_send, clients=clients, warmup=to_send[:1], ended=lambda: None)
-    )
+    outcomes, _ = asyncio.run(serve.measure(client, to_send, clients=clients, warmup=to_send[:1], ended=lambda: None))
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failed:
         raise ConfigError(f"{len(failed)} of {count} requests to the server failed: {failed[0]}")

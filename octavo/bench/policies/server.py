@@ -87,10 +87,10 @@ def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Comple
     done = Completions()
     for number, (item, answer) in enumerate(zip(items, answers, strict=True)):
         if answer.error is not None:
-            done.failed[answer.error] += 1
+            done.fail(item, answer.error)
             continue
         start = answer.due - item.at
-        done.add(number, item.at, answer.chunks[0] - start, answer.ended - start, item.input_len, answer.output_tokens)
+        done.add(number, item, item.at, answer.chunks[0] - start, answer.ended - start, answer.output_tokens)
     return done
 
 
