@@ -98,7 +98,7 @@ def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Comple
 def _running(options: EngineConfig) -> Iterator[str]:
     """The URL of a server with these options, for the time of a block."""
     given = options.model_dump(mode="json", exclude_unset=True)
-    server = {"port": 0, "max_queued_requests": _MOST_WAITING, "max_queued_tokens": _MOST_WAITING}
+    server: dict[str, float] = {"port": 0, "max_queued_requests": _MOST_WAITING, "max_queued_tokens": _MOST_WAITING}
     server |= {"request_timeout": _TIMEOUT}
     with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
         folder = Path(name)
