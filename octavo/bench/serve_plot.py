@@ -1,14 +1,17 @@
-"""The plot of ``octavo bench serve``."""
+"""The drawing and the page of ``octavo bench serve``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from octavo.bench.serve_client import Outcome
-from octavo.bench.serve_report import Report, gaps
+from octavo.bench.serve_report import Report, Spread, gaps
 from octavo.plots.drawings import draw_cumulative
+from octavo.plots.report import Report as Page
 from octavo.plots.style import load_matplotlib, styled
 
 
@@ -32,6 +35,22 @@ def draw(report: Report, outcomes: list[Outcome]) -> Any:
             f"{sum(report.errors.values())} failed"
         )
         return figure
+
+
+def make_page(report: Report, drawn: Any, command: Sequence[str], options: Mapping[str, Any]) -> Page:
+    """The report as a page with its drawing; ``command`` and ``options`` repeat the run."""
+    page = Page(f"{report.model} under load: {report.arrivals}", command, options)
+    page.text(f"Latencies and rates as the client of {report.base_url} ({report.endpoint}) saw them.")
+    figures = msgspec.structs.asdict(report)
+    spreads = [(name.removesuffix("_ms"), figures.pop(name)) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
+    rows = [[name, *msgspec.structs.astuple(spread)] for name, spread in spreads if spread is not None]
+    page.table(["milliseconds", *Spread.__struct_fields__], rows)
+    page.figure(drawn, "Cumulative distributions of latencies; chunks received, and open requests, over time.")
+    kinds = [(f"failed: {kind}", count) for kind, count in report.errors.items()]
+    limits = [(f"goodput limit of {name}, ms", limit) for name, limit in report.goodput_limits_ms.items()]
+    shown = [(name, value) for name, value in figures.items() if isinstance(value, int | float)]
+    page.table(["figure", "value"], [*shown, *limits, *kinds])
+    return page
 
 
 def _timeline(axes: Any, outcomes: list[Outcome]) -> None:

@@ -305,10 +305,12 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     _show(
         (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
         stream,
-        "policy  running  waiting  context  schedule us  update us  slowest step us  us a sequence",
+        "policy  running  waiting  context  schedule us  update us  us a sequence  99.9 % us  slowest us  by the clock"
+        "  collections  longest us",
         lambda f: (
             f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
-            f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
+            f"  {f.us_per_sequence:13.2f}  {f.p999_us:9.0f}  {f.slowest_us:10.0f}  {f.slowest_wall_us:12.0f}"
+            f"  {'+'.join(map(str, f.collections)):>11}  {f.longest_collection_us:10.0f}"
         ),
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import simulate_profile
+from octavo.cli import simulate_allocators, simulate_profile
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import (
     Arguments,
@@ -53,20 +53,25 @@ examples:
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
   octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
+  octavo simulate allocators
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
 simulate profile' computes one. Equal calls give equal figures. {FORMS}
 """
 
 
+#: Commands of their own after ``octavo simulate``.
+_COMMANDS = {"profile": simulate_profile, "allocators": simulate_allocators}
+
+
 class _SimulateParser(Parser):
-    """Passes arguments after ``profile`` to the parser of that kind, which has other options."""
+    """Passes arguments after the name of a command of its own to its parser, which has other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        if not argv or argv[0] != "profile":
+        if not argv or argv[0] not in _COMMANDS:
             return super().read(argv)
-        arguments = simulate_profile.make_parser().read(argv[1:])
-        arguments.computes_profile = True
+        arguments = _COMMANDS[argv[0]].make_parser().read(argv[1:])
+        arguments.command_of_simulate = argv[0]
         return arguments
 
 
@@ -74,7 +79,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile] [options]",
+        usage="octavo simulate [profile|allocators] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
@@ -106,8 +111,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Simulates and prints a table, or JSON."""
-    if hasattr(arguments, "computes_profile"):
-        return simulate_profile.run(arguments)
+    if hasattr(arguments, "command_of_simulate"):
+        return _COMMANDS[arguments.command_of_simulate].run(arguments)
     from octavo.cli import simulate_report
     from octavo.plots.style import load_matplotlib
     from octavo.simulate.profile import load_profile

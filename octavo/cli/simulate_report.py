@@ -17,7 +17,8 @@ from octavo.simulate.profile import StepProfile
 #: What becomes of the origin of a profile in a title.
 ORIGINS = {"computed": " (computed, not measured)", "fitted": ""}
 _LATENCIES = ("ttft", "tpot", "itl", "e2e")
-_COUNTS = {
+#: Figures of a run that a report shows in a table of their own, and what they are called.
+COUNTS = {
     "requests": "requests",
     "seconds": "seconds",
     "requests_per_s": "requests/s",
@@ -151,7 +152,7 @@ def make_report(
         for name, (figure, caption) in drawn.items():
             if name.endswith(f"-{run.policy.replace(':', '.')}") or len(runs) == 1:
                 report.figure(figure, caption)
-        counts = [[title, getattr(figures, name)] for name, title in _COUNTS.items()]
+        counts = [[title, getattr(figures, name)] for name, title in COUNTS.items()]
         failed = [[f"ended otherwise: {reason}", count] for reason, count in figures.failed.items()]
         report.table(["figure", "value"], [row for row in counts if row[1] is not None] + failed)
     return report

@@ -13,7 +13,8 @@ import numpy as np
 
 from octavo.plots.style import load_matplotlib, styled
 
-Columns = Mapping[str, Sequence[float]]
+Values = Sequence[float] | np.ndarray
+Columns = Mapping[str, Values]
 #: Titles of latencies.
 LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end-to-end latency"}
 #: Most points of a cumulative distribution.
@@ -44,7 +45,7 @@ def timeline(series: Columns, num_blocks: int = 0) -> Any:
         return figure
 
 
-def distributions(runs: Mapping[str, Mapping[str, Sequence[float]]], names: Mapping[str, str] = LATENCIES) -> Any:
+def distributions(runs: Mapping[str, Mapping[str, Values]], names: Mapping[str, str] = LATENCIES) -> Any:
     """Cumulative distributions of latencies, a panel for each kind and a line for each run.
 
     Args:
@@ -63,7 +64,7 @@ def distributions(runs: Mapping[str, Mapping[str, Sequence[float]]], names: Mapp
 
 
 def goodput(
-    loads: Sequence[float],
+    loads: Values,
     runs: Columns,
     *,
     loads_are: str = "load (share of capacity)",
@@ -91,9 +92,22 @@ def goodput(
         return figure
 
 
-def service(
-    seconds: Sequence[float], users: Columns, difference: Sequence[float] | None = None, bound: float | None = None
-) -> Any:
+def curves(runs: Mapping[str, tuple[Values, Values]], x_is: str, y_is: str, most: float) -> Any:
+    """A line for each run, whose (x, y) are points of its own; y is shown up to ``most``."""
+    with styled():
+        figure = load_matplotlib()(figsize=(7, 4))
+        axes = figure.subplots()
+        for name, (x, y) in runs.items():
+            axes.plot(x, y, marker="o", markersize=4, label=name)
+        axes.set_xlabel(x_is)
+        axes.set_ylabel(y_is)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, most)
+        _legend_below(figure, axes, len(runs))
+        return figure
+
+
+def service(seconds: Values, users: Columns, difference: Values | None = None, bound: float | None = None) -> Any:
     """Service of users over time: whether each has the share that is due.
 
     Args:
@@ -144,7 +158,7 @@ def bars(values: Mapping[str, Mapping[str, float]], label: str) -> Any:
         return figure
 
 
-def replicas(series: Columns, load: Sequence[float] | None = None, load_is: str = "requests/s") -> Any:
+def replicas(series: Columns, load: Values | None = None, load_is: str = "requests/s") -> Any:
     """Replicas of a cluster over time, a line for each state.
 
     Args:
@@ -184,7 +198,7 @@ def draw_over_time(axes: Any, series: Columns, label: str, limit: float | None =
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def draw_cumulative(axes: Any, title: str, runs: Mapping[str, Sequence[float]]) -> None:
+def draw_cumulative(axes: Any, title: str, runs: Columns) -> None:
     """Cumulative distributions of seconds into a panel; one alone has its p50, p90 and p99 marked.
 
     In milliseconds if all are below a second; logarithmic if one is heavy-tailed.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import numbers
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError
 from octavo.plots.style import as_svg
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,15 @@ def _cell(value: Any) -> _Cell:
         return _Cell("–")  # noqa: RUF001  a dash
     if isinstance(value, float):
         return _Cell(f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}", repr(float(value)))
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _Cell(f"{value:,}", str(value))
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return _Cell(f"{int(value):,}", str(int(value)))
     return _Cell(str(value))
 
 
 @cache
 def _template() -> jinja2.Template:
+    import jinja2
+
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

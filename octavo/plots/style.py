@@ -32,15 +32,14 @@ def load_matplotlib() -> Any:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures made inside look like all others, whatever the user's own settings of matplotlib are."""
+    """Figures made and saved inside look like all others, whatever the user's own settings of matplotlib are."""
     load_matplotlib()
     import matplotlib
-    from cycler import cycler
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     look = {
         **dict.fromkeys(names, FOREGROUND),
-        "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * cycler(color=_COLORS),
+        "axes.prop_cycle": matplotlib.cycler(linestyle=["-", "--", ":"]) * matplotlib.cycler(color=_COLORS),
         "axes.grid": True,
         "axes.axisbelow": True,
         "axes.spines.top": False,
@@ -71,7 +70,7 @@ def as_svg(figure: Any, number: int = 0) -> str:
     import matplotlib
 
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": f"octavo {number}", "svg.fonttype": "none"}):
+    with styled(), matplotlib.rc_context({"svg.hashsalt": f"octavo {number}", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
@@ -80,19 +79,28 @@ def as_svg(figure: Any, number: int = 0) -> str:
     return svg.replace(FOREGROUND, "currentColor")
 
 
+def check_image(path: Path) -> None:
+    """Refuses a kind of image that ``save`` does not write.
+
+    Raises:
+        ConfigError: the suffix is not ``.png`` or ``.svg``.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"an image is a .png or .svg file, not {path.name!r}")
+
+
 def save(figure: Any, path: Path) -> None:
     """Writes an image of the kind that the path's suffix says: ``.png`` or ``.svg``; the same bytes each time.
 
     Raises:
         ConfigError: the suffix is another one, or the file cannot be written.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"an image is a .png or .svg file, not {path.name!r}")
+    check_image(path)
     import matplotlib
 
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "octavo"}):
+        with styled(), matplotlib.rc_context({"svg.hashsalt": "octavo"}):
             figure.savefig(path, dpi=120, metadata=metadata)
     except OSError as e:
         raise ConfigError(f"cannot write the image {path}: {e.strerror}") from None

@@ -34,7 +34,7 @@ class Recorder:
 
     def sample(self, engine: SimulatedEngine) -> None:
         """Looks at queues, blocks and users, if a sample is wanted now; to be called after a step."""
-        if engine.open_by_user and engine.now >= self.service.series.next:
+        if engine.now >= self.service.series.next and (engine.open_by_user or self.service.slots):
             self.service.sample(engine)
         if engine.now < self.series.next:
             return

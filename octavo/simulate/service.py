@@ -8,7 +8,6 @@ from collections import Counter
 from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from octavo.simulate.engine import SimulatedEngine, SimulatedRequest
 from octavo.simulate.figures import Series, Service
-from octavo.workloads.items import WorkItem
 
 #: Users whose service is recorded: the first that are seen.
 MOST_USERS = 12
@@ -19,64 +18,74 @@ class ServiceRecorder:
     """Samples the service of users of one engine; a prompt counts from its request's first token on."""
 
     def __init__(self) -> None:
-        self.series = Series(
-            tuple(f"{what} {i}" for what in ("served", "waits") for i in range(MOST_USERS)), _MOST_SAMPLES
-        )
-        self._slots: dict[str, int] = {}
-        self._weights: list[float] = []
-        #: By slot, of requests that have ended.
+        names = tuple(f"{what} {i}" for what in ("served", "waits") for i in range(MOST_USERS))
+        self.series = Series(names, _MOST_SAMPLES)
+        #: Of users whose service is recorded.
+        self.slots: dict[str, int] = {}
+        #: By slot: weights, and the service of requests that have ended.
+        self._weights = [1.0] * MOST_USERS
         self._served = [0.0] * MOST_USERS
         self._longest = 0
 
     def ended(self, request: SimulatedRequest) -> None:
         """Takes a request of a user that has ended."""
+        user = request.item.user
+        assert user is not None
         self._longest = max(self._longest, request.item.input_len)
-        slot = self._slot(request.item)
+        slot = self._slot(user)
         if slot is not None:
-            self._served[slot] += self._service(request, slot)
+            self._weights[slot] = request.item.weight
+            self._served[slot] += _service(request)
 
     def sample(self, engine: SimulatedEngine) -> None:
-        """Adds what open requests were served; takes time for each that has a token or runs, not for all that wait."""
-        served, running = list(self._served), Counter[str]()
-        for request in engine.started.values():
-            if request.item.user is not None:
-                slot = self._slot(request.item)
-                if slot is not None:
-                    served[slot] += self._service(request, slot)
-        for group in engine.scheduler.queues.running:
-            running[group.request.user] += 1
-        waits = [0.0] * MOST_USERS
-        for user, slot in self._slots.items():
-            waits[slot] = float(engine.open_by_user[user] > running[user])
-        self.series.add(engine.now, *served, *waits)
+        """Adds a sample; takes time for each request that has a token, not for all that wait."""
+        self.series.add(engine.now, *self._values(engine))
 
     def service(self, engine: SimulatedEngine) -> Service | None:
-        """What was recorded; None if no request had a user."""
-        if not self._slots:
+        """What was recorded, up to now; None if no request had a user."""
+        if not self.slots:
             return None
         columns = self.series.columns()
-        served = [columns[f"served {i}"] for i in range(len(self._slots))]
-        waits = [columns[f"waits {i}"] for i in range(len(self._slots))]
+        if not columns["seconds"] or columns["seconds"][-1] < engine.now:
+            for column, value in zip(columns.values(), (engine.now, *self._values(engine)), strict=True):
+                column.append(value)
+        slots = range(len(self.slots))
+        served = [[value / self._weights[i] for value in columns[f"served {i}"]] for i in slots]
+        waits = [columns[f"waits {i}"] for i in slots]
         difference = [0.0] * len(columns["seconds"])
-        for i, j in itertools.combinations(range(len(self._slots)), 2):
+        for i, j in itertools.combinations(slots, 2):
             found = _largest_changes(served[i], served[j], [a * b for a, b in zip(waits[i], waits[j], strict=True)])
             difference = list(map(max, difference, found))
         cache = engine.blocks.num_blocks * engine.options.block_size
-        bound = 2 * max(PROMPT_WEIGHT * self._longest, OUTPUT_WEIGHT * cache) / min(self._weights)
-        return Service(columns["seconds"], dict(zip(self._slots, served, strict=True)), difference, bound)
+        bound = 2 * max(PROMPT_WEIGHT * self._longest, OUTPUT_WEIGHT * cache) / min(self._weights[: len(slots)])
+        return Service(columns["seconds"], dict(zip(self.slots, served, strict=True)), difference, bound)
 
-    def _slot(self, item: WorkItem) -> int | None:
+    def _values(self, engine: SimulatedEngine) -> list[float]:
+        """By slot, what was served so far; and 1 for those who have requests waiting or swapped, 0 for the others."""
+        served, waits, running = list(self._served), [0.0] * MOST_USERS, Counter[str]()
+        for request in engine.started.values():
+            slot = None if request.item.user is None else self._slot(request.item.user)
+            if slot is not None:
+                served[slot] += _service(request)
+        for group in engine.scheduler.queues.running:
+            running[group.request.user] += 1
+        for user in itertools.islice(engine.open_by_user, MOST_USERS):
+            self._slot(user)
+        for user, slot in self.slots.items():
+            waits[slot] = float(engine.open_by_user[user] > running[user])
+        return served + waits
+
+    def _slot(self, user: str) -> int | None:
         """The user's; None if there are too many before."""
-        assert item.user is not None
-        slot = self._slots.get(item.user)
-        if slot is None and len(self._slots) < MOST_USERS:
-            slot = self._slots[item.user] = len(self._slots)
-            self._weights.append(item.weight)
+        slot = self.slots.get(user)
+        if slot is None and len(self.slots) < MOST_USERS:
+            slot = self.slots[user] = len(self.slots)
         return slot
 
-    def _service(self, request: SimulatedRequest, slot: int) -> float:
-        prompt = request.item.input_len if request.tokens else 0
-        return (PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * request.tokens) / self._weights[slot]
+
+def _service(request: SimulatedRequest) -> float:
+    """Not by weight; a prompt counts from the first token on."""
+    return (PROMPT_WEIGHT * request.item.input_len if request.tokens else 0.0) + OUTPUT_WEIGHT * request.tokens
 
 
 def _largest_changes(one: list[float], other: list[float], both_wait: list[float]) -> list[float]:

@@ -114,8 +114,8 @@ def _running(options: EngineConfig) -> Iterator[str]:
         "served_model_name": _MODEL,
         "max_queued_requests": _MOST_WAITING,
         "max_queued_tokens": _MOST_WAITING,
+        "request_timeout": _TIMEOUT,
     }
-    server |= {"request_timeout": _TIMEOUT}
     with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
         folder = Path(name)
         config, log = folder / "options.yaml", folder / "log"
