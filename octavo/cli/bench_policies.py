@@ -30,9 +30,8 @@ examples:
 classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
 Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. separating are
 few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
-deadlines-90 and -110. Priorities and
-targets are left out where a policy does not look at them. Every run begins with empty blocks and a policy that has
-learned nothing; repeat i has the seed --seed + i.
+deadlines-90 and -110. Priorities and targets are left out where a policy does not look at them. Every run begins with
+empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i.
 """
 
 
