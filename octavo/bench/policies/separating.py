@@ -120,8 +120,6 @@ SERVICES: Mapping[str, _Service] = {
 }
 #: Rates of arrivals, as shares of the capacity, in turns: 90 % on average.
 _TURNS, _SECONDS = (1.5, 0.3), 60.0
-#: Seconds; with the default of 60 latencies of long requests rise less, and the mean falls less.
-_AGING = 90.0
 
 
 def _services(count: int, capacity: float, seed: int) -> Iterable[WorkItem]:
@@ -146,13 +144,13 @@ def _services(count: int, capacity: float, seed: int) -> Iterable[WorkItem]:
 def _of_services(name: str, count: int) -> Scenario:
     about = (
         f"{count} requests of four services (completion, instructions, chat, reports) at 90 % of capacity: "
-        "a minute at 150 %, a minute at 30 %, and so on; lengths are unknown, but each service has its own; aging_limit 90"
+        "a minute at 150 %, a minute at 30 %, and so on; lengths are unknown, but each service has its own"
     )
     parts = SERVICES.values()
     return Scenario(
         name,
         about,
-        {**_SLOTS, "aging_limit": _AGING},
+        _SLOTS,
         partial(_services, count),
         Mixture(tuple((s.share, s.inputs) for s in parts)),
         Mixture(tuple((s.share, s.outputs) for s in parts)),
