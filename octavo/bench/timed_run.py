@@ -56,9 +56,9 @@ def run_timed(
             item, times = sent.pop(output.request_id), output.metrics
             reason = output.outputs[0].finish_reason
             if reason not in ("stop", "length") or times.first_token_time is None or times.finished_time is None:
-                done.failed[str(reason)] += 1
+                done.fail(item, str(reason))
                 continue
             first, last = times.first_token_time - start, times.finished_time - start
             tokens = len(output.outputs[0].token_ids)
-            done.add(int(output.request_id), item.at, first, last, item.input_len, tokens)
+            done.add(int(output.request_id), item, item.at, first, last, tokens)
     return done

@@ -87,6 +87,13 @@ def make_parser() -> Parser:
         "--profile", default="smollm2-135m-2-cores", metavar="NAME|FILE", help="of a simulation (smollm2-135m-2-cores)"
     )
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of a calibration or simulation: times are medians (3)",
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -106,7 +113,7 @@ def run(arguments: Arguments) -> int:
         refuse_words(arguments)
     else:
         model = take_model(arguments)
-    for name, least in (("context", 32), ("waiting", 0)):
+    for name, least in (("context", 32), ("waiting", 0), ("rounds", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
     measure = {
@@ -298,10 +305,12 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     _show(
         (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
         stream,
-        "policy  running  waiting  context  schedule us  update us  slowest step us  us a sequence",
+        "policy  running  waiting  context  schedule us  update us  us a sequence  99.9 % us  slowest us  by the clock"
+        "  collections  longest us",
         lambda f: (
             f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
-            f"  {f.slowest_us:15.1f}  {f.us_per_sequence:13.2f}"
+            f"  {f.us_per_sequence:13.2f}  {f.p999_us:9.0f}  {f.slowest_us:10.0f}  {f.slowest_wall_us:12.0f}"
+            f"  {'+'.join(map(str, f.collections)):>11}  {f.longest_collection_us:10.0f}"
         ),
     )
 
@@ -330,7 +339,9 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
         import torch
 
         device = torch.cuda.get_device_name()
-    profile, _ = calibrate(LLM(**options.model_dump(exclude_unset=True)), device, seed=options.seed)
+    profile, _ = calibrate(
+        LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
+    )
     if stream is not None:
         stream.write(format_profile(profile).decode())
         return
@@ -357,7 +368,7 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     found: list[Comparison] = []
 
     def collected() -> Iterator[Comparison]:
-        for comparison in compare(llm, profile, arguments.seconds):
+        for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
             found.append(comparison)
             yield comparison
 

@@ -86,10 +86,10 @@ def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Comple
     done = Completions()
     for number, (item, answer) in enumerate(zip(items, answers, strict=True)):
         if answer.error is not None:
-            done.failed[f"{answer.error}: {answer.error_text[:200]}".rstrip(": ")] += 1
+            done.fail(item, f"{answer.error}: {answer.error_text[:200]}".rstrip(": "))
             continue
         start = answer.due - item.at
-        done.add(number, item.at, answer.chunks[0] - start, answer.ended - start, item.input_len, answer.output_tokens)
+        done.add(number, item, item.at, answer.chunks[0] - start, answer.ended - start, answer.output_tokens)
     return done
 
 
