@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, json_stream
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ examples:
   octavo bench policies --places simulated --policies fcfs,sjf,my_module:MyPolicy
   octavo bench policies opt-125m-shape --load-format dummy --places process
 
-classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
+classic: dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
 Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. separating are
 few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
-deadlines-90 and -110. Priorities and targets are left out where a policy does not look at them. Every run begins with
-empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i.
+deadlines-90 and -110. Priorities and
+targets are left out where a policy does not look at them. Every run begins with empty blocks and a policy that has
+learned nothing; repeat i has the seed --seed + i. separating: few blocks, heavy tails, loads from 70 to 110 %, users,
+priorities, deadlines; of those that hide lengths sjf is told them, as an oracle, and the place server runs none.
 """
 
 
@@ -44,7 +46,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     lab = parser.add_argument_group("lab").add_argument
-    lab("--scenarios", default="classic", metavar="S,S", help="classic, separating, or names (classic)")
+    lab("--scenarios", default="classic", metavar="S,S", help="groups or names of scenarios (classic)")
     lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
     lab("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds of their own (3)")
@@ -52,6 +54,8 @@ def make_parser() -> Parser:
     lab("--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)")
     add_json_flag(parser)
     lab("--csv", type=Path, metavar="PATH", help="write all figures as CSV")
+    lab("--plots", type=Path, metavar="FOLDER", help="draw the lab: PNG files (needs the extra octavo[plot])")
+    add_report_flag(parser)
     add_engine_flags(parser)
     return parser
 
@@ -60,12 +64,13 @@ def run(arguments: Arguments) -> int:
     """Runs the lab and prints its tables, or JSON."""
     from tqdm import tqdm
 
-    from octavo.bench.policies import tables
+    from octavo.bench.policies import catalogue, tables
     from octavo.bench.policies.lab import Lab
+    from octavo.plots.style import load_matplotlib
     from octavo.scheduler.policies import POLICIES, policy_class
 
     model = take_model(arguments)
-    scenarios = _scenarios(_words("scenarios", arguments.scenarios))
+    scenarios = catalogue.find(_words("scenarios", arguments.scenarios))
     policies = _words("policies", arguments.policies) if arguments.policies else list(POLICIES)
     names = _words("places", arguments.places)
     for policy in policies:
@@ -77,6 +82,9 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(f"--repeats must be at least 1, not {arguments.repeats}")
     if "scheduling_policy" in arguments.group(PREFIX):
         raise ConfigError("--scheduling-policy has no meaning here: name the policies in --policies")
+    if arguments.report is not None or arguments.plots is not None:
+        load_matplotlib()
+        check_folder(arguments.report, "--report")
     configure = _configure(arguments, model)
     seed = configure(names[0], {}).seed
     places = [_place(name, arguments, configure) for name in names]
@@ -94,6 +102,8 @@ def run(arguments: Arguments) -> int:
 
             rows = Lab(places, configure, seed).run(scenarios, policies, arguments.repeats, ended)
         about = {place.name: place.about for place in places}
+        if arguments.plots is not None or arguments.report is not None:
+            _draw(arguments, rows, scenarios, about)
         if json_to is not None:
             settings = {"repeats": arguments.repeats, "seed": seed, "options": arguments.group(PREFIX)}
             settings["scenarios"] = {scenario.name: scenario.about for scenario in scenarios}
@@ -105,24 +115,25 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
+def _draw(arguments: Arguments, rows: list[Row], scenarios: list[Scenario], about: Mapping[str, str]) -> None:
+    from octavo.bench.policies import pictures
+    from octavo.cli.simulate_report import write_plots
+
+    drawn = pictures.draw(rows, scenarios)
+    if arguments.plots is not None:
+        write_plots(drawn, arguments.plots)
+    if arguments.report is not None:
+        options = {**arguments.plain("json", "csv", "report", "plots"), **arguments.group(PREFIX)}
+        report = pictures.make_report(rows, scenarios, about, drawn, arguments.command, options)
+        report.write(arguments.report)
+
+
 def _words(flag: str, text: str) -> list[str]:
     """The names of a list, each once."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
         raise ConfigError(f"--{flag} names nothing: {text!r}")
     return words
-
-
-def _scenarios(words: list[str]) -> list[Scenario]:
-    from octavo.bench.policies.classical import CLASSICAL
-    from octavo.bench.policies.separating import SEPARATING
-
-    groups = {"classic": list(CLASSICAL), "separating": list(SEPARATING)}
-    known = {**CLASSICAL, **SEPARATING}
-    for word in words:
-        if word not in groups and word not in known:
-            raise ConfigError(f"no scenario {word!r}; known: {', '.join((*groups, *known))}")
-    return [known[name] for name in dict.fromkeys(name for word in words for name in groups.get(word, [word]))]
 
 
 def _configure(arguments: Arguments, model: str | None) -> Configure:

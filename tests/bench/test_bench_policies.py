@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.bench.policies import classical, tables
+from octavo.bench.policies import classical, pictures, tables
 from octavo.bench.policies.figures import Figures, Outcome, averages, figures
 from octavo.bench.policies.lab import Lab, Row, acceptable, options_for
 from octavo.bench.policies.places import InProcess, Simulated
@@ -79,11 +79,11 @@ def test_figures_are_those_of_the_requests() -> None:
         WorkItem(at=3.0, input_len=4, output_len=5, user="c", ttft_target=9.0),
     ]
     done = Completions()
-    done.add(1, 2.0, 2.25, 2.25, 4, 1)
-    done.add(0, 1.0, 2.0, 3.0, 4, 3)
-    done.add(2, 2.0, 3.0, 3.25, 4, 5)
-    done.add(3, 3.0, 4.0, 6.0, 4, 5)
-    done.failed["error"] = 1
+    done.add(1, items[1], 2.0, 2.25, 2.25, 1)
+    done.add(0, items[0], 1.0, 2.0, 3.0, 3)
+    done.add(2, items[2], 2.0, 3.0, 3.25, 5)
+    done.add(3, items[3], 3.0, 4.0, 6.0, 5)
+    done.fail(items[4], "error")
     found = figures(items, Outcome(done, 7, 0.5))
     assert (found.requests, found.failed, found.seconds, found.preemptions) == (5, 1, 5.0, 7)
     assert found.requests_per_s == 4 / 5
@@ -244,6 +244,35 @@ def test_all_places_and_their_tables(
         assert shown.count(by_policy) >= 1 and shown.count(by_scenario) >= 1
 
 
+def test_drawings_and_the_report(tiny_scenario: Scenario, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile(max_model_len=256)))
+    given = ["--places", "simulated", "--policies", "fcfs,lcfs", "--scenarios", "tiny", "--repeats", "1"]
+    given += ["--profile", str(tmp_path / "profile.json")]
+    out, plots = tmp_path / "out.html", tmp_path / "plots"
+    assert main(["bench", "policies", *given, "--report", str(out), "--plots", str(plots), "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {path.name for path in plots.iterdir()} == {"mean-latency-simulated.png", "latencies-simulated-tiny.png"}
+    page = out.read_text()
+    assert TINY.about in page and page.count("<svg") == 2
+    for row in rows:
+        assert tables._number(row["mean"]["p99_latency"]) in page
+
+
+def test_goodput_is_drawn_against_the_loads_of_a_family() -> None:
+    pytest.importorskip("matplotlib")
+    pairs = ((0.9, "heavy"), (0.7, "heavy"), (1.0, "light"))
+    scenarios = [Scenario(f"{name} {load}", "", {}, items_of, load=load, family=name) for load, name in pairs]
+    rows = simulated_lab().run(scenarios, ["fcfs", "deadline"], 1, lambda row: None)
+    drawn = pictures.draw(rows, scenarios)
+    assert [name for name in drawn if name.startswith("goodput")] == ["goodput-simulated-heavy"]
+    (axes,) = drawn["goodput-simulated-heavy"][0].axes
+    goodput = {(row.scenario, row.policy): row.mean.goodput_per_s for row in rows}
+    for line in axes.lines:
+        assert list(line.get_xdata()) == [0.7, 0.9]
+        assert list(line.get_ydata()) == [goodput[f"heavy {load}", line.get_label()] for load in (0.7, 0.9)]
+
+
 def test_tables_show_means_and_deviations() -> None:
     rows = simulated_lab().run([TINY], ["fcfs", "srpt"], 3, lambda row: None)
     text = tables.markdown(rows, {"simulated": "a model"})
@@ -269,6 +298,7 @@ def test_tables_show_means_and_deviations() -> None:
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--scheduling-policy", "srpt"], "name the policies in --policies"),
         (["--places", "process"], "no model given"),
+        (["m", "--places", "server", "--scenarios", "sparse-short,heavy-tailed-90"], "hide it: heavy-tailed-90; those"),
         (["--profile", "none-such"], "no profile 'none-such'"),
         (["--csv", "/no/such/folder/x.csv"], "cannot write --csv"),
     ],

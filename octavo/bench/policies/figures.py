@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from octavo.scheduler.length_predictor import kendall_tau
-from octavo.simulate.figures import Completions
+from octavo.simulate.figures import Completions, meets_targets
 from octavo.workloads.items import WorkItem
 
 
@@ -50,7 +50,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures(items: Sequence[WorkItem], outcome: Outcome) -> Figures:
-    """Of a run of these items in which at least one request ended as it should."""
+    """Of a run of these items, as they were before a policy refused their targets; at least one ended as it should."""
     done = outcome.done
     latency, ttft = done.e2e, done.ttft
     ended = [items[number] for number in done.number]
@@ -86,15 +86,13 @@ def _has_target(item: WorkItem) -> bool:
 
 
 def _within_targets(ended: Sequence[WorkItem], done: Completions) -> int:
-    """Requests with targets that met all of theirs; one of a single token has no time per token."""
-    good = 0
-    for item, sent, first, last, tokens in zip(ended, done.sent, done.first, done.last, done.outputs, strict=True):
-        if not _has_target(item):
-            continue
-        tpot = (last - first) / (tokens - 1) if tokens > 1 else 0.0
-        in_time = item.ttft_target is None or first - sent <= item.ttft_target
-        good += in_time and (item.tpot_target is None or tpot <= item.tpot_target)
-    return good
+    """Requests with targets that met all of theirs."""
+    times = zip(ended, done.sent, done.first, done.last, done.outputs, strict=True)
+    return sum(
+        meets_targets(item, first - sent, (last - first) / max(tokens - 1, 1))
+        for item, sent, first, last, tokens in times
+        if _has_target(item)
+    )
 
 
 def averages(runs: Sequence[Figures]) -> tuple[Figures, Figures]:

@@ -40,8 +40,13 @@ class Row:
     #: Requests a second at full load, of scenarios that look at it.
     capacity: float | None
     runs: list[Figures] = field(default_factory=list)
-    #: Seconds of each request that ended, of each run.
-    latencies: list[np.ndarray] = field(default_factory=list)
+    #: Seconds of all requests that ended, of all runs, by kind as ``octavo.plots.drawings.LATENCIES`` names them.
+    latencies: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(self, other: Row) -> None:
+        """Takes the runs of another row of the same."""
+        self.runs += other.runs
+        self.latencies = {kind: np.concatenate([of, other.latencies[kind]]) for kind, of in self.latencies.items()}
 
     @property
     def mean(self) -> Figures:
@@ -76,6 +81,7 @@ class Lab:
         """
         for policy in policies:
             policy_class(policy)
+        self._check(scenarios)
         rows: dict[tuple[str, str, str], Row] = {}
         for repeat in range(repeats):
             for place in self._places.values():
@@ -83,10 +89,19 @@ class Lab:
                     for row in self._repeat(place, scenario, policies, self._seed + repeat):
                         kept = rows.setdefault((row.place, row.scenario, row.policy), row)
                         if kept is not row:
-                            kept.runs += row.runs
-                            kept.latencies += row.latencies
+                            kept.add(row)
                         ended(kept)
         return list(rows.values())
+
+    def _check(self, scenarios: Sequence[Scenario]) -> None:
+        for place in self._places.values():
+            hidden = [scenario.name for scenario in scenarios if scenario.max_tokens is not None]
+            if hidden and not place.hides_lengths:
+                others = ", ".join(scenario.name for scenario in scenarios if scenario.max_tokens is None) or "none"
+                raise ConfigError(
+                    f"in the place {place.name} requests state the length at which they end, but scenarios hide it: "
+                    f"{', '.join(hidden)}; those that do not: {others}"
+                )
 
     def _repeat(self, place: Place, scenario: Scenario, policies: Sequence[str], seed: int) -> Iterator[Row]:
         """Each policy once."""
@@ -102,8 +117,8 @@ class Lab:
             if not len(outcome.done.sent):
                 failed = ", ".join(f"{count} {reason}" for reason, count in outcome.done.failed.items())
                 raise ConfigError(f"{scenario.name} under {policy}, {place.name}: no request succeeded ({failed})")
-            row = Row(place.name, scenario.name, policy, capacity, [figures(items, outcome)], [outcome.done.e2e])
-            yield row
+            latencies = {"ttft": outcome.done.ttft, "e2e": outcome.done.e2e}
+            yield Row(place.name, scenario.name, policy, capacity, [figures(items, outcome)], latencies)
 
     def _capacity(self, place: Place, scenario: Scenario) -> float | None:
         """Of the scenario in this place under fcfs, found once for its lengths and options; None: it needs none."""

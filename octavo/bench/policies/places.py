@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from octavo.bench.policies.figures import Outcome
 from octavo.bench.timed_run import run_timed, to_its_length
@@ -30,6 +30,8 @@ class Place(ABC):
     name: str
     #: What runs there, for the tables.
     about: str
+    #: Whether requests can end before the limit that they state.
+    hides_lengths: ClassVar[bool] = True
 
     @abstractmethod
     def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:

@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import tokenizers
+from tokenizers import models
+
 from octavo.bench import serve
 from octavo.bench.policies.figures import Outcome
 from octavo.bench.policies.places import WARM_UP, Place
@@ -26,6 +29,7 @@ from octavo.bench.serve_workload import requests, with_targets
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import OPTIONS, PREFIX
 from octavo.core.errors import ConfigError
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import read_model_config
 from octavo.simulate.figures import Completions
@@ -49,6 +53,7 @@ class OwnServer(Place):
     """
 
     name = "server"
+    hides_lengths = False
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -56,10 +61,7 @@ class OwnServer(Place):
     def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
         """See ``Place``."""
         if limit is not None:
-            raise ConfigError(
-                "requests to a server state the length at which they end: scenarios that hide it need the place "
-                "process or simulated"
-            )
+            raise ConfigError("requests to a server state the length at which they end")
         prompt = functools.partial(token_ids, id_range=_ids(options))
         to_send = [with_targets(request) for request in requests(items, prompt)]
         warmup = requests([WARM_UP], prompt)
@@ -68,6 +70,16 @@ class OwnServer(Place):
             answers, _ = asyncio.run(serve.measure(client, to_send, clients=None, warmup=warmup, ended=lambda: None))
             preemptions = _preemptions(url)
         return Outcome(_completions(items, answers), preemptions)
+
+
+def _tokenizer(options: EngineConfig) -> Tokenizer:
+    return find_tokenizer(options, resolve_model(options.model, revision=options.revision, weights=False))
+
+
+def _write_words(count: int, folder: Path) -> None:
+    """A tokenizer of a word for each id, for shapes that have none: each token is a text, which the client can time."""
+    words = models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
 
 
 @functools.lru_cache(maxsize=8)
@@ -107,6 +119,9 @@ def _running(options: EngineConfig) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
         folder = Path(name)
         config, log = folder / "options.yaml", folder / "log"
+        if isinstance(_tokenizer(options), NoTokenizer):
+            _write_words(_vocab_size(options.model, options.revision), folder)
+            given |= {"tokenizer": name, "skip_tokenizer_init": False}
         config.write_text(json.dumps(given | server), encoding="utf-8")  # JSON is YAML
         # Variables win over the file, and what they say is in it already.
         options_of_file = {PREFIX + option.upper() for option in OPTIONS} | {"OCTAVO_CONFIG", "OCTAVO_API_KEYS"}

@@ -21,12 +21,16 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     parts = []
     for place, text in about.items():
         here = [row for row in rows if row.place == place]
-        repeats = max((len(row.runs) for row in here), default=0)
-        of_runs = f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
-        parts.append(f"## {place}: {text}; {of_runs}")
+        parts.append(f"## {place}: {text}; {averaged(here)}")
         parts += _tables("By policy", "scenario", here, lambda row: row.policy, lambda row: row.scenario)
         parts += _tables("By scenario", "policy", here, lambda row: row.scenario, lambda row: row.policy)
     return "\n\n".join(parts) + "\n"
+
+
+def averaged(rows: Sequence[Row]) -> str:
+    """How figures of these rows were averaged."""
+    repeats = max((len(row.runs) for row in rows), default=0)
+    return f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
 
 
 def _tables(
@@ -35,8 +39,14 @@ def _tables(
     yield f"### {title}"
     for name in dict.fromkeys(map(group, rows)):
         lines = [row for row in rows if group(row) == name]
-        columns = _columns([row.mean for row in lines])
-        yield f"**{name}**\n\n" + _table([first, *columns], [[label(r), *_cells(r, columns)] for r in lines])
+        titles, cells = compared(lines)
+        yield f"**{name}**\n\n" + _table([first, *titles], [[label(r), *c] for r, c in zip(lines, cells, strict=True)])
+
+
+def compared(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles of the columns in which any of these rows has a figure, and the cells of each row."""
+    columns = _columns([row.mean for row in rows])
+    return list(columns), [list(_cells(row, columns)) for row in rows]
 
 
 def _table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
