@@ -85,12 +85,12 @@ def test_lengths_that_depend_on_nothing_known_are_no_case_for_srpt() -> None:
     assert found["sjf"].mean_latency > found["fcfs"].mean_latency / 2, "nor would an oracle halve it"
 
 
-def test_services_of_their_own_lengths_are_ranked_and_the_median_falls_to_a_quarter() -> None:
+def test_services_of_their_own_lengths_are_ranked_and_the_median_falls_to_a_third() -> None:
     found = lab("services-90", "fcfs", "srpt")
     tau = found["srpt"].tau
     assert tau is not None and tau > 0.4
     assert found["srpt"].mean_latency < found["fcfs"].mean_latency / 1.3
-    assert found["srpt"].p50_latency < found["fcfs"].p50_latency / 4
+    assert found["srpt"].p50_latency < found["fcfs"].p50_latency / 3
 
 
 @pytest.mark.slow
