@@ -215,7 +215,16 @@ def test_with_few_sequences_at_once(tiny_model: Path, alone: list[Any], max_num_
 
 @pytest.mark.parametrize(
     ("policy", "victim"),
-    [("static", "last"), ("sjf", "least_computed"), ("ldf", "most_blocks"), ("lcfs", "last")],
+    [
+        ("static", "last"),
+        ("sjf", "least_computed"),
+        ("ldf", "most_blocks"),
+        ("lcfs", "last"),
+        ("srpt", "last"),
+        ("fair", "least_computed"),
+        ("deadline", "most_blocks"),
+        ("mlfq", "last"),
+    ],
 )
 def test_under_every_policy(tiny_model: Path, alone: list[Any], policy: str, victim: str) -> None:
     llm = load(

@@ -30,7 +30,7 @@ from octavo.workloads.workload import Workload, merge
 
 #: What requests state as ``max_tokens`` where policies shall not know lengths: the limit of the fitted lengths.
 _LIMIT = 2048
-#: Where a queue is wanted: on a CPU more slots hardly serve more, they only divide the same rate.
+#: Where a queue is wanted: with more slots requests share a rate that grows little on a CPU, and hardly wait.
 _SLOTS = {"max_num_seqs": 4}
 
 
