@@ -137,7 +137,7 @@ def test_no_cycles_remain_of_streams(tiny_model: Path) -> None:
                 most -= 1
                 if not most:
                     break
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
         await read("whole", LONG, 1000)
         await read("left", LONG, 2)
