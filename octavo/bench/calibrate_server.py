@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from octavo.bench import serve
-from octavo.bench.own_server import running_server, token_id_range
+from octavo.bench.own_server import SERVED_NAME, running_server, token_id_range
 from octavo.bench.serve_client import Client, Outcome
 from octavo.bench.serve_workload import requests
 from octavo.core.config import EngineConfig
@@ -37,9 +37,9 @@ def calibrate_server(profile: StepProfile, options: EngineConfig) -> StepProfile
         ConfigError: the server does not start, or a request fails.
     """
     with running_server(options) as url:
-        client = Client(url, "completions", {"model": options.model}, None, _TIMEOUT)
+        client = Client(url, "completions", {"model": SERVED_NAME}, None, _TIMEOUT)
         alone = _send(client, options, "alone", _ALONE, 1)
-        client = Client(url, "completions", {"model": options.model}, None, _TIMEOUT)
+        client = Client(url, "completions", {"model": SERVED_NAME}, None, _TIMEOUT)
         together = _send(client, options, "together", _TOGETHER, _CLIENTS)
     return msgspec.structs.replace(profile, server=overhead(profile, alone, together))
 
