@@ -7,9 +7,13 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.server.running_server import Running
 
 # Helpers are imported as ``tests.busy_machine``, however pytest was started.
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -101,6 +105,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the tiny model, for all tests that leave it as it was."""
+    from tests.server.running_server import TINY, running
+
+    log = tmp_path_factory.mktemp("tiny-server") / "log"
+    with running(tiny_model, log, *TINY, "--served-model-name", "tiny,alias") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
