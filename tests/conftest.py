@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
@@ -40,6 +41,12 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections, some of which engines ask for, pass over what was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=[pytest.param("behaviour"), pytest.param("times", marks=pytest.mark.slow)])
