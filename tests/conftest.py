@@ -49,6 +49,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """At the end all is collected, or the compiled kernels would report what is left of them."""
+    gc.unfreeze()
+
+
 @pytest.fixture(params=[pytest.param("behaviour"), pytest.param("times", marks=pytest.mark.slow)])
 def tries(request: pytest.FixtureRequest) -> Callable[[Callable[[], dict[str, bool]]], None]:
     """Tries a measurement: by default for what does not depend on time, and in a slow test for its claims of time."""
