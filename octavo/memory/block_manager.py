@@ -6,7 +6,8 @@ import bisect
 import enum
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_groups import GroupBlocks
@@ -33,8 +34,7 @@ _NOTHING = Demand()
 _NEVER_REGISTER = sys.maxsize
 
 
-@dataclass(slots=True)
-class _Registration:
+class _Registration(msgspec.Struct, gc=False):
     """The digests of a sequence's full blocks, and how many of these blocks were offered to the prefix cache."""
 
     chain: PrefixChain

@@ -113,6 +113,7 @@ class Queues:
         """From waiting or swapped to running."""
         (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_queue(group)).remove(group)
         _set_status(group, SequenceStatus.RUNNING)
+        group.chain = None  # when it resumes, its first sequence may be another one, and longer
         self.policy.on_admit(group)
         self.num_running_seqs += group.num_seqs
         self._insert(self.running, group)
@@ -130,7 +131,6 @@ class Queues:
             seq.on_workers = False
             seq.fork_of = None
             seq.free_slots = 0
-        group.chain = None  # its first sequence may be another one, and longer, when it resumes
         _set_status(group, status)
         self.policy.on_preempt(group)
         (self.swapped if status is SequenceStatus.SWAPPED else self.waiting_queue(group)).push(group)
