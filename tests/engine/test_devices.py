@@ -19,6 +19,7 @@ from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 INTERPRETED = {"device": "cpu", "kernels": "triton"}
+INTERPRETED_FIXED = {**INTERPRETED, "deterministic": True}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def _interpreter() -> list[pytest.MarkDecorator]:
 
 CPU = pytest.param(Place({"device": "cpu"}, 6, 12), id="cpu")
 TRITON = pytest.param(Place(INTERPRETED, 3, 3), id="interpreted", marks=_interpreter())
-FIXED = pytest.param(Place({**INTERPRETED, "deterministic": True}, 3, 3), id="interpreted fixed", marks=_interpreter())
+FIXED = pytest.param(Place(INTERPRETED_FIXED, 3, 3), id="interpreted fixed", marks=_interpreter())
 CUDA = pytest.param(Place({"device": "cuda"}, 24, 40), id="cuda", marks=pytest.mark.gpu)
 CUDA_EAGER = pytest.param(
     Place({"device": "cuda", "enforce_eager": True}, 24, 40), id="cuda eager", marks=pytest.mark.gpu
@@ -132,7 +133,7 @@ def test_bit_for_bit_the_same_in_any_company(tiny_model: Path, place: Place, dty
     alone = load(tiny_model, place, dtype=dtype, enable_prefix_caching=False)
     expected = [everything(run(alone, [prompt], params)[0]) for prompt in asked]
     roomy, tight = {"max_num_batched_tokens": 200}, {"max_num_batched_tokens": 35, "num_gpu_blocks_override": 10}
-    for options in [tight] if place.options == FIXED.values[0].options else [roomy, tight]:
+    for options in [tight] if place.options == INTERPRETED_FIXED else [roomy, tight]:
         llm = load(tiny_model, place, dtype=dtype, watermark=0.0, **options)
         for _ in range(2):  # the second time from the prefix cache
             assert [everything(o) for o in run(llm, asked, params)] == expected
