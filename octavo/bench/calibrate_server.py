@@ -46,7 +46,7 @@ def calibrate_server(profile: StepProfile, options: EngineConfig) -> StepProfile
 
 def overhead(profile: StepProfile, alone: Sequence[Outcome], together: Sequence[Outcome]) -> Overhead:
     """From requests sent one after the other, and by ``_CLIENTS`` clients at once."""
-    gaps = [[(o.chunks[-1] - o.chunks[0]) / (o.output_tokens - 1) for o in some] for some in (alone, together)]
+    gaps = [[o.tpot for o in some if o.tpot is not None] for some in (alone, together)]
     extra = [
         statistics.median(of_some) - profile.seconds(_decodes(count))
         for of_some, count in zip(gaps, (1, _CLIENTS), strict=True)

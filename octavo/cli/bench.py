@@ -94,6 +94,9 @@ def make_parser() -> Parser:
         metavar="N",
         help="of a calibration or simulation: times are medians (3)",
     )
+    parser.add_argument(
+        "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -328,6 +331,7 @@ def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -
 
 def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.calibrate import calibrate
+    from octavo.bench.calibrate_server import calibrate_server
     from octavo.cli.machine import cpu_name, usable_cores
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
@@ -342,6 +346,8 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     profile, _ = calibrate(
         LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
     )
+    if arguments.with_server:
+        profile = calibrate_server(profile, options)
     if stream is not None:
         stream.write(format_profile(profile).decode())
         return
@@ -354,6 +360,9 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
         print(f"{tokens:16.0f}  {seconds * 1e3:10.3f}")
     for name in ("sampled", "context", "pairs", "chunk", "moved"):
         print(f"{name:16}  {getattr(profile, name) * 1e6:10.4f} us each")
+    if arguments.with_server:
+        for name, seconds in msgspec.structs.asdict(profile.server).items():
+            print(f"server: {name:8}  {seconds * 1e6:10.4f} us each")
 
 
 def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
