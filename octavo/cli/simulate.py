@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,16 +11,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.cli import simulate_profile
+from octavo.cli.cluster_flags import (
+    add_cluster_flags,
+    cluster_lines,
+    make_spec,
+    num_processes,
+    refuse_without_replicas,
+)
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.scheduler_options import SchedulerOptions
 from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
-    from octavo.simulate.engine import MaxTokens
     from octavo.simulate.figures import Latency, RunFigures
     from octavo.simulate.profile import StepProfile
-    from octavo.workloads.items import WorkItem
 
 DEFAULT_PROFILE = "smollm2-135m-2-cores"
 #: The engine's options that count.
@@ -40,6 +46,7 @@ examples:
   octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
   octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
+  octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
@@ -80,6 +87,7 @@ def make_parser() -> Parser:
         help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
     )
     add_json_flag(parser)
+    add_cluster_flags(parser, sized=True)
     add_workload_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -89,6 +97,8 @@ def run(arguments: Arguments) -> int:
     """Simulates and prints a table, or JSON."""
     if hasattr(arguments, "computes_profile"):
         return simulate_profile.run(arguments)
+    from octavo.simulate.cluster.run import simulate_cluster
+    from octavo.simulate.cluster.spec import stated_limits
     from octavo.simulate.profile import load_profile
     from octavo.simulate.run import simulate
 
@@ -98,10 +108,21 @@ def run(arguments: Arguments) -> int:
     options = read_engine_config(arguments, "none")
     workload = make_workload(arguments, options.seed)
     start = time.perf_counter()
-    figures = simulate(profile, options, workload, mode=arguments.mode, max_tokens=_limits(arguments.max_tokens))
+    if arguments.replicas is None:
+        refuse_without_replicas(arguments)
+        limit = stated_limits(arguments.max_tokens)
+        figures = simulate(profile, options, workload, mode=arguments.mode, max_tokens=limit)
+        lines: list[str] = []
+    else:
+        spec = make_spec(arguments, arguments.replicas, options.seed)
+        profile = spec.replicas[0][1]
+        figures = in_cluster = simulate_cluster(spec, options, workload, processes=num_processes(arguments))
+        lines = cluster_lines(in_cluster)
     if arguments.json is None:
-        print("\n".join(_table(profile, figures)))
-        print(f"simulated in {time.perf_counter() - start:.1f} s")
+        print("\n".join([*_table(profile, figures), *lines]))
+        print(
+            f"simulated in {time.perf_counter() - start:.1f} s, {_cpu_seconds():.1f} s of CPU; {_peak_memory():.0f} MB"
+        )
         return 0
     given = {
         "profile": arguments.profile,
@@ -145,12 +166,12 @@ def _max_tokens(text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"max_tokens is exact, none or an integer from 1, not {text!r}")
 
 
-def _limits(stated: str | int) -> MaxTokens:
-    """What requests state of their length; a limit below it is raised to it, so that lengths stay those given."""
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    own, children = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
-    def limit(item: WorkItem) -> int | None:
-        if stated == "none":
-            return None
-        return item.output_len if isinstance(stated, str) else max(stated, item.output_len)
 
-    return limit
+def _peak_memory() -> float:
+    """MB of the largest process at its peak."""
+    return max(resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024

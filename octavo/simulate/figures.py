@@ -48,6 +48,13 @@ class Gaps:
         self._count += count
         self._max = max(self._max, seconds)
 
+    def merge(self, other: Gaps) -> None:
+        """Adds all of another one's."""
+        self._bins.update(other._bins)
+        self._sum += other._sum
+        self._count += other._count
+        self._max = max(self._max, other._max)
+
     def latency(self) -> Latency | None:
         """The distribution; None without a gap."""
         if not self._count:
@@ -110,6 +117,12 @@ class Completions:
         self.number.append(number)
         self.inputs.append(inputs)
         self.outputs.append(outputs)
+
+    def merge(self, other: Completions) -> None:
+        """Adds all of another one's."""
+        for name in ("sent", "first", "last", "number", "inputs", "outputs"):
+            getattr(self, name).extend(getattr(other, name))
+        self.failed += other.failed
 
     @property
     def ttft(self) -> np.ndarray:
