@@ -1,7 +1,8 @@
-"""The flags that describe a simulated cluster, and its figures as a table."""
+"""The flags that describe a simulated engine or a cluster of them, and the cluster's figures as a table."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.simulate.cluster.figures import ClusterFigures, ReplicaFigures
     from octavo.simulate.cluster.spec import ClusterSpec
 
+DEFAULT_PROFILE = "smollm2-135m-2-cores"
 #: Replicas that the table shows one by one.
 _MOST_LINES = 16
 #: Flags that need ``--replicas``, by attribute, and their defaults.
@@ -26,6 +28,20 @@ _DEFAULTS: dict[str, Any] = {
     "autoscale": None,
     "processes": 1,
 }
+
+
+def add_profile_flags(parser: Parser) -> None:
+    """Adds the flags of a simulated engine beside its options."""
+    add = parser.add_argument
+    add("--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"costs of steps ({DEFAULT_PROFILE})")
+    add("--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)")
+    add(
+        "--max-tokens",
+        type=_max_tokens,
+        default="exact",
+        metavar="exact|none|N",
+        help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
+    )
 
 
 def add_cluster_flags(parser: Parser, *, sized: bool) -> None:
@@ -125,8 +141,8 @@ def num_processes(arguments: Arguments) -> int:
 def cluster_lines(f: ClusterFigures) -> list[str]:
     """What the table says of the cluster, below the lines of any run."""
     lines = [
-        f"{len(f.replicas)} replicas, router {f.router}: {f.replica_seconds:.1f} replica-seconds in use; the most given "
-        f"to one {f.imbalance:.3f} times the mean; {f.prefix_hit_share:.1%} of prompt tokens found in a cache",
+        f"{len(f.replicas)} replicas, router {f.router}, {f.replica_seconds:.1f} replica-seconds in use; one was given "
+        f"at most {f.imbalance:.3f} times the mean; {f.prefix_hit_share:.1%} of prompt tokens found in a cache",
         f"good: {f.good} ({f.good_share:.2%}), {f.goodput:.3f} requests/s, {f.goodput_per_replica:.3f} a replica",
     ]
     if f.transfers:
@@ -152,6 +168,14 @@ def _replica_lines(replicas: Iterable[ReplicaFigures]) -> list[str]:
         busy = [r.utilisation for r in shown]
         lines.append(f"    ... {len(shown)} in all, busy from {min(busy):.1%} to {max(busy):.1%}: --json has each")
     return lines
+
+
+def _max_tokens(text: str) -> str | int:
+    if text in ("exact", "none"):
+        return text
+    if text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"max_tokens is exact, none or an integer from 1, not {text!r}")
 
 
 def _given(arguments: Arguments, name: str) -> Any:

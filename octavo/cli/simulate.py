@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Sequence
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.cli import simulate_profile
+from octavo.cli import simulate_plan, simulate_profile
 from octavo.cli.cluster_flags import (
     add_cluster_flags,
+    add_profile_flags,
     cluster_lines,
     make_spec,
     num_processes,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from octavo.simulate.figures import Latency, RunFigures
     from octavo.simulate.profile import StepProfile
 
-DEFAULT_PROFILE = "smollm2-135m-2-cores"
 #: The engine's options that count.
 OPTIONS = frozenset(SchedulerOptions.model_fields) | {
     "seed",
@@ -55,13 +54,15 @@ simulate profile' computes one. Equal calls give equal figures. {FORMS}
 
 
 class _SimulateParser(Parser):
-    """Passes arguments after ``profile`` to the parser of that kind, which has other options."""
+    """Passes arguments after ``profile`` and ``plan`` to the parsers of these, which have other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        if not argv or argv[0] != "profile":
+        word = argv[0] if argv else ""
+        if word not in ("profile", "plan"):
             return super().read(argv)
-        arguments = simulate_profile.make_parser().read(argv[1:])
-        arguments.computes_profile = True
+        parser = simulate_profile.make_parser() if word == "profile" else simulate_plan.make_parser()
+        arguments = parser.read(argv[1:])
+        arguments.kind = word
         return arguments
 
 
@@ -69,23 +70,11 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile] [options]",
+        usage="octavo simulate [profile|plan] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
-    parser.add_argument(
-        "--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"costs of steps ({DEFAULT_PROFILE})"
-    )
-    parser.add_argument(
-        "--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=_max_tokens,
-        default="exact",
-        metavar="exact|none|N",
-        help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
-    )
+    add_profile_flags(parser)
     add_json_flag(parser)
     add_cluster_flags(parser, sized=True)
     add_workload_flags(parser)
@@ -95,8 +84,9 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Simulates and prints a table, or JSON."""
-    if hasattr(arguments, "computes_profile"):
-        return simulate_profile.run(arguments)
+    kind = getattr(arguments, "kind", "")
+    if kind:
+        return simulate_profile.run(arguments) if kind == "profile" else simulate_plan.run(arguments, OPTIONS)
     from octavo.simulate.cluster.run import simulate_cluster
     from octavo.simulate.cluster.spec import stated_limits
     from octavo.simulate.profile import load_profile
@@ -156,14 +146,6 @@ def _line(name: str, latency: Latency | None) -> str:
         return f"{name:10} {'-':>10}"
     values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
     return f"{name:10} " + " ".join(f"{value:10.4f}" for value in values)
-
-
-def _max_tokens(text: str) -> str | int:
-    if text in ("exact", "none"):
-        return text
-    if text.isdigit() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"max_tokens is exact, none or an integer from 1, not {text!r}")
 
 
 def _cpu_seconds() -> float:

@@ -147,9 +147,7 @@ class Cluster:
     def _take_turn(self, replica: Replica) -> None:
         if not replica.has_turn:
             replica.has_turn = True
-            heapq.heappush(
-                self._events, (replica.engine.now, next(self._order), partial(self._turn, replica, replica.epoch))
-            )
+            self.at(replica.engine.now, partial(self._turn, replica, replica.epoch))
 
     def _turn(self, replica: Replica, epoch: int, now: float) -> None:
         """A replica's step is done, and the next begins."""

@@ -92,12 +92,12 @@ class Replica:
     gaps: Gaps = field(default_factory=Gaps)
     totals: Totals = field(default_factory=Totals)
     good: int = 0
-    #: Requests given to it, again ones included, and their tokens; times that it failed; seconds in use until it stopped last.
+    #: Requests given to it, again ones included, and their tokens; times that it failed.
     given: int = 0
     given_tokens: int = 0
     failures: int = 0
+    #: In use until it stopped last; and since when it is in use again, None: it is not.
     seconds: float = 0.0
-    #: Since when it is in use, beside those seconds; None: it is not.
     since: float | None = None
 
     def __post_init__(self) -> None:

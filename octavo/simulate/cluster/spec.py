@@ -183,7 +183,9 @@ def parse_outages(texts: list[str]) -> tuple[tuple[Outage, ...], RandomOutages |
             continue
         replica, _, times = text.partition("@")
         at, _, seconds = times.partition(":")
-        outages.append(_read(lambda r=replica, a=at, s=seconds: Outage(int(r), float(a), float(s or "inf")), usage))
+        outages.append(
+            Outage(_read(int, replica, usage), _read(float, at, usage), _read(float, seconds or "inf", usage))
+        )
     return tuple(outages), random
 
 
@@ -201,13 +203,14 @@ def parse_autoscale(text: str) -> Autoscale:
     if len(bounds) < 2 or ("tokens" in values) == ("requests" in values):
         raise ConfigError(usage)
     target = values.pop(metric)
-    return _read(lambda: Autoscale(int(bounds[0]), int(bounds[1]), target, metric, **values), usage)
+    least, most = (_read(int, bound, usage) for bound in bounds)
+    return Autoscale(least, most, target, metric, **values)
 
 
 def _split(text: str) -> list[tuple[int, str]]:
     usage = f"--replicas is COUNT[:PROFILE],..., not {text!r}"
     parts = [part.partition(":") for part in text.split(",")]
-    return [(_read(lambda c=count: int(c), usage), name) for count, _, name in parts]
+    return [(_read(int, count, usage), name) for count, _, name in parts]
 
 
 def _words(text: str, kinds: dict[str, type[float]], usage: str) -> dict[str, float]:
@@ -216,14 +219,12 @@ def _words(text: str, kinds: dict[str, type[float]], usage: str) -> dict[str, fl
         name, _, number = word.partition(":")
         if name not in kinds or name in values:
             raise ConfigError(usage)
-        values[name] = _read(lambda n=number: float(n), usage)
+        values[name] = _read(kinds[name], number, usage)
     return values
 
 
-def _read(make: Callable[[], T], usage: str) -> T:
+def _read(kind: Callable[[str], T], text: str, usage: str) -> T:
     try:
-        return make()
-    except ConfigError:
-        raise
+        return kind(text)
     except ValueError:
         raise ConfigError(usage) from None
