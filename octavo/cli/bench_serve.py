@@ -81,7 +81,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs the benchmark and prints a report, or JSON; returns the exit code."""
-    from octavo.bench.serve_plot import load_matplotlib, plot
+    from octavo.bench.serve_plot import draw
+    from octavo.plots.style import load_matplotlib, save
 
     refuse_words(arguments)
     _check(arguments)
@@ -93,7 +94,7 @@ def run(arguments: Arguments) -> int:
         with json_stream(arguments.json) as stream:
             report, outcomes = _measure(arguments, stream)
     if arguments.plot is not None:
-        plot(report, outcomes, arguments.plot)
+        save(draw(report, outcomes), arguments.plot)
     return 0 if report.completed else EXIT_FAILED
 
 

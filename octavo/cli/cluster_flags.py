@@ -10,8 +10,9 @@ from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.simulate.cluster.figures import ClusterFigures, ReplicaFigures
+    from octavo.simulate.cluster.figures import ReplicaFigures
     from octavo.simulate.cluster.spec import ClusterSpec
+    from octavo.simulate.figures import RunFigures
 
 DEFAULT_PROFILE = "smollm2-135m-2-cores"
 #: Replicas that the table shows one by one.
@@ -138,8 +139,12 @@ def num_processes(arguments: Arguments) -> int:
     return 1 if arguments.processes is None else int(arguments.processes)
 
 
-def cluster_lines(f: ClusterFigures) -> list[str]:
-    """What the table says of the cluster, below the lines of any run."""
+def cluster_lines(f: RunFigures) -> list[str]:
+    """What the table says of a cluster, below the lines of any run; nothing if it is none."""
+    from octavo.simulate.cluster.figures import ClusterFigures
+
+    if not isinstance(f, ClusterFigures):
+        return []
     lines = [
         f"{len(f.replicas)} replicas, router {f.router}, {f.replica_seconds:.1f} replica-seconds in use; one was given "
         f"at most {f.imbalance:.3f} times the mean; {f.prefix_hit_share:.1%} of prompt tokens found in a cache",

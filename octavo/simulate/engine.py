@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -104,6 +105,9 @@ class SimulatedEngine:
         self._max_tokens = max_tokens
         self._on_gap = on_gap or _ignore_gap
         self._open: dict[int, SimulatedRequest] = {}
+        #: Unfinished requests that have a token, by number; and how many unfinished ones each user has, if any.
+        self.started: dict[int, SimulatedRequest] = {}
+        self.open_by_user: Counter[str] = Counter()
         self._last_end = -2.0  # no token of a request came then
 
     @property
@@ -135,6 +139,8 @@ class SimulatedEngine:
             )
         self.now += self.overhead.request
         added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
         self.scheduler.add(_core_request(number, item, prompt, self._max_tokens(item)))
         self._end_at(number, length)
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
@@ -164,6 +170,8 @@ class SimulatedEngine:
         self.now += self.overhead.request
         self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
         added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
         self._end_at(number, item.input_len + item.output_len)
         return added
 
@@ -198,6 +206,7 @@ class SimulatedEngine:
                 steady += 1
             elif last < 0:
                 request.first = now
+                self.started[request.number] = request
             else:
                 self._on_gap(now - last, 1)
             if output.finish_reason is not None:
@@ -210,7 +219,17 @@ class SimulatedEngine:
             request = open_.pop(end.group_id)
             request.finish_reason = end.finish_reason
             ended.append(request)
+        for request in ended:
+            self._forget(request)
         return ended
+
+    def _forget(self, request: SimulatedRequest) -> None:
+        self.started.pop(request.number, None)
+        user = request.item.user
+        if user is not None:
+            self.open_by_user[user] -= 1
+            if not self.open_by_user[user]:
+                del self.open_by_user[user]
 
 
 def run(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.bench import validate
-from octavo.bench.calibrate import MeasuredStep, fit_profile
+from octavo.bench.calibrate import MeasuredStep, fit_profile, median_steps
 from octavo.bench.least_squares import non_negative
 from octavo.cli.main import main
 from octavo.simulate.profile import load_profile
@@ -65,6 +65,16 @@ def test_a_fit_recovers_the_costs_behind_noisy_steps() -> None:
     for tokens in (1, 8, 64, 400):
         work = StepWork(tokens=tokens, decodes=tokens, sampled=tokens)
         assert found.seconds(work) == pytest.approx(known.seconds(work), rel=0.05)
+
+
+def test_the_same_step_of_several_rounds_has_its_median_time() -> None:
+    a, b = StepWork(tokens=1, decodes=1, context=9, sampled=1), StepWork(tokens=4, chunks=1, pairs=10)
+    rounds = [
+        [MeasuredStep(a, 1.0), MeasuredStep(b, 5.0)],
+        [MeasuredStep(a, 9.0), MeasuredStep(b, 4.0)],
+        [MeasuredStep(a, 2.0), MeasuredStep(a, 7.0)],
+    ]
+    assert median_steps(rounds) == [MeasuredStep(a, 2.0), MeasuredStep(b, 4.5), MeasuredStep(a, 7.0)]
 
 
 def test_a_calibrated_profile_can_be_simulated_and_compared(

@@ -51,8 +51,7 @@ def on_cluster(
 
 
 @pytest.mark.parametrize("router", ["round_robin", "least_loaded", "power_of_two", "prefix", "session"])
-@pytest.mark.parametrize("mode", ["offline", "server"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("mode", "ahead"), [("offline", True), ("server", False)])
 def test_a_cluster_of_one_replica_is_one_engine(router: str, mode: Any, ahead: bool) -> None:
     server = {"request": 0.002, "step": 0.001, "answer": 0.003, "arrival": 0.004}
     options = make_config(model="none", num_gpu_blocks_override=60, async_scheduling=ahead)
@@ -67,8 +66,7 @@ def test_a_cluster_of_one_replica_is_one_engine(router: str, mode: Any, ahead: b
     assert found.replicas[0].utilisation <= 1.0 and found.imbalance == 1.0
 
 
-@pytest.mark.parametrize("router", ["round_robin", "least_loaded", "power_of_two", "prefix", "session"])
-@pytest.mark.parametrize("prefill", [0, 2])
+@pytest.mark.parametrize(("router", "prefill"), [("power_of_two", 0), ("prefix", 2), ("session", 2)])
 def test_equal_seeds_give_equal_figures(router: str, prefill: int) -> None:
     spec: dict[str, Any] = {"router": router, "decode_router": router, "random_outages": RandomOutages(3, 1)}
     first, second = (on_cluster(TALK, 3, prefill, **spec) for _ in range(2))
@@ -95,7 +93,7 @@ _outages = st.lists(
     router=st.sampled_from(["least_loaded", "session", "round_robin"]),
     scaled=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_request_ends_once_whatever_fails(
     outages: list[Outage], tries: int, prefill: int, router: str, scaled: bool
 ) -> None:
@@ -117,7 +115,7 @@ def test_every_request_ends_once_whatever_fails(
         assert not replica.jobs and replica.outstanding == 0
         assert replica.engine.blocks.num_used == 0 or replica.state in ("down", "stopped")
     assert len(ended) == len(set(ended))
-    assert len(ended) + sum(cluster.failed.values()) == 40
+    assert len(ended) + sum(cluster.lost.failed.values()) == 40
     lengths = [one.output_len for one in load]
     for replica in cluster.replicas.values():
         assert all(n == lengths[k] for k, n in zip(replica.done.number, replica.done.outputs, strict=True))

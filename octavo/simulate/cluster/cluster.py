@@ -19,7 +19,7 @@ from octavo.simulate.cluster.replica import Job, Replica, Role
 from octavo.simulate.cluster.routers import Router, RouterSettings, router_class
 from octavo.simulate.cluster.spec import ClusterSpec, stated_limits
 from octavo.simulate.engine import SimulatedEngine, SimulatedRequest
-from octavo.simulate.figures import Series
+from octavo.simulate.figures import Completions, Series
 from octavo.simulate.profile import StepProfile
 from octavo.workloads.items import WorkItem
 
@@ -60,7 +60,8 @@ class Cluster:
         self._prefilled: deque[tuple[Job, Replica, int]] = deque()
         #: By role: replicas that will return.
         self._coming: Counter[Role] = Counter()
-        self.failed: Counter[str] = Counter()
+        #: Of requests that did not end as they should.
+        self.lost = Completions()
         self.series = Series(_SERIES)
         self.retries = self.lost_tokens = self.transfers = self.starts = self.drained = 0
         self.transferred_bytes = 0
@@ -182,7 +183,7 @@ class Cluster:
             if job.first >= 0:
                 replica.gaps.add(first - job.first)
                 tokens, first = tokens + 1, job.first
-            replica.done.add(job.number, item.at, first, request.last, item.input_len, tokens)
+            replica.done.add(job.number, item, item.at, first, request.last, tokens)
             each = (request.last - first) / (tokens - 1) if tokens > 1 else 0.0
             replica.good += self.spec.limits.met(item, first - item.at, each)
             self._end(job, None)
@@ -191,7 +192,7 @@ class Cluster:
         self.num_open -= 1
         job.replica = None
         if failure is not None:
-            self.failed[failure] += 1
+            self.lost.fail(job.item, failure)
 
     def _will_come(self, role: Role) -> bool:
         return self._coming[role] > 0 or self._scaler is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -70,7 +69,7 @@ class CellResult:
     """What is left of replicas that were simulated together; can be sent to another process."""
 
     replicas: list[_ReplicaResult]
-    failed: Counter[str]
+    lost: Completions
     columns: dict[str, list[float]]
     counts: dict[str, float]
 
@@ -105,12 +104,12 @@ def result_of(cluster: Cluster) -> CellResult:
         for r in cluster.replicas.values()
     ]  # fmt: skip
     return CellResult(
-        replicas, cluster.failed, cluster.series.columns(), {name: getattr(cluster, name) for name in _COUNTS}
+        replicas, cluster.lost, cluster.series.columns(), {name: getattr(cluster, name) for name in _COUNTS}
     )
 
 
-def figures_of(cells: list[CellResult], router: str) -> ClusterFigures:
-    """The figures of cells that ran side by side; the same for replicas divided among any number of cells."""
+def figures_of(cells: list[CellResult], router: str) -> tuple[ClusterFigures, Completions]:
+    """The figures of cells that ran side by side, and the times of all requests, by replica."""
     replicas = sorted(itertools.chain.from_iterable(cell.replicas for cell in cells), key=lambda r: r.number)
     done, gaps, totals = Completions(), Gaps(), Totals()
     for replica in replicas:
@@ -118,7 +117,7 @@ def figures_of(cells: list[CellResult], router: str) -> ClusterFigures:
         gaps.merge(replica.gaps)
         totals.merge(replica.totals)
     for cell in cells:
-        done.failed += cell.failed
+        done.merge(cell.lost)
     counts = {name: sum(cell.counts[name] for cell in cells) for name in _COUNTS}
     columns = _sum_columns([cell.columns for cell in cells])
     base = rates(done, gaps)
@@ -126,7 +125,7 @@ def figures_of(cells: list[CellResult], router: str) -> ClusterFigures:
     asked = base["requests"] + sum(done.failed.values())
     seconds = [_seconds_in_use(replica, base["seconds"]) for replica in replicas]
     used = sum(seconds)
-    return ClusterFigures(
+    figures = ClusterFigures(
         **base,
         steps=totals.steps,
         preemptions_by_recompute=totals.preemptions_by_recompute,
@@ -154,6 +153,7 @@ def figures_of(cells: list[CellResult], router: str) -> ClusterFigures:
         started=int(counts["starts"]),
         drained=int(counts["drained"]),
     )
+    return figures, done
 
 
 def _figures_of(r: _ReplicaResult, seconds: float) -> ReplicaFigures:

@@ -76,9 +76,7 @@ def plan_replicas(
     if not 1 <= most <= MOST_REPLICAS:
         raise ConfigError(f"the most replicas must be from 1 to {MOST_REPLICAS}, not {most}")
     if spec.limits == Limits() and not any(i.ttft_target or i.tpot_target for i in items):
-        raise ConfigError(
-            "nothing limits the number of replicas: give ttft_limit, tpot_limit, or targets of requests"
-        )
+        raise ConfigError("nothing limits the number of replicas: give ttft_limit, tpot_limit, or targets of requests")
     profile = spec.replicas[0][1]
     tried: dict[int, Tried] = {}
 

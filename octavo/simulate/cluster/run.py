@@ -13,6 +13,7 @@ from octavo.simulate.cluster.cluster import Cluster
 from octavo.simulate.cluster.figures import CellResult, ClusterFigures, figures_of, result_of
 from octavo.simulate.cluster.routers import SessionSticky, home, ring, router_class
 from octavo.simulate.cluster.spec import ClusterSpec
+from octavo.simulate.figures import Completions
 from octavo.workloads.items import WorkItem
 
 #: Most processes.
@@ -22,7 +23,14 @@ _MOST_PROCESSES = 256
 def simulate_cluster(
     spec: ClusterSpec, options: EngineConfig, items: Iterable[WorkItem], *, processes: int = 1
 ) -> ClusterFigures:
-    """Runs items, in the order of their arrival, on a cluster.
+    """The figures of ``record_cluster``, which see."""
+    return record_cluster(spec, options, items, processes=processes)[0]
+
+
+def record_cluster(
+    spec: ClusterSpec, options: EngineConfig, items: Iterable[WorkItem], *, processes: int = 1
+) -> tuple[ClusterFigures, Completions]:
+    """Runs items, in the order of their arrival, on a cluster; its figures, and the times of all requests.
 
     With several processes each simulates a cell: a share of the replicas with a router of its own, to which it is
     decided beforehand which requests go. With ``round_robin`` (where the cells have as many replicas each) and
