@@ -109,10 +109,10 @@ def test_a_router_that_chooses_what_takes_no_requests_is_refused() -> None:
 
 def test_the_plan_is_the_least_number_that_keeps_the_limits() -> None:
     load = Workload(
-        requests=150,
+        requests=60,
         arrivals=parse_arrivals("poisson", 60, None),
         inputs=Uniform(10, 200),
-        outputs=Uniform(2, 60),
+        outputs=Uniform(2, 30),
         seed=4,
     )
     spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.3, tpot=0.05))
