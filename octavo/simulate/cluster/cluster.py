@@ -25,6 +25,8 @@ from octavo.workloads.items import WorkItem
 
 #: Output tokens that a request without a limit is expected to take, as in the data-parallel front end.
 _EXPECTED_TOKENS = 256
+#: Of several replicas.
+_MOST_SAMPLES = 256
 _SERIES = ("waiting", "running", "swapped", "blocks_used", "replicas")
 
 Event = Callable[[float], None]
@@ -62,7 +64,8 @@ class Cluster:
         self._coming: Counter[Role] = Counter()
         #: Of requests that did not end as they should.
         self.lost = Completions()
-        self.series = Series(_SERIES)
+        # A sample looks at every replica.
+        self.series = Series(_SERIES) if spec.size == 1 else Series(_SERIES, _MOST_SAMPLES)
         self.retries = self.lost_tokens = self.transfers = self.starts = self.drained = 0
         self.transferred_bytes = 0
         self.transfer_seconds = 0.0
