@@ -1,4 +1,7 @@
-"""Cost of the control plane: ``schedule`` and ``update`` of a step, without a model."""
+"""Cost of the control plane: ``schedule`` and ``update`` of a step, without a model.
+
+The garbage collector is set as in the process of an engine core, before the sequences are made.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.garbage import Collections, settled_collector
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
@@ -40,13 +44,22 @@ class SchedulerFigures:
     #: Median microseconds of ``schedule`` and of ``update`` in a step.
     schedule_us: float
     update_us: float
-    #: The slowest step (only some steps allocate blocks).
+    steps: int
+    #: The slowest step, and the slowest but one in a thousand (only some steps allocate blocks).
     slowest_us: float
+    p999_us: float
+    #: The slowest step by the clock: with the time in which other processes had the processor.
+    slowest_wall_us: float
     us_per_sequence: float
+    #: Of the garbage collector in these steps: collections of the youngest, the next and all generations, processor
+    #: time in all, and of the longest.
+    collections: list[int]
+    collector_us: float
+    longest_collection_us: float
 
 
 def measure(
-    running: int, waiting: int, context: int, options: EngineConfig | None = None, steps: int = 200
+    running: int, waiting: int, context: int, options: EngineConfig | None = None, steps: int = 1000
 ) -> SchedulerFigures:
     """Times steps of a scheduler with ``running`` decoding sequences of ``context`` tokens and ``waiting`` requests.
 
@@ -64,11 +77,43 @@ def measure(
             "decodes one token a step"
         )
     options = options.model_copy(update={"max_num_seqs": running, "max_num_batched_tokens": budget})
-    scheduler = _make_scheduler(options, running, context + _steps_of_prompts(options, context) + steps + 2)
+    with settled_collector():
+        scheduler = _make_scheduler(options, running, context + _steps_of_prompts(options, context) + steps + 2)
+        _fill(scheduler, running, waiting, context)
+        with Collections() as collections:
+            times = [_timed_step(scheduler, running) for _ in range(steps)]
+    schedule, update, wall = zip(*times, strict=True)
+    totals = sorted(map(sum, zip(schedule, update, strict=True)))
+    schedule_us, update_us = statistics.median(schedule) * 1e6, statistics.median(update) * 1e6
+    return SchedulerFigures(
+        policy=options.scheduling_policy,
+        running=running,
+        waiting=waiting,
+        context=context,
+        schedule_us=schedule_us,
+        update_us=update_us,
+        steps=steps,
+        slowest_us=totals[-1] * 1e6,
+        p999_us=totals[-1 - steps // 1000] * 1e6,
+        slowest_wall_us=max(wall) * 1e6,
+        us_per_sequence=(schedule_us + update_us) / running,
+        collections=collections.counts,
+        collector_us=collections.seconds * 1e6,
+        longest_collection_us=collections.longest * 1e6,
+    )
+
+
+def _fill(scheduler: Scheduler, running: int, waiting: int, context: int) -> None:
+    """Computes the prompts of ``running`` sequences, while ``waiting`` others wait.
+
+    Raises:
+        ConfigError: some end before all are computed.
+    """
     now = time.monotonic()
+    block_size = scheduler.blocks.block_size
     for i in range(running + waiting):
         # Lengths differ, so that not all sequences need a block in the same step; prompts share no prefix.
-        prompt = [i] + [_TOKEN] * (context - 1 - i % options.block_size % context)
+        prompt = [i] + [_TOKEN] * (context - 1 - i % block_size % context)
         task = Generate(_PARAMS, seed=i)
         scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=task, arrival_time=now))
     while scheduler.counts().num_running < running or scheduler.queues.prefilling:
@@ -77,27 +122,19 @@ def measure(
         if outputs.groups or any(update.finish_reason for update in outputs.sequences):
             reason = outputs.groups[0].error if outputs.groups else "some end before the last prompt is computed"
             raise ConfigError(f"under these options {running} sequences of {context} tokens do not run: {reason}")
-    times = []
-    for _ in range(steps):
-        start = time.thread_time()
-        plan = scheduler.schedule()
-        scheduled = time.thread_time()
-        result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * len(plan.seq_ids))
-        before_update = time.thread_time()
-        scheduler.update(plan, result)
-        times.append((scheduled - start, time.thread_time() - before_update))
+
+
+def _timed_step(scheduler: Scheduler, running: int) -> tuple[float, float, float]:
+    """Processor seconds of ``schedule`` and ``update`` in a step of all sequences, and seconds of both on the clock."""
+    wall, start = time.perf_counter(), time.thread_time()
+    plan = scheduler.schedule()
+    scheduled, middle = time.thread_time(), time.perf_counter()
+    result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * len(plan.seq_ids))
+    before_update, later = time.thread_time(), time.perf_counter()
+    scheduler.update(plan, result)
+    updated, end = time.thread_time(), time.perf_counter()
     assert len(plan.seq_ids) == running, "every running sequence decodes in every step"
-    schedule_us, update_us = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
-    return SchedulerFigures(
-        policy=options.scheduling_policy,
-        running=running,
-        waiting=waiting,
-        context=context,
-        schedule_us=schedule_us,
-        update_us=update_us,
-        slowest_us=max(a + b for a, b in times) * 1e6,
-        us_per_sequence=(schedule_us + update_us) / running,
-    )
+    return scheduled - start, updated - before_update, middle - wall + end - later
 
 
 def _steps_of_prompts(options: EngineConfig, context: int) -> int:

@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.untracked import untracked
 
 _MASK64 = (1 << 64) - 1
 #: Most tokens that a step of a beam search looks at, of each beam.
@@ -36,7 +37,7 @@ class SequenceStatus(enum.Enum):
 _UNFINISHED = frozenset({SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED})
 
 
-class Task(msgspec.Struct, tag=True, omit_defaults=True):
+class Task(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """What to compute for a prompt; one of ``AnyTask``. The base class computes its KV entries only."""
 
     @property
@@ -78,6 +79,10 @@ class Generate(Task):
     bad_words_ids: list[list[int]] = []
     #: End-of-sequence tokens that do not end it (``ignore_eos``); forbidden before ``min_tokens`` like the others.
     ignored_eos_ids: list[int] = []
+
+    def __post_init__(self) -> None:
+        for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):
+            untracked(ids)
 
     @property
     def num_sequences(self) -> int:
@@ -158,7 +163,7 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes | None = None
 
 
-class EngineCoreRequest(msgspec.Struct, kw_only=True):
+class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     """A prompt and its task: tokenized and validated; nothing in it needs a tokenizer."""
 
     group_id: int
@@ -182,6 +187,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
+
+    def __post_init__(self) -> None:
+        untracked(self.prompt_token_ids)
+        untracked(self.features)
 
     @property
     def cache_context(self) -> str:

@@ -48,6 +48,7 @@ from octavo.core.messages import (
     ToCore,
     Unpin,
 )
+from octavo.engine.garbage import IdleCollector, settle_collector
 from octavo.engine.step_meter import StepMeter
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class CoreLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._meter = StepMeter(core, core.replica)
+        self._collector = IdleCollector()
         #: While there is nothing to do, seconds between two looks at workers in other processes.
         self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
 
@@ -135,6 +137,8 @@ class CoreLoop:
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
         busy = self._core.scheduler.has_work
+        if not busy and not self._inbox.wait(0):
+            self._collector.collect()
         while not busy and not self._inbox.wait(self._health_interval):
             self._core.executor.check_health()
         while (message := self._inbox.receive()) is not None:
@@ -187,8 +191,7 @@ def serve(folder: Path) -> None:
     try:
         inbox, outbox = Inbox(context, folder), Outbox(context, folder)
         core = _load(inbox, outbox)
-        gc.freeze()  # objects that exist now are excluded from garbage collection
-        gc.enable()
+        settle_collector()
         if core is not None:
             try:
                 CoreLoop(core, inbox, outbox).run()

@@ -87,6 +87,7 @@ class StepLoop:
             pending = _Failed(e)
         finally:
             self._in_flight.append((plan, pending))
+            del pending  # the error refers to this frame, which must not refer to the error
 
     def _receive(self) -> EngineCoreOutputs:
         plan, pending = self._in_flight.popleft()
@@ -94,6 +95,7 @@ class StepLoop:
             result = pending.wait()
         except Exception as e:
             logger.exception("step %d failed", plan.step)
+            del pending  # as in ``_submit``
             return self._fail(plan, f"the step failed: {type(e).__name__}: {e}")
         except BaseException:
             self._in_flight.appendleft((plan, _INTERRUPTED))
@@ -127,7 +129,10 @@ class _Failed:
         self._error = error
 
     def wait(self) -> StepResult:
-        raise self._error
+        try:
+            raise self._error
+        finally:
+            del self  # as in ``_submit``
 
 
 #: A step interrupted by Ctrl-C or another ``BaseException``.

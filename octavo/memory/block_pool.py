@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+from octavo.core.untracked import untracked
+from octavo.memory.block_order import BlockOrder
 
 
 class OutOfBlocksError(Exception):
@@ -21,14 +23,15 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.first = first
         # A stack: the block freed last is likely in the processor's cache, and pages never written stay unmapped.
-        self._free = list(range(first + num_blocks - 1, first - 1, -1))
+        self._free = untracked(list(range(first + num_blocks - 1, first - 1, -1)))
         #: Reference counts by id; the entries before ``first`` are not used.
-        self._references = [0] * (first + num_blocks)
-        self._kept: set[int] = set()
+        self._references = untracked([0] * (first + num_blocks))
+        #: Whether the prefix cache keeps a block's content, by id.
+        self._kept = bytearray(first + num_blocks)
         #: How often a block is pinned; each pin is a reference, too.
         self._pins: dict[int, int] = {}
         #: Kept blocks without references, least recently used first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = BlockOrder(num_blocks, first)
 
     @property
     def num_free(self) -> int:
@@ -76,22 +79,22 @@ class BlockPool:
             if references[block] == 0:
                 if block not in self._cached:
                     raise ValueError(f"block {block} is free and cannot be shared")
-                del self._cached[block]
+                self._cached.remove(block)
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops a reference from each; kept blocks without references are cached, evicted from the last one on."""
-        references = self._references
+        references, kept = self._references, self._kept
+        cached: list[int] = []
         for block in reversed(blocks):
             left = references[block] - 1
             if left < 0:
                 raise ValueError(f"block {block} is free already")
             references[block] = left
             if left == 0:
-                if block in self._kept:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+                (cached if kept[block] else self._free).append(block)
+        if cached:
+            self._cached.extend(cached)
 
     def references(self, block: int) -> int:
         """References to this block."""
@@ -99,25 +102,25 @@ class BlockPool:
 
     def is_private(self, block: int) -> bool:
         """Whether the block may be written: it has one reference and is not kept."""
-        return self._references[block] == 1 and block not in self._kept
+        return self._references[block] == 1 and not self._kept[block]
 
     # --- kept content -----------------------------------------------------------------------------------------------
 
     def is_kept(self, block: int) -> bool:
         """Whether the prefix cache keeps its content, which must not change then."""
-        return block in self._kept
+        return bool(self._kept[block])
 
     def keep(self, block: int) -> None:
         """Marks a used block as kept."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is not used and has no content to keep")
-        self._kept.add(block)
+        self._kept[block] = True
 
     def forget(self, block: int) -> None:
         """Ends ``keep``: a cached block becomes free now, a used one when its references are dropped."""
-        self._kept.discard(block)
+        self._kept[block] = False
         if block in self._cached:
-            del self._cached[block]
+            self._cached.remove(block)
             self._free.append(block)
 
     def pin(self, blocks: Iterable[int]) -> None:
@@ -140,9 +143,10 @@ class BlockPool:
 
     def least_recently_used(self) -> int:
         """The cached block that was used the longest time ago."""
-        return next(iter(self._cached))
+        return self._cached.oldest
 
     def touch(self, block: int) -> None:
         """Marks a block as used now, if it is cached."""
         if block in self._cached:
-            self._cached.move_to_end(block)
+            self._cached.remove(block)
+            self._cached.extend((block,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from octavo.core.untracked import untracked
 from octavo.memory.block_pool import BlockPool
 
 #: Entry of a table for a block that was freed because it is outside the window; so are all blocks before it.
@@ -47,7 +48,7 @@ class BlockTables:
             table = self.by_id.pop(seq_id)
             old = held_blocks(table)
             new = [targets[block] for block in old]
-            other.by_id[seq_id] = table[: len(table) - len(old)] + new
+            other.by_id[seq_id] = untracked(table[: len(table) - len(old)] + new)
             other.pool.share(new)
             self.pool.release(old)
         other.pool.release(list(targets.values()))

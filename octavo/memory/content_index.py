@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Generic, TypeVar
 
+import msgspec
+
+from octavo.core.untracked import untracked
 from octavo.memory.block_pool import BlockPool
+
+V = TypeVar("V")
 
 #: Children of a block that are compared in the search for a partial match; bounds the cost of a popular parent.
 _MAX_COMPARED_CHILDREN = 8
 
 
-@dataclass(slots=True, eq=False)
-class KnownBlock:
-    """A full block in the prefix cache, with the digests of its content and of the block before it (``parent``)."""
+class KnownBlock(msgspec.Struct, eq=False, gc=False):
+    """A full block in the prefix cache, with the digests of its content and of the block before it (``parent``).
+
+    There is one for every block of a full cache, so the garbage collector is not to visit them: nothing that it refers
+    to refers to it.
+    """
 
     pool: BlockPool
     block: int
     digest: bytes
     parent: bytes
     #: ``PrefixChain.content`` of its positions.
-    content: Sequence[object]
+    content: tuple[object, ...]
+    #: Its siblings in the index, the blocks with the same parent: the one added before it, and the one after it. They
+    #: are in a ring: after the newest comes the oldest.
+    older: int = -1
+    newer: int = -1
 
     def copy_in(self, pool: BlockPool, block: int) -> KnownBlock:
         """The same content in another block."""
         return KnownBlock(pool, block, self.digest, self.parent, self.content)
+
+
+class _ByDigest(Generic[V]):
+    """A dictionary by digest, in parts: one of 90,000 entries takes 6 ms at the moments at which it grows."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, V]] = [{} for _ in range(256)]
+
+    def part(self, digest: bytes) -> dict[bytes, V]:
+        """The part that has this digest."""
+        return self._parts[digest[0]]
 
 
 class ContentIndex:
@@ -36,46 +59,79 @@ class ContentIndex:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._by_digest: dict[bytes, KnownBlock] = {}
-        self._by_block: dict[int, KnownBlock] = {}
-        #: Oldest first. A child may stay after its parent is evicted, and is found again once the parent is added.
-        self._children: dict[bytes, dict[bytes, KnownBlock]] = {}
+        #: By block id, less the pool's first one.
+        self._by_block: list[KnownBlock | None] = untracked([None] * pool.num_blocks)
+        self._by_digest = _ByDigest[KnownBlock]()
+        #: The newest child of each digest. A child may stay after its parent is evicted, and is found again once the
+        #: parent is added.
+        self._newest_child = _ByDigest[KnownBlock]()
 
     def find(self, digest: bytes) -> KnownBlock | None:
         """The block with this digest."""
-        return self._by_digest.get(digest)
+        return self._by_digest.part(digest).get(digest)
 
     def add(self, known: KnownBlock) -> None:
         """Adds a used block, unless its digest or the block itself is in the index already."""
-        if known.digest in self._by_digest or known.block in self._by_block:
+        by_digest = self._by_digest.part(known.digest)
+        if known.digest in by_digest or self._pool.is_kept(known.block):
             return
         self._pool.keep(known.block)
-        self._by_digest[known.digest] = self._by_block[known.block] = known
-        self._children.setdefault(known.parent, {})[known.digest] = known
+        self._by_block[known.block - self._pool.first] = by_digest[known.digest] = known
+        newest_child = self._newest_child.part(known.parent)
+        newest = newest_child.get(known.parent)
+        known.older = known.newer = known.block
+        if newest is not None:
+            known.older, known.newer = newest.block, newest.newer
+            self._known(newest.newer).older = newest.newer = known.block
+        newest_child[known.parent] = known
 
     def forget(self, block: int) -> KnownBlock:
         """Removes a block; it becomes free if it has no references."""
-        known = self._by_block.pop(block)
-        del self._by_digest[known.digest]
-        siblings = self._children[known.parent]
-        del siblings[known.digest]
-        if not siblings:
-            del self._children[known.parent]
+        known = self._known(block)
+        newest_child = self._newest_child.part(known.parent)
+        if known.older == block:
+            del newest_child[known.parent]
+        else:
+            older = self._known(known.older)
+            older.newer, self._known(known.newer).older = known.newer, known.older
+            if newest_child[known.parent] is known:
+                newest_child[known.parent] = older
+        self._by_block[block - self._pool.first] = None
+        del self._by_digest.part(known.digest)[known.digest]
         self._pool.forget(block)
         return known
+
+    def _known(self, block: int) -> KnownBlock:
+        known = self._by_block[block - self._pool.first]
+        assert known is not None, f"block {block} is not in the index"
+        return known
+
+    def _newest_first(self, parent: bytes) -> Iterator[KnownBlock]:
+        newest = child = self._newest_child.part(parent).get(parent)
+        while child is not None:
+            yield child
+            older = self._known(child.older)
+            child = older if older is not newest else None
+
+    def _oldest_first(self, parent: bytes) -> Iterator[KnownBlock]:
+        newest = self._newest_child.part(parent).get(parent)
+        child = self._known(newest.newer) if newest is not None else None
+        while child is not None:
+            yield child
+            child = self._known(child.newer) if child is not newest else None
 
     def evict(self) -> KnownBlock:
         """Removes the least recently used block without references, or the last of its descendants without any.
 
         A descendant is of no use without its parents, which come before it in every look-up.
         """
-        known = self._by_block[self._pool.least_recently_used()]
+        known = self._known(self._pool.least_recently_used())
         while (child := self._unreferenced_child(known.digest)) is not None:
             known = child
         return self.forget(known.block)
 
     def _unreferenced_child(self, digest: bytes) -> KnownBlock | None:
-        for child in self._children.get(digest, {}).values():
+        for child in self._oldest_first(digest):
             if self._pool.references(child.block) == 0:
                 return child
         return None
@@ -83,19 +139,17 @@ class ContentIndex:
     def find_partial(self, parent: bytes, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
         """The recent child of ``parent`` with the longest common prefix with ``content``, and its length in tokens."""
         best, longest = None, 0
-        children = self._children.get(parent)
-        if children is not None:
-            for child in islice(reversed(children.values()), _MAX_COMPARED_CHILDREN):
-                count = common_prefix(child.content, content)
-                if count > longest:
-                    best, longest = child, count
+        for child in islice(self._newest_first(parent), _MAX_COMPARED_CHILDREN):
+            count = common_prefix(child.content, content)
+            if count > longest:
+                best, longest = child, count
         return best, longest
 
     def clear(self) -> None:
         """Removes all blocks that are not pinned."""
-        for block in list(self._by_block):
-            if not self._pool.is_pinned(block):
-                self.forget(block)
+        for known in self._by_block:
+            if known is not None and not self._pool.is_pinned(known.block):
+                self.forget(known.block)
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from octavo.core.kv_groups import GroupBlocks, max_window_seqs, window_blocks
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
+from octavo.core.untracked import untracked
 from octavo.memory.block_pool import BlockPool
 from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks
 from octavo.memory.moves import PendingMoves
@@ -222,7 +223,8 @@ class KVGroup:
         """
         if seq_id in self.tables or seq_id in self.on_host.by_id:
             raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
-        table = self.tables[seq_id] = []
+        table: list[int] = untracked([])
+        self.tables[seq_id] = table
         return table
 
     def table(self, seq_id: int) -> list[int]:

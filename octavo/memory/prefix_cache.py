@@ -75,11 +75,11 @@ class PrefixCache:
 
     # --- content ----------------------------------------------------------------------------------------------------
 
-    def add(self, chain: PrefixChain, index: int, block: int, content: Sequence[object]) -> None:
+    def add(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> None:
         """Adds a full, computed block as block ``index`` of the chain, unless its content is cached already."""
         self._on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
-    def pin(self, chain: PrefixChain, index: int, block: int, content: Sequence[object]) -> int:
+    def pin(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> int:
         """Adds a full, computed block as ``add`` does, and pins it; returns the block that is pinned.
 
         That is another one with this content if it is pinned already. One that is not gives way: a step in flight may

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from octavo.core.untracked import untracked
+
 _DIGEST_BYTES = 16
 
 
@@ -41,7 +43,7 @@ class PrefixChain:
         self.block_size = block_size
         self.features = features
         name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
-        self.digests = [blake2b(name, digest_size=_DIGEST_BYTES).digest()]
+        self.digests = untracked([blake2b(name, digest_size=_DIGEST_BYTES).digest()])
 
     def __len__(self) -> int:
         """Blocks with a digest."""
@@ -61,15 +63,15 @@ class PrefixChain:
         chain = PrefixChain.__new__(PrefixChain)
         chain.block_size = self.block_size
         chain.features = self.features
-        chain.digests = self.digests[: num_blocks + 1]
+        chain.digests = untracked(self.digests[: num_blocks + 1])
         return chain
 
-    def content(self, token_ids: list[int], start: int, stop: int) -> Sequence[object]:
+    def content(self, token_ids: list[int], start: int, stop: int) -> tuple[object, ...]:
         """Values for positions ``start`` to ``stop`` (of one block) that compare equal where their content is equal.
 
         These are the token ids; a token of a feature equals only the same token of a feature with the same key.
         """
-        tokens = token_ids[start:stop]
+        tokens = untracked(tuple(token_ids[start:stop]))
         if not self.features:
             return tokens
         content: list[object] = list(tokens)
@@ -81,7 +83,7 @@ class PrefixChain:
                     feature.length,
                     position - feature.offset,
                 )
-        return content
+        return untracked(tuple(content))
 
     def _feature_bytes(self, start: int) -> bytes:
         """An unambiguous encoding of the keys and positions of the features in the block that begins at ``start``."""

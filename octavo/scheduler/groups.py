@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.request import Beam, EngineCoreRequest, SequenceStatus
+from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
 
@@ -38,7 +39,7 @@ class Sequence:
         self.group = group
         #: Which of the group's completions it is.
         self.index = index
-        self.token_ids = token_ids
+        self.token_ids = untracked(token_ids)
         self.num_computed = 0
         #: Slots in its blocks that may be written without asking the block manager again.
         self.free_slots = 0
@@ -123,7 +124,7 @@ class SequenceGroup:
         self.arrival = (request.arrival_time, number)
         self.priority = request.priority
         task = request.task
-        self.stop_token_ids = frozenset(task.stop_token_ids)
+        self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
         #: Whether tokens follow the prompt.
         self.samples = task.samples
         wanted, prompt = task.max_tokens, len(request.prompt_token_ids)
@@ -133,7 +134,7 @@ class SequenceGroup:
             self.max_length = prompt + 1
         #: What the contents of its blocks depend on besides their tokens.
         self.context = request.cache_context
-        self.features = [FeatureSpan(f.offset, f.length, f.key) for f in request.features]
+        self.features = untracked([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
         self.status = SequenceStatus.WAITING
         self.beam: BeamSearch | None = None
         if isinstance(task, Beam):
@@ -151,7 +152,7 @@ class SequenceGroup:
         self.urgent = False
         #: Number of the last step planned before its preemption, whose result may still add tokens to it.
         self.resumable_after = 0
-        #: Digests of its blocks' contents, for the prefix cache; computed at the first lookup.
+        #: Until it runs: digests of its blocks' contents, for the prefix cache; computed at the first lookup.
         self.chain: PrefixChain | None = None
         #: What the policy keeps of it.
         self.policy_data: Any = None

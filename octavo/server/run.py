@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import ipaddress
 import logging
@@ -164,6 +163,7 @@ async def _serve_engine(
     writer: LineWriter,
     tracer: Tracer | None,
 ) -> int:
+    from octavo.engine.garbage import settle_collector
     from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
@@ -178,8 +178,7 @@ async def _serve_engine(
     llm.stat_loggers.append(metrics)
     if llm.config.log_stats_interval is None:
         llm.stat_loggers.append(StatusLine(options.status_interval))
-    # Objects that live as long as the server need not be scanned by every garbage collection.
-    gc.freeze()
+    settle_collector()
     server = _make_server(make_app(service, keys), options, names)
     return await _ServerLifecycle(service, server).run(sock)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,6 +58,8 @@ class SimulatedRequest:
 
 #: Called with a request and the gap before its token: seconds since the one before.
 OnGap = Callable[[float, int], None]
+#: Called with each plan as it is submitted, and the seconds that it takes.
+OnPlan = Callable[[StepPlan, float], None]
 
 
 class SimulatedEngine:
@@ -73,6 +76,8 @@ class SimulatedEngine:
         mode: Literal["offline", "server"] = "offline",
         max_tokens: MaxTokens = exact_max_tokens,
         on_gap: OnGap | None = None,
+        on_plan: OnPlan | None = None,
+        make_blocks: Callable[..., BlockManager] = BlockManager,
     ) -> None:
         """Makes the blocks as an engine with these options would, in memory as the profile says.
 
@@ -82,6 +87,8 @@ class SimulatedEngine:
             mode: which of the profile's overheads count.
             max_tokens: what a request says about its length; it ends after ``output_len`` tokens all the same.
             on_gap: called for the tokens of each step that follow others: seconds, and how many tokens.
+            on_plan: called for each step when it is planned: its sequences hold the blocks that it writes.
+            make_blocks: called as ``BlockManager`` is.
 
         Raises:
             ConfigError: options of parallelism are given, or ``max_model_len`` does not fit.
@@ -94,7 +101,7 @@ class SimulatedEngine:
         self.profile = profile
         self.now = 0.0
         self.overhead: Overhead = getattr(profile, mode)
-        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options)
+        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options, make_blocks)
         self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
         if options.preemption_mode == "auto" and profile.moved:
             self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
@@ -103,7 +110,11 @@ class SimulatedEngine:
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
         self._max_tokens = max_tokens
         self._on_gap = on_gap or _ignore_gap
+        self.on_plan = on_plan
         self._open: dict[int, SimulatedRequest] = {}
+        #: Unfinished requests that have a token, by number; and how many unfinished ones each user has, if any.
+        self.started: dict[int, SimulatedRequest] = {}
+        self.open_by_user: Counter[str] = Counter()
         self._last_end = -2.0  # no token of a request came then
 
     @property
@@ -134,24 +145,56 @@ class SimulatedEngine:
                 f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
         self.now += self.overhead.request
-        request = EngineCoreRequest(
-            group_id=number,
-            prompt_token_ids=prompt,
-            task=_task(self._max_tokens(item)),
-            arrival_time=item.at,
-            priority=item.priority,
-            user=item.user or "",
-            ttft_target=item.ttft_target,
-            tpot_target=item.tpot_target,
-        )
         added = self._open[number] = SimulatedRequest(number, item, item.at)
-        self.scheduler.add(request)
-        group = self.scheduler.queues.groups.get(number)
-        if group is not None and group.max_length > length:
-            self._workers.ends[number] = length
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
+        self.scheduler.add(_core_request(number, item, prompt, self._max_tokens(item)))
+        self._end_at(number, length)
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
             self._workers.answers[number] = (len(prompt), output_ids(item))
         return added
+
+    def take_over(self, number: int, item: WorkItem) -> SimulatedRequest | None:
+        """Adds a request whose prompt and first token another engine has computed, and whose KV cache has arrived.
+
+        It goes into host blocks, from which the request is admitted as one that was swapped out; that move costs
+        nothing. None, and nothing is changed, if too few host blocks are available now.
+
+        Raises:
+            ConfigError: prompt and output together are longer than ``max_model_len``.
+        """
+        if item.input_len + item.output_len > self.max_model_len:
+            raise ConfigError(
+                f"request {number} has {item.input_len} tokens of prompt and {item.output_len} of output, together "
+                f"more than max_model_len ({self.max_model_len})"
+            )
+        limit = self._max_tokens(item)
+        # Their content is not looked at, but it must not be that of another prompt.
+        prompt = [number + TOKEN + 1] + [TOKEN] * item.input_len
+        request = _core_request(number, item, prompt, None if limit is None else limit - 1)
+        if not self.scheduler.receive(request):
+            return None
+        self.now += self.overhead.request
+        self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
+        added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
+        self._end_at(number, item.input_len + item.output_len)
+        return added
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all steps."""
+        return self._loop.times.worker
+
+    def _sequence(self, number: int) -> int:
+        return self.scheduler.queues.groups[number].seqs[0].seq_id
+
+    def _end_at(self, number: int, length: int) -> None:
+        """Ends a request at this many tokens of prompt and output, if its limit does not."""
+        group = self.scheduler.queues.groups.get(number)
+        if group is not None and group.max_length > length:
+            self._workers.ends[number] = length
 
     def step(self) -> list[SimulatedRequest]:
         """Runs one step; returns the requests that ended with it."""
@@ -170,6 +213,7 @@ class SimulatedEngine:
                 steady += 1
             elif last < 0:
                 request.first = now
+                self.started[request.number] = request
             else:
                 self._on_gap(now - last, 1)
             if output.finish_reason is not None:
@@ -182,7 +226,17 @@ class SimulatedEngine:
             request = open_.pop(end.group_id)
             request.finish_reason = end.finish_reason
             ended.append(request)
+        for request in ended:
+            self._forget(request)
         return ended
+
+    def _forget(self, request: SimulatedRequest) -> None:
+        self.started.pop(request.number, None)
+        user = request.item.user
+        if user is not None:
+            self.open_by_user[user] -= 1
+            if not self.open_by_user[user]:
+                del self.open_by_user[user]
 
 
 def run(
@@ -224,6 +278,8 @@ class _Workers:
         self.ends: dict[int, int] = {}
         #: By request: tokens of its prompt, and those that it samples, of requests that others continue.
         self.answers: dict[int, tuple[int, list[int]]] = {}
+        #: Host blocks whose content came from another engine: the transfer has been paid for.
+        self.received: set[int] = set()
 
     def forget(self, ended: list[SimulatedRequest]) -> None:
         """Requests that have ended."""
@@ -235,8 +291,14 @@ class _Workers:
     def submit(self, plan: StepPlan) -> _PendingStep:
         engine = self._engine
         work, sampled = count_work(plan, engine.scheduler.queues)
+        if self.received and plan.blocks_to_swap_in:
+            arrived = self.received.intersection([host for host, _ in plan.blocks_to_swap_in])
+            self.received -= arrived
+            work.moved -= len(arrived) * engine.options.block_size
         busy = work.tokens or work.moved or work.copied
         seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
+        if engine.on_plan is not None:
+            engine.on_plan(plan, seconds)
         self._free_at = max(self._free_at, engine.now) + seconds
         result = StepResult(plan.step, seconds=seconds, swap_seconds=work.moved * engine.profile.moved)
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
@@ -270,7 +332,9 @@ class _PendingStep:
         return self.workers.done(self.result, self.sampled, self.end)
 
 
-def _make_blocks(profile: StepProfile, options: EngineConfig) -> tuple[int, BlockManager, EngineConfig, int]:
+def _make_blocks(
+    profile: StepProfile, options: EngineConfig, make: Callable[..., BlockManager]
+) -> tuple[int, BlockManager, EngineConfig, int]:
     """The longest sequence, the blocks, the options with their token budget resolved, and steps in flight."""
     context = options.max_model_len or profile.max_model_len
     if context > profile.max_model_len:
@@ -290,7 +354,7 @@ def _make_blocks(profile: StepProfile, options: EngineConfig) -> tuple[int, Bloc
         raise ConfigError(f"the KV cache of {tokens} tokens holds no block of {size} tokens")
     most = options.max_num_seqs * -(-context // size)
     num_blocks, longest = min(num_blocks, most), min(context, num_blocks * size)
-    blocks = BlockManager(
+    blocks = make(
         num_blocks,
         size,
         num_host_blocks=min(_num_host_blocks(options, block_bytes), most),
@@ -318,6 +382,19 @@ def _task(max_tokens: int | None) -> Generate:
     """Shared by all requests with this limit; nothing changes it."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     return Generate(params, seed=0, stop_token_ids=[_STOP])
+
+
+def _core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: int | None) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        group_id=number,
+        prompt_token_ids=prompt,
+        task=_task(max_tokens),
+        arrival_time=item.at,
+        priority=item.priority,
+        user=item.user or "",
+        ttft_target=item.ttft_target,
+        tpot_target=item.tpot_target,
+    )
 
 
 def _ignore_gap(seconds: float, tokens: int) -> None:

@@ -619,7 +619,8 @@ def check_cache(engine: Engine) -> None:
 
 
 def check_index(engine: Engine, index: ContentIndex) -> None:
-    for block, known in index._by_block.items():
+    for known in filter(None, index._by_block):
+        block = known.block
         content = engine.worker.device[block]
         parent = index.find(known.parent)
         before = engine.worker.device[parent.block][-1] if parent is not None else None
