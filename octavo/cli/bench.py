@@ -40,7 +40,8 @@ kernels    each kernel alone at the shapes of the model, and its share of the ma
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths; what attention windows save, of the
            model if it has any, else of shapes that do; and savings by sharing
 scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
-           and those of the blocks count, others are refused
+           and those of the blocks count, others are refused; the slowest of 1,000 steps also by the clock, with the
+           time of other processes; and how often the garbage collector ran in them, by generation
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ

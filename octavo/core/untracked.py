@@ -11,7 +11,7 @@ C = TypeVar("C")
 _untrack: Callable[[object], None] | None = None
 if hasattr(ctypes, "pythonapi"):  # CPython's stable interface
     _untrack = ctypes.pythonapi.PyObject_GC_UnTrack
-    _untrack.argtypes, _untrack.restype = [ctypes.py_object], None  # type: ignore[attr-defined]
+    _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 
 def untracked(container: C) -> C:

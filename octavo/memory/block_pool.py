@@ -84,7 +84,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops a reference from each; kept blocks without references are cached, evicted from the last one on."""
-        references, kept, cached = self._references, self._kept, []
+        references, kept = self._references, self._kept
+        cached: list[int] = []
         for block in reversed(blocks):
             left = references[block] - 1
             if left < 0:
