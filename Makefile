@@ -32,9 +32,10 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/python scripts/demo.py
 
+# The tests start some hundred processes: none compiles the package anew, whatever is set outside.
 test: $(VENV)/.installed-test
 	@echo "== running the test suite"
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"

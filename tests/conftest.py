@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.server.running_server import Running
 
 # Helpers are imported as ``tests.busy_machine``, however pytest was started.
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -36,6 +41,17 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections, some of which engines ask for, pass over what was imported and collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the end all is collected, or the compiled kernels would report what is left of them."""
+    gc.unfreeze()
 
 
 @pytest.fixture(params=[pytest.param("behaviour"), pytest.param("times", marks=pytest.mark.slow)])
@@ -101,6 +117,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the tiny model, for all tests that leave it as it was."""
+    from tests.server.running_server import TINY, running
+
+    log = tmp_path_factory.mktemp("tiny-server") / "log"
+    with running(tiny_model, log, *TINY, "--served-model-name", "tiny,alias") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

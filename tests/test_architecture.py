@@ -24,6 +24,7 @@ ORDER = (
     "scheduler",
     "engine",
     "simulate",
+    "plots",
     "server",
     "batch",
     "data",
@@ -36,11 +37,12 @@ ONLY = {
     "sampling": {"core", "kernels"},
     "memory": {"core"},
     "scheduler": {"core", "memory"},
+    "plots": {"core"},
     "server": {"core", "engine"},
     "batch": {"core", "engine", "server"},
     "data": {"core", "engine"},
 }
-WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "simulate", "server", "batch", "data"}
+WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "simulate", "plots", "server", "batch", "data"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

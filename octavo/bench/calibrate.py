@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -36,9 +37,9 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _LENGTHS = {16: 64, 130: 64, 700: 16, 2000: 2}
 #: Tokens that each of a batch generates.
 _OUTPUT = 12
-#: Runs of prompts of random lengths that come one after the other, how many of them, and median and deviation (of the
+#: Runs of prompts of random lengths that come one after the other: how many of them, and median and deviation (of the
 #: logarithm) of the lengths.
-_MIXES, _MIXED, _MEDIAN, _SIGMA = 4, 24, 80, 1.0
+_MIXES = 3 * ((24, 80, 1.0), (10, 400, 0.6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class StepWatch:
         self._engine.core.executor = self._executor
 
 
-def calibrate(llm: LLM, device: str, *, seed: int = 0) -> tuple[StepProfile, list[MeasuredStep]]:
+def calibrate(llm: LLM, device: str, *, rounds: int = 3, seed: int = 0) -> tuple[StepProfile, list[MeasuredStep]]:
     """Measures steps of an idle engine and fits a profile; returns both.
 
     The machine should be quiet: the profile describes it as it is now.
@@ -102,6 +103,8 @@ def calibrate(llm: LLM, device: str, *, seed: int = 0) -> tuple[StepProfile, lis
     Args:
         llm: a network that keeps all tokens, on one worker.
         device: its name in the profile.
+        rounds: how often the same steps are measured; each counts with its median time, so that what disturbs one
+            round does not matter.
         seed: of the prompts.
 
     Raises:
@@ -112,15 +115,28 @@ def calibrate(llm: LLM, device: str, *, seed: int = 0) -> tuple[StepProfile, lis
         raise ConfigError("octavo bench calibrate measures networks without attention windows on one worker")
     rng = random.Random(seed)
     _drive(engine, [random_prompts(engine, 1, 16, rng)[0] for _ in range(4)], rng, _OUTPUT)  # buffers, GPU graphs
-    engine.reset_prefix_cache()
-    watch = StepWatch(engine)
+    measured: list[list[MeasuredStep]] = []
     adding: list[float] = []
-    try:
-        for prompts in _loads(engine, rng):
-            adding += _drive(engine, prompts, rng, _OUTPUT, watch)
-    finally:
-        watch.stop()
-    return fit_profile(watch.steps, **_facts(llm, device, adding)), watch.steps
+    for _ in range(rounds):
+        engine.reset_prefix_cache()
+        rng, watch = random.Random(seed), StepWatch(engine)
+        try:
+            for prompts in _loads(engine, rng):
+                adding += _drive(engine, prompts, rng, _OUTPUT, watch)
+        finally:
+            watch.stop()
+        measured.append(watch.steps)
+    steps = median_steps(measured)
+    return fit_profile(steps, **_facts(llm, device, adding)), steps
+
+
+def median_steps(rounds: list[list[MeasuredStep]]) -> list[MeasuredStep]:
+    """The steps of rounds that ran the same loads: those of equal place and work are one, with their median time."""
+    found: dict[tuple[int, ...], list[MeasuredStep]] = {}
+    for steps in rounds:
+        for place, step in enumerate(steps):
+            found.setdefault((place, *dataclasses.astuple(step.work)), []).append(step)
+    return [MeasuredStep(same[0].work, statistics.median(s.seconds for s in same)) for same in found.values()]
 
 
 def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
@@ -178,8 +194,8 @@ def _loads(engine: LLMEngine, rng: random.Random) -> Iterator[list[list[int]]]:
         for batch in _BATCHES:
             if batch <= len(prompts):
                 yield prompts[:batch]
-    for _ in range(_MIXES):
-        lengths = [min(longest, max(4, round(_MEDIAN * rng.lognormvariate(0, _SIGMA)))) for _ in range(_MIXED)]
+    for count, median, sigma in _MIXES:
+        lengths = [min(longest, max(4, round(median * rng.lognormvariate(0, sigma)))) for _ in range(count)]
         yield [random_prompts(engine, 1, length, rng)[0] for length in lengths]
 
 

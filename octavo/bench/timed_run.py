@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
@@ -12,10 +12,21 @@ from octavo.workloads.items import WorkItem
 from octavo.workloads.tokens import token_ids
 
 
-def run_timed(engine: LLMEngine, items: Iterable[WorkItem]) -> Completions:
-    """Sends each item when it is due and steps until all have ended; greedy, each to its ``output_len``.
+def to_its_length(item: WorkItem) -> SamplingParams:
+    """Greedy; the request states the length of its output."""
+    return SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
+
+
+def run_timed(
+    engine: LLMEngine, items: Iterable[WorkItem], params: Callable[[WorkItem], SamplingParams] = to_its_length
+) -> Completions:
+    """Sends each item when it is due and steps until all have ended, each with its user, priority and targets.
 
     The engine must have no other requests. Items come in the order of their arrival; times count from the call.
+    ``params``: must make each end after its ``output_len``.
+
+    Raises:
+        InvalidRequestError: an item is too long, or has a priority or targets that the policy does not look at.
     """
     done, start, upcoming = Completions(), time.monotonic(), iter(items)
     sent: dict[str, WorkItem] = {}
@@ -24,14 +35,16 @@ def run_timed(engine: LLMEngine, items: Iterable[WorkItem]) -> Completions:
     while following is not None or sent:
         while following is not None and start + following.at <= time.monotonic():
             number = len(done.sent) + sum(done.failed.values()) + len(sent)
-            params = SamplingParams(temperature=0, max_tokens=following.output_len, ignore_eos=True, detokenize=False)
             sent[str(number)] = following
             engine.add_request(
                 str(number),
                 token_ids(following, ids),
-                params,
+                params(following),
                 arrival_time=start + following.at,
                 priority=following.priority,
+                user=following.user,
+                ttft_target=following.ttft_target,
+                tpot_target=following.tpot_target,
                 streaming=False,
             )
             following = next(upcoming, None)
@@ -43,9 +56,9 @@ def run_timed(engine: LLMEngine, items: Iterable[WorkItem]) -> Completions:
             item, times = sent.pop(output.request_id), output.metrics
             reason = output.outputs[0].finish_reason
             if reason not in ("stop", "length") or times.first_token_time is None or times.finished_time is None:
-                done.failed[str(reason)] += 1
+                done.fail(item, str(reason))
                 continue
             first, last = times.first_token_time - start, times.finished_time - start
             tokens = len(output.outputs[0].token_ids)
-            done.add(int(output.request_id), item.at, first, last, item.input_len, tokens)
+            done.add(int(output.request_id), item, item.at, first, last, tokens)
     return done

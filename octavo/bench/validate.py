@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from octavo.bench.capacity import capacity_of, full_load
 from octavo.bench.timed_run import run_timed
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -17,8 +19,10 @@ from octavo.simulate.figures import Completions
 from octavo.simulate.profile import StepProfile
 from octavo.simulate.run import Recorder
 from octavo.workloads.arrivals import parse_arrivals
-from octavo.workloads.lengths import Lengths, parse_inputs, parse_outputs
+from octavo.workloads.lengths import parse_inputs, parse_outputs
 from octavo.workloads.workload import Workload
+
+_log = logging.getLogger("octavo")
 
 #: Kinds of workloads: lengths of prompts and of outputs, and burstiness of arrivals.
 KINDS: dict[str, tuple[str, str, float]] = {
@@ -60,8 +64,11 @@ def _spread(errors: list[float]) -> str:
     return f"median error {np.median(sizes):6.1%}, worst {sizes.max():6.1%}"
 
 
-def compare(llm: LLM, profile: StepProfile, seconds: float, seed: int = 0) -> Iterator[Comparison]:
+def compare(llm: LLM, profile: StepProfile, seconds: float, *, rounds: int = 1, seed: int = 0) -> Iterator[Comparison]:
     """Runs each of ``KINDS`` at each of ``LOADS``, each for about so many seconds of arrivals.
+
+    All of them are run ``rounds`` times, one round after the other; a measured figure is the median of its rounds.
+    Comparisons come in the last one.
 
     Raises:
         ConfigError: the profile is not of this engine's block count or model length, or a request failed.
@@ -72,36 +79,39 @@ def compare(llm: LLM, profile: StepProfile, seconds: float, seed: int = 0) -> It
     options = core.options.model_copy(
         update={"num_gpu_blocks_override": core.blocks.num_blocks, "max_model_len": core.max_model_len}
     )
+    loads = list(_workloads(profile, options, seconds, seed))
+    measured: list[list[list[float]]] = [[] for _ in loads]
+    for number in range(1, rounds + 1):
+        _log.info("round %d of %d: %d workloads of %g seconds", number, rounds, len(loads), seconds)
+        for (kind, load, rate, workload), figures in zip(loads, measured, strict=True):
+            engine.reset_prefix_cache()
+            figures.append(_figures(run_timed(engine, workload), kind))
+            if number == rounds:
+                medians = map(float, np.median(figures, axis=0))
+                simulated = _figures(_simulated(profile, options, workload), kind)
+                pairs = list(zip(medians, simulated, strict=True))
+                errors = [ours / real - 1 for real, ours in pairs]
+                yield Comparison(kind, load, rate, len(workload), pairs, errors)
+
+
+def _workloads(
+    profile: StepProfile, options: EngineConfig, seconds: float, seed: int
+) -> Iterator[tuple[str, float, float, Workload]]:
+    """Kind, load, rate in requests a second, and the workload."""
     for kind, (inputs, outputs, burstiness) in KINDS.items():
         lengths = parse_inputs(inputs), parse_outputs(outputs)
-        capacity = _capacity(profile, options, *lengths, seed)
+        capacity = capacity_of(_simulated(profile, options, full_load(*lengths, seed)))
         for load in LOADS:
             rate = load * capacity
-            count = max(10, round(rate * seconds))
-            arrivals = parse_arrivals("gamma", rate, burstiness)
             workload = Workload(
-                requests=count,
-                arrivals=arrivals,
+                requests=max(10, round(rate * seconds)),
+                arrivals=parse_arrivals("gamma", rate, burstiness),
                 inputs=lengths[0],
                 outputs=lengths[1],
                 seed=seed,
                 name=f"{kind} {load}",
             )
-            engine.reset_prefix_cache()
-            measured = run_timed(engine, workload)
-            simulated = _simulated(profile, options, workload)
-            if measured.failed or simulated.failed:
-                raise ConfigError(f"requests of the workload {kind!r} failed: {dict(measured.failed)}")
-            pairs = list(zip(_figures(measured), _figures(simulated), strict=True))
-            yield Comparison(kind, load, rate, count, pairs, [ours / real - 1 for real, ours in pairs])
-
-
-def _capacity(profile: StepProfile, options: EngineConfig, inputs: Lengths, outputs: Lengths, seed: int) -> float:
-    """Requests a second in the middle half of a simulated run in which all are there from the start."""
-    workload = Workload(requests=400, inputs=inputs, outputs=outputs, seed=seed, name="capacity")
-    ends = np.sort(np.asarray(_simulated(profile, options, workload).last))
-    quarter = len(ends) // 4
-    return float(2 * quarter / (ends[3 * quarter] - ends[quarter]))
+            yield kind, load, rate, workload
 
 
 def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) -> Completions:
@@ -111,8 +121,10 @@ def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) 
     return recorder.done
 
 
-def _figures(done: Completions) -> list[float]:
+def _figures(done: Completions, kind: str) -> list[float]:
     """In the order of ``Comparison.FIGURES``."""
+    if done.failed:
+        raise ConfigError(f"requests of the workload {kind!r} failed: {dict(done.failed)}")
     rate = len(done.sent) / (max(done.last) - min(done.sent))
     latencies = [f(x) for x in (done.ttft, done.e2e) for f in (np.mean, lambda x: np.percentile(x, 99))]
     return [rate, *map(float, latencies)]

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import bench_serve
+from octavo.cli import bench_policies, bench_serve
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.kv_spec import KVSpec
 
-KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "calibrate", "simulation", "serve")
+KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "calibrate", "simulation", "policies", "serve")
+#: Kinds with a parser of their own.
+OWN_PARSERS = {"policies": bench_policies, "serve": bench_serve}
 
 EXAMPLE = """\
 examples:
@@ -33,6 +35,7 @@ examples:
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
+  octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
@@ -45,18 +48,20 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
+policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
 
 class _BenchParser(Parser):
-    """Passes arguments after ``serve`` to the parser of that kind, which has other options."""
+    """Passes arguments after ``serve`` or ``policies`` to the parser of that kind, which has other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        if not argv or argv[0] != "serve":
+        if not argv or argv[0] not in OWN_PARSERS:
             return super().read(argv)
-        arguments = bench_serve.make_parser().read(argv[1:])
-        arguments.words.insert(0, "serve")
+        arguments = OWN_PARSERS[argv[0]].make_parser().read(argv[1:])
+        arguments.words.insert(0, argv[0])
+        arguments.has_own_parser = True
         return arguments
 
 
@@ -83,6 +88,16 @@ def make_parser() -> Parser:
         "--profile", default="smollm2-135m-2-cores", metavar="NAME|FILE", help="of a simulation (smollm2-135m-2-cores)"
     )
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of a calibration or simulation: times are medians (3)",
+    )
+    parser.add_argument(
+        "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -93,16 +108,16 @@ def run(arguments: Arguments) -> int:
     if not arguments.words or arguments.words[0] not in KINDS:
         raise ConfigError(f"octavo bench needs a kind of benchmark: {', '.join(KINDS)}")
     kind = arguments.words.pop(0)
-    if kind == "serve":
-        if not hasattr(arguments, "base_url"):
-            raise ConfigError("'serve' must come right after 'octavo bench', before its options")
-        return bench_serve.run(arguments)
+    if kind in OWN_PARSERS:
+        if not hasattr(arguments, "has_own_parser"):
+            raise ConfigError(f"{kind!r} must come right after 'octavo bench', before its options")
+        return OWN_PARSERS[kind].run(arguments)
     model = None
     if kind in ("scheduler", "executor"):
         refuse_words(arguments)
     else:
         model = take_model(arguments)
-    for name, least in (("context", 32), ("waiting", 0)):
+    for name, least in (("context", 32), ("waiting", 0), ("rounds", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
     measure = {
@@ -317,6 +332,7 @@ def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -
 
 def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.calibrate import calibrate
+    from octavo.bench.calibrate_server import calibrate_server
     from octavo.cli.machine import cpu_name, usable_cores
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
@@ -328,7 +344,11 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
         import torch
 
         device = torch.cuda.get_device_name()
-    profile, _ = calibrate(LLM(**options.model_dump(exclude_unset=True)), device, seed=options.seed)
+    profile, _ = calibrate(
+        LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
+    )
+    if arguments.with_server:
+        profile = calibrate_server(profile, options)
     if stream is not None:
         stream.write(format_profile(profile).decode())
         return
@@ -341,6 +361,9 @@ def _calibrate(arguments: Arguments, model: str | None, stream: IO[str] | None) 
         print(f"{tokens:16.0f}  {seconds * 1e3:10.3f}")
     for name in ("sampled", "context", "pairs", "chunk", "moved"):
         print(f"{name:16}  {getattr(profile, name) * 1e6:10.4f} us each")
+    if arguments.with_server:
+        for name, seconds in msgspec.structs.asdict(profile.server).items():
+            print(f"server: {name:8}  {seconds * 1e6:10.4f} us each")
 
 
 def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
@@ -355,7 +378,7 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     found: list[Comparison] = []
 
     def collected() -> Iterator[Comparison]:
-        for comparison in compare(llm, profile, arguments.seconds):
+        for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
             found.append(comparison)
             yield comparison
 

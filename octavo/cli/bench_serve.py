@@ -10,8 +10,18 @@ import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.parsing import (
+    EXIT_FAILED,
+    Arguments,
+    Parser,
+    add_json_flag,
+    add_report_flag,
+    check_folder,
+    json_stream,
+    refuse_words,
+)
 from octavo.core.errors import ConfigError
+from octavo.plots.style import check_image
 from octavo.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
@@ -75,17 +85,19 @@ def make_parser() -> Parser:
     shown = parser.add_argument_group("report")
     shown.add_argument("--goodput", metavar="LIMITS", help="ttft:MS,tpot:MS,e2e:MS, some or all of them")
     add_json_flag(parser)
-    shown.add_argument("--plot", type=Path, metavar="PNG", help="draw the run (needs the extra octavo[plot])")
+    shown.add_argument("--plot", type=Path, metavar="IMAGE", help="draw the run: .png or .svg (needs octavo[plot])")
+    add_report_flag(parser)
     return parser
 
 
 def run(arguments: Arguments) -> int:
     """Runs the benchmark and prints a report, or JSON; returns the exit code."""
-    from octavo.bench.serve_plot import load_matplotlib, plot
+    from octavo.bench.serve_plot import draw, make_page
+    from octavo.plots.style import load_matplotlib, save
 
     refuse_words(arguments)
     _check(arguments)
-    if arguments.plot is not None:
+    if arguments.plot is not None or arguments.report is not None:
         load_matplotlib()
     if arguments.json is None:
         report, outcomes = _measure(arguments, None)
@@ -93,7 +105,10 @@ def run(arguments: Arguments) -> int:
         with json_stream(arguments.json) as stream:
             report, outcomes = _measure(arguments, stream)
     if arguments.plot is not None:
-        plot(report, outcomes, arguments.plot)
+        save(draw(report, outcomes), arguments.plot)
+    if arguments.report is not None:
+        options = arguments.plain("json", "plot", "report")
+        make_page(report, draw(report, outcomes), arguments.command, options).write(arguments.report)
     return 0 if report.completed else EXIT_FAILED
 
 
@@ -140,8 +155,10 @@ def _check(arguments: Arguments) -> None:
             raise ConfigError(f"--{name} must be at least {least}, not {value}")
     if not arguments.timeout > 0:
         raise ConfigError(f"--timeout must be above 0, not {arguments.timeout:g}")
-    if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {arguments.plot}: there is no folder {arguments.plot.absolute().parent}")
+    if arguments.plot is not None:
+        check_image(arguments.plot)
+    check_folder(arguments.plot, "--plot")
+    check_folder(arguments.report, "--report")
     if arguments.endpoint == "chat" and arguments.prompt_form == "ids":
         raise ConfigError("--endpoint chat takes text; token ids need --endpoint completions")
 

@@ -39,9 +39,9 @@ examples:
   echo "Once upon a time" | octavo generate smollm2-135m
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
-"priority", sampling and beam search parameters of its own. With --json, one line a request is written, in the order of
-the prompts, and a last line {"summary": ...}. A prompt that cannot be served fails alone: the others are
-answered and the exit code is 1.
+"priority", "user", "ttft_target", "tpot_target", sampling and beam search parameters of its own. With --json, one line
+a request is written, in the order of the prompts, and a last line {"summary": ...}. A prompt that cannot be served
+fails alone: the others are answered and the exit code is 1.
 """
 
 
@@ -63,6 +63,7 @@ def make_parser() -> Parser:
         metavar="X",
         help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
     )
+    parser.add_argument("--user", metavar="NAME", help="whose prompts these are, for --scheduling-policy fair and srpt")
     add_json_flag(parser)
     add_verbose_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
@@ -77,9 +78,8 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        jobs = read_jobs(
-            arguments.words, arguments.input, sampling, as_chat=arguments.chat, priority=arguments.priority
-        )
+        claims = {"priority": arguments.priority, "user": arguments.user}
+        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, claims=claims)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
         return
     try:
         prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
-        engine.add_request(str(job.index), prompt, job.params, priority=job.priority or 0, streaming=streaming)
+        engine.add_request(str(job.index), prompt, job.params, **job.claims, streaming=streaming)
     except (InvalidRequestError, TokenizerError) as e:
         job.error = str(e)
 

@@ -18,9 +18,15 @@ EXIT_USAGE = 2
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments; ``words`` holds the positional arguments in order."""
+    """Parsed arguments; ``words`` holds the positional arguments in order, ``command`` all words of the call."""
 
     words: list[str]
+    command: list[str]
+
+    def plain(self, *without: str) -> dict[str, Any]:
+        """The command's own flags with their values, defaults too; without these, and those of groups."""
+        left_out = {"words", "command", *without}
+        return {key: value for key, value in vars(self).items() if ":" not in key and key not in left_out}
 
     def group(self, prefix: str) -> dict[str, Any]:
         """The flags of a group that were given: those stored as ``prefix:name``, by name."""
@@ -47,6 +53,7 @@ class Parser(argparse.ArgumentParser):
             if _is_flag(word):
                 self.error(self._unknown(word.split("=")[0]))
         arguments.words = rest + argv[cut + 1 :]
+        arguments.command = [*self.prog.split(), *argv]
         return arguments
 
     def error(self, message: str) -> NoReturn:
@@ -78,6 +85,23 @@ def refuse_words(arguments: Arguments, why: str = "") -> None:
 def add_json_flag(parser: Parser) -> None:
     """Adds ``--json PATH|-``."""
     parser.add_argument("--json", metavar="PATH|-", help="write JSON to this file, or to standard output (-)")
+
+
+def add_report_flag(parser: Parser) -> None:
+    """Adds ``--report PATH``."""
+    parser.add_argument(
+        "--report", type=Path, metavar="HTML", help="tables and drawings as one file (needs the extra octavo[plot])"
+    )
+
+
+def check_folder(path: Path | None, flag: str) -> None:
+    """Refuses a path whose folder does not exist, before a long run instead of after it.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager

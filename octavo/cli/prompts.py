@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from octavo.core.sampling_params import SamplingParams
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
 _SAMPLING_KEYS = tuple(name for name in SamplingParams.__struct_fields__ if name != "logits_processors")
-_LINE_KEYS = (*_PROMPT_KEYS, "priority", *_SAMPLING_KEYS, *_BEAM_KEYS)
+#: What scheduling policies look at; arguments of ``LLMEngine.add_request``.
+_CLAIM_KEYS = ("priority", "user", "ttft_target", "tpot_target")
+_LINE_KEYS = (*_PROMPT_KEYS, *_CLAIM_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
 
 
 @dataclass(slots=True)
@@ -33,8 +35,8 @@ class Job:
     #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
-    #: None: that of the command line.
-    priority: float | None = None
+    #: For the scheduling policy: ``priority``, ``user``, ``ttft_target``, ``tpot_target``; those that are given.
+    claims: Mapping[str, Any] = field(default_factory=dict)
     #: Parameters of its own, from a JSON line.
     own: frozenset[str] = frozenset()
 
@@ -49,7 +51,12 @@ class Job:
 
 
 def read_jobs(
-    words: list[str], file: str | None, sampling: Mapping[str, Any], *, as_chat: bool, priority: float = 0
+    words: list[str],
+    file: str | None,
+    sampling: Mapping[str, Any],
+    *,
+    as_chat: bool,
+    claims: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """All prompts in order; an invalid one carries its error and does not affect the others.
 
@@ -58,7 +65,7 @@ def read_jobs(
         file: path of more prompts, ``-`` for standard input; without words and file, standard input if it is piped.
         sampling: parameters for all, with a ``beam_width`` those of a beam search; a JSON line may give its own.
         as_chat: texts are questions of a conversation.
-        priority: of all; a JSON line may give its own.
+        claims: see ``Job``; of all, a JSON line may give its own.
 
     Raises:
         ConfigError: there is no prompt, or the file cannot be read.
@@ -77,7 +84,7 @@ def read_jobs(
             else:
                 jobs.append(_from_text(index, line, params, as_chat))
     for job in jobs:
-        job.priority = priority if job.priority is None else job.priority
+        job.claims = {**(claims or {}), **job.claims}
     if not jobs:
         raise ConfigError("no prompt given: name some after the model, or use --input FILE or standard input")
     return jobs
@@ -125,11 +132,12 @@ def _from_json(
 ) -> Job:
     try:
         key, value, own = _parse_line(line)
-        priority = own.pop("priority", None)
+        claims = {key: own.pop(key) for key in _CLAIM_KEYS if key in own}
+        claims = {key: value for key, value in claims.items() if value is not None}
         if own:
             params = _make_params({**sampling, **own})
         if key == "prompt" and isinstance(value, str):
-            return replace(_from_text(index, value, params, as_chat), priority=priority, own=frozenset(own))
+            return replace(_from_text(index, value, params, as_chat), claims=claims, own=frozenset(own))
         if key == "prompt_token_ids" and as_chat:
             raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
         if key == "prompt" or not isinstance(value, list):
@@ -137,12 +145,12 @@ def _from_json(
     except InvalidRequestError as e:
         return Job(index, line, params, error=str(e))
     if key == "messages":
-        return Job(index, "", params, value, priority=priority, own=frozenset(own))
-    return Job(index, value, params, priority=priority, own=frozenset(own))
+        return Job(index, "", params, value, claims=claims, own=frozenset(own))
+    return Job(index, value, params, claims=claims, own=frozenset(own))
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
-    """Key and value of the prompt, and the sampling parameters and priority, of a JSON line."""
+    """Key and value of the prompt, and the sampling parameters and claims, of a JSON line."""
     try:
         content = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as e:

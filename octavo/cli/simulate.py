@@ -5,17 +5,28 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import simulate_profile
+from octavo.cli import simulate_allocators, simulate_profile
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.parsing import (
+    Arguments,
+    Parser,
+    add_json_flag,
+    add_report_flag,
+    check_folder,
+    json_stream,
+    refuse_words,
+)
 from octavo.core.scheduler_options import SchedulerOptions
 from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
+    from octavo.cli.simulate_report import Run
+    from octavo.core.config import EngineConfig
     from octavo.simulate.engine import MaxTokens
     from octavo.simulate.figures import Latency, RunFigures
     from octavo.simulate.profile import StepProfile
@@ -40,21 +51,27 @@ examples:
   octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
   octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
+  octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
+  octavo simulate allocators
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
 simulate profile' computes one. Equal calls give equal figures. {FORMS}
 """
 
 
+#: Commands of their own after ``octavo simulate``.
+_COMMANDS = {"profile": simulate_profile, "allocators": simulate_allocators}
+
+
 class _SimulateParser(Parser):
-    """Passes arguments after ``profile`` to the parser of that kind, which has other options."""
+    """Passes arguments after the name of a command of its own to its parser, which has other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        if not argv or argv[0] != "profile":
+        if not argv or argv[0] not in _COMMANDS:
             return super().read(argv)
-        arguments = simulate_profile.make_parser().read(argv[1:])
-        arguments.computes_profile = True
+        arguments = _COMMANDS[argv[0]].make_parser().read(argv[1:])
+        arguments.command_of_simulate = argv[0]
         return arguments
 
 
@@ -62,7 +79,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile] [options]",
+        usage="octavo simulate [profile|allocators] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
@@ -79,7 +96,14 @@ def make_parser() -> Parser:
         metavar="exact|none|N",
         help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
     )
+    parser.add_argument(
+        "--compare", metavar="POLICY,...", help="the same requests under these policies too, beside --scheduling-policy"
+    )
     add_json_flag(parser)
+    add_report_flag(parser)
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="draw the run: PNG files (needs the extra octavo[plot])"
+    )
     add_workload_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -87,47 +111,107 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Simulates and prints a table, or JSON."""
-    if hasattr(arguments, "computes_profile"):
-        return simulate_profile.run(arguments)
+    if hasattr(arguments, "command_of_simulate"):
+        return _COMMANDS[arguments.command_of_simulate].run(arguments)
+    from octavo.cli import simulate_report
+    from octavo.plots.style import load_matplotlib
     from octavo.simulate.profile import load_profile
-    from octavo.simulate.run import simulate
+    from octavo.simulate.run import record
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
+    if arguments.report is not None or arguments.plots is not None:
+        load_matplotlib()
+        check_folder(arguments.report, "--report")
     profile = load_profile(arguments.profile)
     options = read_engine_config(arguments, "none")
     workload = make_workload(arguments, options.seed)
     start = time.perf_counter()
-    figures = simulate(profile, options, workload, mode=arguments.mode, max_tokens=_limits(arguments.max_tokens))
+    runs = []
+    for policy in _policies(options.scheduling_policy, arguments.compare):
+        figures, done = record(
+            profile,
+            _under(options, policy),
+            workload,
+            mode=arguments.mode,
+            max_tokens=_limits(arguments.max_tokens),
+        )
+        runs.append(simulate_report.Run(policy, figures, done))
     if arguments.json is None:
-        print("\n".join(_table(profile, figures)))
+        print("\n".join(_table(profile, runs[0].figures) if len(runs) == 1 else simulate_report.comparison_text(runs)))
         print(f"simulated in {time.perf_counter() - start:.1f} s")
-        return 0
-    given = {
+    else:
+        _write_json(arguments, options, runs)
+    if arguments.report is not None or arguments.plots is not None:
+        drawn = simulate_report.draw(runs)
+        if arguments.plots is not None:
+            simulate_report.write_plots(drawn, arguments.plots)
+        if arguments.report is not None:
+            in_force = {name: getattr(options, name) for name in OPTIONS}
+            given = {**arguments.plain("json", "report", "plots"), **in_force}
+            simulate_report.make_report(profile, runs, drawn, arguments.command, given).write(arguments.report)
+    return 0
+
+
+def _policies(first: str, others: str | None) -> list[str]:
+    """Each once.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    from octavo.scheduler.policies import policy_class
+
+    names = list(dict.fromkeys([first, *(name.strip() for name in (others or first).split(","))]))
+    for name in names:
+        policy_class(name)
+    return names
+
+
+def _under(options: EngineConfig, policy: str) -> EngineConfig:
+    """The options with another policy; what is of the given one alone, it does not look at."""
+    if policy == options.scheduling_policy:
+        return options
+    return options.model_copy(update={"scheduling_policy": policy, "priority_preemption": False})
+
+
+def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[Run]) -> None:
+    """One run's figures beside the settings; those of several as ``runs``, by policy."""
+    found: dict[str, Any] = {
         "profile": arguments.profile,
         "mode": arguments.mode,
         "max_tokens": arguments.max_tokens,
         "options": {key: value for key, value in arguments.group(PREFIX).items()},
         "seed": options.seed,
     }
+    if len(runs) == 1:
+        found |= msgspec.structs.asdict(runs[0].figures)
+    else:
+        found["runs"] = {run.policy: run.figures for run in runs}
     with json_stream(arguments.json) as stream:
-        stream.write(msgspec.json.encode({**given, **msgspec.structs.asdict(figures)}).decode() + "\n")
-    return 0
+        stream.write(msgspec.json.encode(found).decode() + "\n")
 
 
 def _table(profile: StepProfile, f: RunFigures) -> list[str]:
     failed = "".join(f", {count} {reason}" for reason, count in f.failed.items())
-    marks = {"computed": " (computed, not measured)", "fitted": ""}
+    from octavo.cli.simulate_report import ORIGINS
+
     return [
-        f"{profile.model} on {profile.device}{marks[profile.origin]}",
+        f"{profile.model} on {profile.device}{ORIGINS[profile.origin]}",
         f"{f.requests} requests{failed} in {f.seconds:.1f} s: {f.requests_per_s:.3f} requests/s, "
         f"{f.output_tokens_per_s:.1f} output tokens/s; {f.steps} steps",
         f"{'seconds':10} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10} {'max':>10}",
         *(_line(name, getattr(f, name)) for name in ("ttft", "tpot", "itl", "e2e")),
+        *_goodput(f),
         f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
         f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
         f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
     ]
+
+
+def _goodput(f: RunFigures) -> list[str]:
+    if f.goodput_share is None:
+        return []
+    return [f"goodput {f.goodput_requests_per_s:.3f} requests/s: {f.goodput_share:.1%} of those with targets met them"]
 
 
 def _line(name: str, latency: Latency | None) -> str:

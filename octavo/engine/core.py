@@ -6,8 +6,10 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
@@ -15,7 +17,7 @@ from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
 from octavo.engine.step_loop import StepLoop
-from octavo.executor.executor import make_executor
+from octavo.executor.executor import Executor, make_executor
 from octavo.executor.external import without_clock
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
@@ -27,6 +29,18 @@ from octavo.scheduler.scheduler import Scheduler
 logger = logging.getLogger("octavo")
 #: Of its own, so that a command can leave these lines out.
 startup_logger = logging.getLogger("octavo.startup")
+#: Options that only the scheduler reads, see ``EngineCore.restart``.
+POLICY_OPTIONS = frozenset(
+    {
+        "scheduling_policy",
+        "user_weights",
+        "ttft_target",
+        "tpot_target",
+        "aging_limit",
+        "preemption_victim",
+        "priority_preemption",
+    }
+)
 
 
 class EngineCore(StepLoop):
@@ -70,21 +84,8 @@ class EngineCore(StepLoop):
             GroupBlocks(count, host_count, window, block_bytes)
             for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
-        self.blocks = BlockManager(
-            sizes,
-            options.block_size,
-            max_num_batched_tokens=in_flight,
-            cuts_prompts=options.cuts_prompts,
-            watermark=options.watermark,
-            prefix_caching=options.enable_prefix_caching,
-            host_cache=options.host_prefix_cache,
-        )
-        scheduler = Scheduler(self.blocks, options, self.max_model_len, num_stages=executor.num_stages)
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
-            seconds = executor.measure_swap()
-            if seconds:
-                scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
+        scheduler = self._new_scheduler(executor, sizes)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -108,6 +109,42 @@ class EngineCore(StepLoop):
             startup_logger.info("%s", line)
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
+
+    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks]) -> Scheduler:
+        """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
+        options = self.options
+        self.blocks = BlockManager(
+            sizes,
+            options.block_size,
+            max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
+            cuts_prompts=options.cuts_prompts,
+            watermark=options.watermark,
+            prefix_caching=options.enable_prefix_caching,
+            host_cache=options.host_prefix_cache,
+        )
+        scheduler = Scheduler(self.blocks, options, self.max_model_len, num_stages=executor.num_stages)
+        if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
+            seconds = executor.measure_swap()
+            if seconds:
+                scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
+        return scheduler
+
+    def restart(self, changes: Mapping[str, Any]) -> None:
+        """Begins anew with the same workers: empty blocks, and a scheduler that has learned nothing.
+
+        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on.
+
+        Raises:
+            ConfigError: another option is among them.
+            EngineStateError: requests are unfinished, prefixes are pinned, or it sleeps.
+        """
+        if others := set(changes) - POLICY_OPTIONS:
+            raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
+        if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
+            raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
+        self.executor.execute(self.scheduler.schedule())  # the workers forget what has ended
+        self.options = self.options.model_copy(update=dict(changes))
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""

@@ -38,6 +38,26 @@ def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
     }
 
 
+def _opt(width: int, layers: int, heads: int) -> dict[str, Any]:
+    """config.json of an OPT model."""
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "dtype": "float16",
+        "vocab_size": 50272,
+        "hidden_size": width,
+        "ffn_dim": 4 * width,
+        "word_embed_proj_dim": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+
+
 def _qwen3_moe(**shape: Any) -> dict[str, Any]:
     """config.json of a Qwen3 mixture of experts."""
     return {
@@ -101,22 +121,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=128,
         tie_word_embeddings=False,
     ),
-    "opt-125m-shape": {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "dtype": "float16",
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "ffn_dim": 3072,
-        "word_embed_proj_dim": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-    },
+    "opt-125m-shape": _opt(768, layers=12, heads=12),
+    "opt-13b-shape": _opt(5120, layers=40, heads=40),
     "gpt2-shape": {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,6 +58,8 @@ class SimulatedRequest:
 
 #: Called with a request and the gap before its token: seconds since the one before.
 OnGap = Callable[[float, int], None]
+#: Called with each plan as it is submitted, and the seconds that it takes.
+OnPlan = Callable[[StepPlan, float], None]
 
 
 class SimulatedEngine:
@@ -73,6 +76,8 @@ class SimulatedEngine:
         mode: Literal["offline", "server"] = "offline",
         max_tokens: MaxTokens = exact_max_tokens,
         on_gap: OnGap | None = None,
+        on_plan: OnPlan | None = None,
+        make_blocks: Callable[..., BlockManager] = BlockManager,
     ) -> None:
         """Makes the blocks as an engine with these options would, in memory as the profile says.
 
@@ -82,6 +87,8 @@ class SimulatedEngine:
             mode: which of the profile's overheads count.
             max_tokens: what a request says about its length; it ends after ``output_len`` tokens all the same.
             on_gap: called for the tokens of each step that follow others: seconds, and how many tokens.
+            on_plan: called for each step when it is planned: its sequences hold the blocks that it writes.
+            make_blocks: called as ``BlockManager`` is.
 
         Raises:
             ConfigError: options of parallelism are given, or ``max_model_len`` does not fit.
@@ -94,7 +101,7 @@ class SimulatedEngine:
         self.profile = profile
         self.now = 0.0
         self.overhead: Overhead = getattr(profile, mode)
-        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options)
+        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options, make_blocks)
         self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
         if options.preemption_mode == "auto" and profile.moved:
             self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
@@ -103,7 +110,11 @@ class SimulatedEngine:
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
         self._max_tokens = max_tokens
         self._on_gap = on_gap or _ignore_gap
+        self.on_plan = on_plan
         self._open: dict[int, SimulatedRequest] = {}
+        #: Unfinished requests that have a token, by number; and how many unfinished ones each user has, if any.
+        self.started: dict[int, SimulatedRequest] = {}
+        self.open_by_user: Counter[str] = Counter()
         self._last_end = -2.0  # no token of a request came then
 
     @property
@@ -145,6 +156,8 @@ class SimulatedEngine:
             tpot_target=item.tpot_target,
         )
         added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
         self.scheduler.add(request)
         group = self.scheduler.queues.groups.get(number)
         if group is not None and group.max_length > length:
@@ -170,6 +183,7 @@ class SimulatedEngine:
                 steady += 1
             elif last < 0:
                 request.first = now
+                self.started[request.number] = request
             else:
                 self._on_gap(now - last, 1)
             if output.finish_reason is not None:
@@ -182,7 +196,17 @@ class SimulatedEngine:
             request = open_.pop(end.group_id)
             request.finish_reason = end.finish_reason
             ended.append(request)
+        for request in ended:
+            self._forget(request)
         return ended
+
+    def _forget(self, request: SimulatedRequest) -> None:
+        self.started.pop(request.number, None)
+        user = request.item.user
+        if user is not None:
+            self.open_by_user[user] -= 1
+            if not self.open_by_user[user]:
+                del self.open_by_user[user]
 
 
 def run(
@@ -237,6 +261,8 @@ class _Workers:
         work, sampled = count_work(plan, engine.scheduler.queues)
         busy = work.tokens or work.moved or work.copied
         seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
+        if engine.on_plan is not None:
+            engine.on_plan(plan, seconds)
         self._free_at = max(self._free_at, engine.now) + seconds
         result = StepResult(plan.step, seconds=seconds, swap_seconds=work.moved * engine.profile.moved)
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
@@ -270,7 +296,9 @@ class _PendingStep:
         return self.workers.done(self.result, self.sampled, self.end)
 
 
-def _make_blocks(profile: StepProfile, options: EngineConfig) -> tuple[int, BlockManager, EngineConfig, int]:
+def _make_blocks(
+    profile: StepProfile, options: EngineConfig, make: Callable[..., BlockManager]
+) -> tuple[int, BlockManager, EngineConfig, int]:
     """The longest sequence, the blocks, the options with their token budget resolved, and steps in flight."""
     context = options.max_model_len or profile.max_model_len
     if context > profile.max_model_len:
@@ -290,7 +318,7 @@ def _make_blocks(profile: StepProfile, options: EngineConfig) -> tuple[int, Bloc
         raise ConfigError(f"the KV cache of {tokens} tokens holds no block of {size} tokens")
     most = options.max_num_seqs * -(-context // size)
     num_blocks, longest = min(num_blocks, most), min(context, num_blocks * size)
-    blocks = BlockManager(
+    blocks = make(
         num_blocks,
         size,
         num_host_blocks=min(_num_host_blocks(options, block_bytes), most),

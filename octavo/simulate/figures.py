@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from octavo.workloads.items import WorkItem
+
 #: Bins of a histogram of gaps per factor of e: each is half a percent wide.
 _BINS = 200
 _LEAST_GAP = 1e-9
@@ -94,22 +96,32 @@ class Series:
 
 
 class Completions:
-    """The times of all requests that ended as they should; 48 bytes each."""
+    """The times of all requests that ended as they should, 48 bytes each; and how many of all met their targets."""
 
     def __init__(self) -> None:
         self.sent, self.first, self.last = array("d"), array("d"), array("d")
         self.number, self.inputs, self.outputs = array("q"), array("q"), array("q")
         #: By finish reason, of those that did not.
         self.failed: Counter[str] = Counter()
+        #: Requests that have a target, failed ones included, and those of them that met all of theirs.
+        self.with_targets = self.met_targets = 0
 
-    def add(self, number: int, sent: float, first: float, last: float, inputs: int, outputs: int) -> None:
-        """A request was sent, had its first and its last token; tokens of its prompt and its output."""
+    def add(self, number: int, item: WorkItem, sent: float, first: float, last: float, outputs: int) -> None:
+        """A request was sent, had its first and its last token, in seconds; ``outputs`` tokens."""
         self.sent.append(sent)
         self.first.append(first)
         self.last.append(last)
         self.number.append(number)
-        self.inputs.append(inputs)
+        self.inputs.append(item.input_len)
         self.outputs.append(outputs)
+        if _has_target(item):
+            self.with_targets += 1
+            self.met_targets += meets_targets(item, first - sent, (last - first) / max(outputs - 1, 1))
+
+    def fail(self, item: WorkItem, reason: str) -> None:
+        """A request ended otherwise; it misses its targets, if it has any."""
+        self.failed[reason] += 1
+        self.with_targets += _has_target(item)
 
     @property
     def ttft(self) -> np.ndarray:
@@ -126,6 +138,30 @@ class Completions:
         """Seconds a token after the first, of requests that have any."""
         several = np.asarray(self.outputs) > 1
         return (np.asarray(self.last) - np.asarray(self.first))[several] / (np.asarray(self.outputs)[several] - 1)
+
+
+def _has_target(item: WorkItem) -> bool:
+    return item.ttft_target is not None or item.tpot_target is not None
+
+
+def meets_targets(item: WorkItem, ttft: float, tpot: float) -> bool:
+    """Whether latencies in seconds are within the request's own targets; ``tpot`` is 0 for an output of one token."""
+    return (item.ttft_target is None or ttft <= item.ttft_target) and (
+        item.tpot_target is None or tpot <= item.tpot_target
+    )
+
+
+class Service(msgspec.Struct, frozen=True):
+    """Service of users at sampled moments: tokens (of prompts once, of outputs twice) divided by the user's weight."""
+
+    seconds: list[float]
+    #: By user, service so far.
+    users: dict[str, list[float]]
+    #: At each moment, over pairs of users and intervals that end then, in which at every moment both had requests
+    #: waiting: the largest difference between what both were served.
+    difference: list[float]
+    #: Of ``difference`` under the policy ``fair`` without ageing, by theorem 4.4 of Sheng et al. 2024.
+    bound: float
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +181,9 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Latency | None
     itl: Latency | None
     e2e: Latency | None
+    #: Requests that met their targets a second, and as a share of those that have any; None if none has.
+    goodput_requests_per_s: float | None = None
+    goodput_share: float | None = None
     steps: int = 0
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
@@ -155,6 +194,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     mean_running: float = 0.0
     mean_blocks_used: float = 0.0
     series: dict[str, list[float]] = {}
+    #: None without users.
+    service: Service | None = None
 
 
 def rates(done: Completions, gaps: Gaps) -> dict[str, Any]:
@@ -173,4 +214,6 @@ def rates(done: Completions, gaps: Gaps) -> dict[str, Any]:
         "tpot": Latency.of(done.tpot),
         "itl": gaps.latency(),
         "e2e": Latency.of(done.e2e),
+        "goodput_requests_per_s": done.met_targets / end if done.with_targets and end else None,
+        "goodput_share": done.met_targets / done.with_targets if done.with_targets else None,
     }

@@ -10,6 +10,7 @@ from octavo.core.config import EngineConfig
 from octavo.simulate.engine import SimulatedEngine, SimulatedRequest, run
 from octavo.simulate.figures import Completions, Gaps, RunFigures, Series, rates
 from octavo.simulate.profile import StepProfile
+from octavo.simulate.service import ServiceRecorder
 from octavo.workloads.items import WorkItem
 
 _SERIES = ("waiting", "running", "swapped", "blocks_used")
@@ -20,17 +21,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.done, self.gaps, self.series = Completions(), Gaps(), Series(_SERIES)
+        self.service = ServiceRecorder()
 
     def ended(self, request: SimulatedRequest) -> None:
         """Takes a request that has ended."""
+        if request.item.user is not None:
+            self.service.ended(request)
         if request.finish_reason not in ("stop", "length"):
-            self.done.failed[str(request.finish_reason)] += 1
+            self.done.fail(request.item, str(request.finish_reason))
             return
-        item = request.item
-        self.done.add(request.number, request.sent, request.first, request.last, item.input_len, request.tokens)
+        self.done.add(request.number, request.item, request.sent, request.first, request.last, request.tokens)
 
     def sample(self, engine: SimulatedEngine) -> None:
-        """Looks at queues and blocks, if a sample is wanted now; to be called after a step."""
+        """Looks at queues, blocks and users, if a sample is wanted now; to be called after a step."""
+        if engine.now >= self.service.series.next and (engine.open_by_user or self.service.slots):
+            self.service.sample(engine)
         if engine.now < self.series.next:
             return
         queues = engine.scheduler.queues
@@ -51,6 +56,7 @@ class Recorder:
             mean_running=_mean_over_time(columns["seconds"], columns["running"]),
             mean_blocks_used=_mean_over_time(columns["seconds"], columns["blocks_used"]),
             series=columns,
+            service=self.service.service(engine),
         )
 
 
@@ -60,10 +66,17 @@ def simulate(profile: StepProfile, options: EngineConfig, items: Iterable[WorkIt
     Raises:
         ConfigError: see ``SimulatedEngine`` and ``run``.
     """
+    return record(profile, options, items, **settings)[0]
+
+
+def record(
+    profile: StepProfile, options: EngineConfig, items: Iterable[WorkItem], **settings: Any
+) -> tuple[RunFigures, Completions]:
+    """As ``simulate``; the times of all requests too."""
     recorder = Recorder()
     engine = SimulatedEngine(profile, options, on_gap=recorder.gaps.add, **settings)
     run(engine, items, recorder.ended, recorder.sample)
-    return recorder.figures(engine)
+    return recorder.figures(engine), recorder.done
 
 
 def _mean_over_time(seconds: list[float], values: list[float]) -> float:

@@ -20,7 +20,7 @@ from octavo.batch.results import Result, ResultFile, RowError, new_id
 from octavo.cli.main import main
 from octavo.core.errors import OctavoError
 from tests.busy_machine import PATIENCE, eventually
-from tests.server.running_server import TINY, running
+from tests.server.running_server import Running
 
 FLAGS = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seqs", "8")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -71,14 +71,14 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [*map(json.dumps, REQUESTS), *(line for line, _, _ in BAD_LINES)]
     lines += ["", json.dumps(row("stream", prompt="a", stream=True))]
     (folder / "in.jsonl").write_text("\n".join(lines))
-    code = run(tiny_model, folder, "--served-model-name", "tiny", "--json", str(folder / "summary"))
+    code = run(tiny_model, folder, "--served-model-name", "tiny,alias", "--json", str(folder / "summary"))
     assert code == 1, "some rows have failed"
     return folder
 
 
-def test_requests_are_answered_as_the_server_answers_them(folder: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_requests_are_answered_as_the_server_answers_them(folder: Path, tiny_server: Running) -> None:
     found = {result["custom_id"]: result for result in results(folder / "out.jsonl")}
-    with running(tiny_model, tmp_path / "log", *TINY, "--served-model-name", "tiny") as server, server.http() as http:
+    with tiny_server.http() as http:
         for request in REQUESTS:
             result = found[request["custom_id"]]
             response = http.post(request["url"], json=request["body"])

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from octavo.bench import validate
-from octavo.bench.calibrate import MeasuredStep, fit_profile
+from octavo.bench.calibrate import MeasuredStep, fit_profile, median_steps
+from octavo.bench.calibrate_server import overhead
 from octavo.bench.least_squares import non_negative
+from octavo.bench.serve_client import Outcome
 from octavo.cli.main import main
-from octavo.simulate.profile import load_profile
+from octavo.simulate.profile import Overhead, load_profile
 from octavo.simulate.work import StepWork
 from tests.simulate.test_profile import PROFILE, profile
 
@@ -67,15 +71,41 @@ def test_a_fit_recovers_the_costs_behind_noisy_steps() -> None:
         assert found.seconds(work) == pytest.approx(known.seconds(work), rel=0.05)
 
 
+def test_the_same_step_of_several_rounds_has_its_median_time() -> None:
+    a, b = StepWork(tokens=1, decodes=1, context=9, sampled=1), StepWork(tokens=4, chunks=1, pairs=10)
+    rounds = [
+        [MeasuredStep(a, 1.0), MeasuredStep(b, 5.0)],
+        [MeasuredStep(a, 9.0), MeasuredStep(b, 4.0)],
+        [MeasuredStep(a, 2.0), MeasuredStep(a, 7.0)],
+    ]
+    assert median_steps(rounds) == [MeasuredStep(a, 2.0), MeasuredStep(b, 4.5), MeasuredStep(a, 7.0)]
+
+
+def test_what_a_server_adds_is_what_the_steps_do_not_explain() -> None:
+    known, added = profile(offline=Overhead(request=1e-4)), Overhead(request=1e-4, step=2e-3, answer=3e-3, arrival=3e-3)
+
+    def answers(count: int) -> list[Outcome]:
+        gap = known.seconds(StepWork(count, count, count * 32, 0, 0, count)) + added.step
+        first = known.seconds(StepWork(16, 0, 0, 1, 136, 1)) + added.step + added.request + added.arrival + added.answer
+        chunks = array("d", [5.0 + first + i * gap for i in range(33)])
+        return [Outcome(due=5.0, sent=5.0, ended=chunks[-1], chunks=chunks, output_tokens=33)]
+
+    found = overhead(known, answers(1), answers(8))
+    assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(added))
+    slower = profile(products=[(1, 1.0), (10, 2.0)])
+    assert overhead(slower, answers(1), answers(8)) == Overhead()
+
+
 def test_a_calibrated_profile_can_be_simulated_and_compared(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "profile.json"
     engine = [str(tiny_model), "--num-gpu-blocks-override", "200", "--max-num-seqs", "16"]
-    assert main(["bench", "calibrate", *engine, "--json", str(file)]) == 0
+    assert main(["bench", "calibrate", *engine, "--rounds", "2", "--with-server", "--json", str(file)]) == 0
     found = load_profile(str(file))
     assert found.origin == "fitted" and found.errors["all"].steps > 100
     assert found.kv_cache_tokens == 3200 and found.offline.request > 0 and found.moved > 0
+    assert 0 < found.server.arrival == found.server.answer < 1
     assert main(["simulate", "--profile", str(file), "--input-len", "20", "--output-len", "5", "--json", "-"]) == 0
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert figures["requests"] == 100 and figures["output_tokens"] == 500

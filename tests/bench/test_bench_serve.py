@@ -22,6 +22,7 @@ from octavo.bench.serve_http import ProtocolError, Response
 from octavo.bench.serve_report import Goodput, Run, Spread, make_report
 from octavo.cli.main import main
 from tests.busy_machine import PATIENCE
+from tests.plots.test_report import Page
 
 #: Timeout of requests that get a response; only a hang reaches it.
 PATIENT = ("--timeout", "60")
@@ -342,6 +343,21 @@ def test_a_table_and_a_plot(server: FakeServer, tmp_path: Path, capsys: pytest.C
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_has_the_figures_of_the_json(server: FakeServer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["--num-requests", "4", "--output-len", "3", "--goodput", "ttft:5000", "--report", str(tmp_path / "r.html")]
+    found, shown = bench(server, tmp_path, *words), Page((tmp_path / "r.html").read_text("utf-8"))
+    assert shown.external() == [] and [tag for tag, _ in shown.tags].count("svg") == 1
+    latencies, figures, options = shown.tables
+    for name, *values in latencies[1:]:
+        assert [float(value) for value in values] == [found[f"{name}_ms"][part] for part in latencies[0][1:]]
+    shown_figures = {name: float(value) for name, value in figures[1:]}
+    for name in ("completed", "seconds", "output_tokens_per_s", "goodput_share"):
+        assert shown_figures[name] == found[name]
+    assert shown_figures["goodput limit of ttft, ms"] == 5000 and ["num_requests", "4"] in options
+    assert "octavo bench serve" in shown.text
+
+
 def outcome(sent: float, first: float, gap: float, count: int, **others: Any) -> Outcome:
     found = Outcome(due=sent, sent=sent, prompt_tokens=10, output_tokens=count, has_usage=True, **others)
     found.chunks.extend(sent + first + gap * i for i in range(count))
@@ -427,6 +443,8 @@ def test_arrivals_with_a_rate_of_their_own(server: FakeServer, tmp_path: Path) -
         (["--model", "m", "--token-range", "9,3"], "a range is"),
         (["--model", "m", "--trace", "/no/such/file"], "cannot read the trace"),
         (["--model", "m", "--plot", "/no/such/folder/x.png"], "--plot"),
+        (["--model", "m", "--plot", "x.pdf"], ".png or .svg"),
+        (["--model", "m", "--report", "/no/such/folder/x.html"], "--report"),
         (["--model", "m", "word"], "unexpected argument"),
     ],
 )

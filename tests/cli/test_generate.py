@@ -166,6 +166,26 @@ def test_beams_and_priorities_come_from_flags_and_from_rows(
     assert "temperature" in capsys.readouterr().err
 
 
+def test_what_policies_look_at_is_given_by_flag_or_line(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Hello", "user": "alice", "ttft_target": 0.5, "tpot_target": 0.1},
+        {"prompt": "Hello", "ttft_target": None},
+        {"prompt": "Hello", "ttft_target": -1},
+        {"prompt": "Hello", "user": 3},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = ["generate", tiny_model, "--input", file, "--max-tokens", "3", "--user", "bob", "--json", "-"]
+    for policy, accepts in (("deadline", True), ("fair", False)):
+        assert octavo(*words, "--scheduling-policy", policy) == 1
+        *lines, _ = json_lines(capsys.readouterr().out)
+        assert ("error" not in lines[0]) == accepts
+        assert "error" not in lines[1]
+        assert "ttft_target" in lines[2]["error"] and "user" in lines[3]["error"]
+
+
 def test_a_bad_prompt_among_many_fails_alone(
     octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path, reference: Callable[..., list[int]]
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.core.outputs import Logprob
 
-LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 150, 200, 255, 256, 300, 450, 600]
+LENGTHS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 256, 300, 600]
 NEW_TOKENS = 64
 #: A difference is allowed only where transformers' two best logits lie closer than this.
 TIE = 1e-4
@@ -160,11 +160,10 @@ def beginning(output: RequestOutput, count: int) -> Any:
     "options",
     [
         {"max_num_seqs": 1},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
-        {"block_size": 5, "num_threads": 2},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 5, "num_threads": 2},
         {"num_gpu_blocks_override": 24, "watermark": 0.0},
     ],
-    ids=["one by one", "chunks of 16 tokens", "small blocks, two threads", "preempted"],
+    ids=["one by one", "chunks of 16 tokens in small blocks, two threads", "preempted"],
 )
 def test_bit_for_bit_the_same(
     demo_model: Path, prompts: list[list[int]], one_batch: list[RequestOutput], options: dict[str, Any]

@@ -104,12 +104,14 @@ def watch(llm: LLM) -> Watch:
 
 def generate(llm: LLM, which: tuple[int, ...]) -> list[Any]:
     params = make_params()
-    by_priority = llm.llm_engine.core.options.scheduling_policy == "static"
+    policy = llm.llm_engine.core.options.scheduling_policy
     outputs = llm.generate(
         [{"prompt_token_ids": PROMPTS[i]} for i in which],
         [params[i] for i in which],
         use_tqdm=False,
-        priority=[i * 5 % 8 if by_priority else 0 for i in which],
+        priority=[i * 5 % 8 if policy == "static" else 0 for i in which],
+        user=["a" if i < 5 else "b" for i in which],
+        ttft_target=[60.0 - i if policy == "deadline" else None for i in which],
     )
     return [everything(output) for output in outputs]
 
@@ -156,16 +158,18 @@ def test_the_requests_end_in_every_way(alone: list[Any]) -> None:
 ALL = tuple(range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize("which", [FREE, ALL], ids=["free", "all"])
+@pytest.mark.parametrize(
+    ("ahead", "which"), [(True, FREE), (True, ALL), (False, ALL)], ids=["free", "all", "not ahead"]
+)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 def test_under_preemption(
-    tiny_model: Path, alone: list[Any], batching: str, mode: str, caching: bool, which: tuple[int, ...]
+    tiny_model: Path, alone: list[Any], batching: str, mode: str, caching: bool, ahead: bool, which: tuple[int, ...]
 ) -> None:
     llm = load(
         tiny_model,
-        async_scheduling=True,
+        async_scheduling=ahead,
         batching=batching,
         preemption_mode=mode,
         enable_prefix_caching=caching,
@@ -180,7 +184,7 @@ def test_under_preemption(
         check_nothing_held(llm)
     stats = llm.llm_engine.core.scheduler.stats()
     assert stats.preemptions_by_recompute + stats.preemptions_by_swap > 0
-    assert watched.ahead > (40 if which is FREE else 10)
+    assert watched.ahead > (40 if which is FREE else 10) or not ahead
 
 
 def test_one_penalised_request_among_64_holds_no_step_up(tiny_model: Path) -> None:
@@ -215,7 +219,16 @@ def test_with_few_sequences_at_once(tiny_model: Path, alone: list[Any], max_num_
 
 @pytest.mark.parametrize(
     ("policy", "victim"),
-    [("static", "last"), ("sjf", "least_computed"), ("ldf", "most_blocks"), ("lcfs", "last")],
+    [
+        ("static", "last"),
+        ("sjf", "least_computed"),
+        ("ldf", "most_blocks"),
+        ("lcfs", "last"),
+        ("srpt", "last"),
+        ("fair", "most_blocks"),
+        ("deadline", "last"),
+        ("mlfq", "least_computed"),
+    ],
 )
 def test_under_every_policy(tiny_model: Path, alone: list[Any], policy: str, victim: str) -> None:
     llm = load(

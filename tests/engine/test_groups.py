@@ -20,24 +20,32 @@ def llm(demo_model: Path) -> LLM:
     return LLM(str(demo_model), dtype="float32", num_gpu_blocks_override=300, max_model_len=512)
 
 
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> LLM:
+    """For what does not depend on the network."""
+    return LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_held_afterwards(llm: LLM) -> Iterator[None]:
+def nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    assert llm.llm_engine.core.blocks.num_used == 0
-    assert not llm.llm_engine.has_unfinished_requests()
+    for name in {"llm", "tiny"} & set(request.fixturenames):
+        engine = request.getfixturevalue(name).llm_engine
+        assert engine.core.blocks.num_used == 0
+        assert not engine.has_unfinished_requests()
 
 
 def tokens(count: int) -> list[int]:
-    return [1000 + 37 * i % 20000 for i in range(count)]
+    return [3 + 37 * i % 250 for i in range(count)]
 
 
 # --- parallel sampling ----------------------------------------------------------------------------------------------
 
 
-def test_eight_samples_are_the_eight_of_single_requests_with_their_seeds(llm: LLM) -> None:
-    together = llm.generate("Once upon a time", SamplingParams(n=8, seed=40, max_tokens=24), use_tqdm=False)[0]
+def test_eight_samples_are_the_eight_of_single_requests_with_their_seeds(tiny: LLM) -> None:
+    together = tiny.generate("Once upon a time", SamplingParams(n=8, seed=40, max_tokens=24), use_tqdm=False)[0]
     alone = [
-        llm.generate("Once upon a time", SamplingParams(seed=40 + i, max_tokens=24), use_tqdm=False)[0].outputs[0]
+        tiny.generate("Once upon a time", SamplingParams(seed=40 + i, max_tokens=24), use_tqdm=False)[0].outputs[0]
         for i in range(8)
     ]
     assert [o.text for o in together.outputs] == [o.text for o in alone]
@@ -53,8 +61,8 @@ def blocks_in_use(engine: LLMEngine) -> Iterator[int]:
 
 @pytest.mark.parametrize("prompt_length", [5, 16, 32, 45])
 @pytest.mark.parametrize("n", [1, 2, 8])
-def test_samples_use_as_many_blocks_as_the_sharing_predicts(llm: LLM, n: int, prompt_length: int) -> None:
-    engine = llm.llm_engine
+def test_samples_use_as_many_blocks_as_the_sharing_predicts(tiny: LLM, n: int, prompt_length: int) -> None:
+    engine = tiny.llm_engine
     engine.reset_prefix_cache()
     params = SamplingParams(n=n, seed=0, max_tokens=20, ignore_eos=True)
     engine.add_request("shared", {"prompt_token_ids": tokens(prompt_length)}, params, streaming=False)
@@ -69,19 +77,19 @@ def test_samples_use_as_many_blocks_as_the_sharing_predicts(llm: LLM, n: int, pr
         assert count == expected, f"after step {step}"
 
 
-def test_the_prompt_of_several_samples_is_computed_once(llm: LLM) -> None:
-    engine = llm.llm_engine
+def test_the_prompt_of_several_samples_is_computed_once(tiny: LLM) -> None:
+    engine = tiny.llm_engine
     engine.reset_prefix_cache()
     before = engine.core.scheduler.stats().prefill_tokens
-    llm.generate({"prompt_token_ids": tokens(50)}, SamplingParams(n=6, max_tokens=4), use_tqdm=False)
+    tiny.generate({"prompt_token_ids": tokens(50)}, SamplingParams(n=6, max_tokens=4), use_tqdm=False)
     assert engine.core.scheduler.stats().prefill_tokens - before == 50
 
 
-def test_best_of_returns_the_likeliest_best_first(llm: LLM) -> None:
+def test_best_of_returns_the_likeliest_best_first(tiny: LLM) -> None:
     params: dict[str, Any] = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
-    every = llm.generate("The sea", SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)[0].outputs
+    every = tiny.generate("The sea", SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)[0].outputs
     ranked = sorted(every, key=lambda o: -(o.cumulative_logprob or 0.0))
-    best = llm.generate("The sea", SamplingParams(n=2, best_of=6, **params), use_tqdm=False)[0].outputs
+    best = tiny.generate("The sea", SamplingParams(n=2, best_of=6, **params), use_tqdm=False)[0].outputs
     assert [o.token_ids for o in best] == [o.token_ids for o in ranked[:2]]
     assert [o.cumulative_logprob for o in best] == [o.cumulative_logprob for o in ranked[:2]]
     assert [o.index for o in best] == [0, 1]
@@ -137,7 +145,11 @@ BEAMS = [
 
 @pytest.mark.parametrize(
     ("prompt", "params"),
-    [("The capital of France is", BEAMS[1]), ("def fibonacci(n):", BEAMS[2]), ("Q: What is 2 + 2?\nA:", BEAMS[3])],
+    [
+        pytest.param("The capital of France is", BEAMS[1]),
+        pytest.param("def fibonacci(n):", BEAMS[2], marks=pytest.mark.slow),
+        pytest.param("Q: What is 2 + 2?\nA:", BEAMS[3], marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_beams_are_those_of_transformers(llm: LLM, reference: Any, prompt: str, params: BeamSearchParams) -> None:
@@ -145,11 +157,11 @@ def test_beams_are_those_of_transformers(llm: LLM, reference: Any, prompt: str, 
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Path) -> tuple[LLM, Any]:
+def tiny_reference(tiny_model: Path) -> Any:
+    """The tiny model in transformers."""
     from transformers import AutoModelForCausalLM
 
-    llm = LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64)
-    return llm, AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -164,18 +176,16 @@ def tiny(tiny_model: Path) -> tuple[LLM, Any]:
     ],
     ids=str,
 )
-def test_beams_of_a_tiny_random_model_that_often_ends(tiny: tuple[LLM, Any], params: BeamSearchParams) -> None:
-    llm, model = tiny
+def test_beams_of_a_tiny_random_model_that_often_ends(tiny: LLM, tiny_reference: Any, params: BeamSearchParams) -> None:
     for length in (3, 17, 30):
-        against_transformers(llm, model, [3 + (7 * i) % 40 for i in range(length)], params)
-    assert llm.llm_engine.core.blocks.num_used == 0
+        against_transformers(tiny, tiny_reference, [3 + (7 * i) % 40 for i in range(length)], params)
 
 
 def test_beams_share_their_common_beginning(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.reset_prefix_cache()
     params = BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
-    engine.add_request("beams", {"prompt_token_ids": tokens(40)}, params)
+    engine.add_request("beams", {"prompt_token_ids": [1000 + 37 * i for i in range(40)]}, params)
     most = max(blocks_in_use(engine))
     assert most < 4 * (-(-80 // BLOCK))
     # Two full blocks of prompt are shared by all; beams that part late share more.
@@ -209,16 +219,16 @@ def test_bad_beam_search_parameters_are_refused(fields: dict[str, Any], named: s
         BeamSearchParams(**fields)
 
 
-def test_a_group_that_can_never_fit_is_ignored_with_the_blocks_it_needs(demo_model: Path) -> None:
-    small = LLM(str(demo_model), num_gpu_blocks_override=4, max_model_len=64)
+def test_a_group_that_can_never_fit_is_ignored_with_the_blocks_it_needs(tiny_model: Path) -> None:
+    small = LLM(str(tiny_model), num_gpu_blocks_override=4, max_model_len=64)
     outputs = small.generate(["Hello", "Hello"], [SamplingParams(n=6), SamplingParams()], use_tqdm=False)
     assert {o.finish_reason for o in outputs[0].outputs} == {"ignored"}
     assert "needs at least 6 KV cache blocks, but there are 4" in (outputs[0].outputs[0].error or "")
     assert outputs[1].outputs[0].finish_reason in ("stop", "length")
 
 
-def test_a_group_that_outgrows_all_blocks_ends_with_an_error_and_the_others_finish(demo_model: Path) -> None:
-    small = LLM(str(demo_model), num_gpu_blocks_override=8, max_model_len=128)
+def test_a_group_that_outgrows_all_blocks_ends_with_an_error_and_the_others_finish(tiny_model: Path) -> None:
+    small = LLM(str(tiny_model), num_gpu_blocks_override=8, max_model_len=128)
     params = [SamplingParams(n=5, max_tokens=100, ignore_eos=True), SamplingParams(max_tokens=40, ignore_eos=True)]
     outputs = small.generate(["Hello", "Hello"], params, use_tqdm=False)
     assert {o.finish_reason for o in outputs[0].outputs} == {"error"}

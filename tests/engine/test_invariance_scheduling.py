@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -73,12 +74,11 @@ def alone() -> list[Any]:
     return results
 
 
-#: Half of all combinations by default, so that each two of the three are met; the others are slow.
+#: By default each of the three is met; all combinations run on a tiny network, see test_async_scheduling.py.
+DEFAULT = [("mixed", "recompute", True), ("prefill_first", "swap", True), ("mixed", "auto", False)]
 COMBINATIONS = [
-    pytest.param(batching, mode, caching, marks=[] if (i + j + k) % 2 == 0 else pytest.mark.slow)
-    for i, batching in enumerate(("mixed", "prefill_first"))
-    for j, mode in enumerate(("recompute", "swap", "auto"))
-    for k, caching in enumerate((True, False))
+    pytest.param(*one, marks=[] if one in DEFAULT else pytest.mark.slow)
+    for one in itertools.product(("mixed", "prefill_first"), ("recompute", "swap", "auto"), (True, False))
 ]
 
 
@@ -109,11 +109,17 @@ def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: b
         ("static", "last"),
         ("sjf", "least_computed"),
         ("ldf", "most_blocks"),
-        ("lcfs", "last"),
-        ("srpt", "last"),
-        pytest.param("fair", "most_blocks", marks=pytest.mark.slow),
-        ("deadline", "last"),
-        pytest.param("mlfq", "least_computed", marks=pytest.mark.slow),
+        # Of the others, too, test_async_scheduling.py says so on a tiny network.
+        *(
+            pytest.param(policy, victim, marks=pytest.mark.slow)
+            for policy, victim in (
+                ("lcfs", "last"),
+                ("srpt", "last"),
+                ("fair", "most_blocks"),
+                ("deadline", "last"),
+                ("mlfq", "least_computed"),
+            )
+        ),
     ],
 )
 def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:

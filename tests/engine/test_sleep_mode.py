@@ -42,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("levels", [[1], [2], [1, 2]])
+@pytest.mark.parametrize("levels", [[1], [2], pytest.param([1, 2], marks=pytest.mark.slow)])
 def test_after_sleep_answers_are_the_same_and_the_prefix_cache_is_empty(
     tiny_model: Path, kernels: str, levels: list[int]
 ) -> None:

@@ -56,7 +56,7 @@ def alone(tiny_model: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "preemption"),
-    [(2, 1, "swap"), (1, 2, "recompute"), (2, 2, "swap")],
+    [pytest.param(2, 1, "swap", marks=pytest.mark.slow), (1, 2, "recompute"), (2, 2, "swap")],
 )
 def test_workers_give_the_answers_of_one_process(
     stages: int, ranks: int, preemption: str, tiny_model: Path, alone: list[Any]

@@ -164,6 +164,7 @@ def test_every_expected_tensor_is_made_in_the_right_type_and_stays_small(archite
         ("llama-3.2-1b-shape", 1_235_814_400, 131072),
         ("llama-3.1-8b-shape", 8_030_261_248, 131072),
         ("opt-125m-shape", 125_239_296, 2048),
+        ("opt-13b-shape", 12_853_473_280, 2048),
         ("gpt2-shape", 124_439_808, 1024),
     ],
 )

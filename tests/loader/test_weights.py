@@ -291,6 +291,7 @@ print(max(peaks) - before, own_memory() - before)
 """
 
 
+@pytest.mark.slow  # of the compiled kernels: test_loading_memory.py
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_peak_memory_is_little_more_than_the_weights(tmp_path: Path) -> None:
     tensors = checkpoint(ModelConfig("LlamaForCausalLM", *MEASURED_SHAPE), torch.bfloat16)

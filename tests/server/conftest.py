@@ -12,14 +12,6 @@ from tests.server.running_server import TINY, Running, running
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of the tiny model, for all tests that leave it as it was."""
-    log = tmp_path_factory.mktemp("tiny-server") / "log"
-    with running(tiny_model, log, *TINY, "--served-model-name", "tiny,alias") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def demo_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of the demo model."""
     log = tmp_path_factory.mktemp("demo-server") / "log"

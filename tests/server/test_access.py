@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -106,12 +107,12 @@ def test_a_server_listens_on_this_machine_only_unless_told_otherwise(tiny_server
     assert tiny_server.address[0] == "127.0.0.1"
 
 
-def test_a_request_that_outgrows_all_memory_is_the_clients_mistake(serve: Serve) -> None:
-    server = serve("--num-gpu-blocks-override", "40", "--max-num-seqs", "256")
-    with server.http() as http:
-        answer = http.post("/v1/completions", json={"prompt": "hello", "n": 60, "max_tokens": 100, "ignore_eos": True})
+def test_a_request_that_outgrows_all_memory_is_the_clients_mistake(tiny_server: Running) -> None:
+    """It would need some 900 blocks of 400."""
+    with tiny_server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "hello", "n": 60, "max_tokens": 240, "ignore_eos": True})
         assert answer.status_code == 400 and "KV cache" in answer.json()["error"]["message"]
-    server.wait_until_idle()
+    tiny_server.wait_until_idle()
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> None:
@@ -155,33 +156,27 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> N
     server.wait_until_idle()
 
 
-def test_a_request_that_takes_too_long_is_ended(serve: Serve) -> None:
-    server = serve("--request-timeout", "0.05")
-    core = server.core_pid()
-    os.kill(core, signal.SIGSTOP)  # no machine is so quick that an answer comes before the deadline
-    try:
-        with server.http() as http:
-            answer = http.post("/v1/completions", json=LONG)
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "request_timeout"
-            streamed = http.post("/v1/completions", json={**LONG, "stream": True})
-            assert streamed.status_code == 503 and streamed.json()["error"]["code"] == "request_timeout"
-    finally:
-        os.kill(core, signal.SIGCONT)
-    server.wait_until_idle()
-
-
-def test_a_stream_that_takes_too_long_ends_with_an_error(serve: Serve) -> None:
+def test_requests_that_take_too_long_are_ended(serve: Serve) -> None:
+    """A whole one, one whose stream has not begun, and one whose stream has: it ends with an error."""
     server = serve("--request-timeout", "5", "--max-num-seqs", "1")
     core = server.core_pid()
     body = {**LONG, "prompt": ["x"] * 200, "stream": True}  # is not done before the first piece is read
-    with server.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+    with (
+        ThreadPoolExecutor(2) as pool,
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
         pieces = answer.iter_text()
         text = next(pieces)
-        os.kill(core, signal.SIGSTOP)
+        os.kill(core, signal.SIGSTOP)  # no machine is so quick that an answer comes before the deadline
         try:
+            waiting = [pool.submit(http.post, "/v1/completions", json={**LONG, "stream": s}) for s in (False, True)]
             text += "".join(pieces)
+            refused = [future.result() for future in waiting]
         finally:
             os.kill(core, signal.SIGCONT)
+    for response in refused:
+        assert response.status_code == 503 and response.json()["error"]["code"] == "request_timeout"
     assert '"request_timeout"' in text.rstrip().split("\n\n")[-1] and "[DONE]" not in text
     server.wait_until_idle()
 

@@ -268,7 +268,7 @@ def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
     server.wait_for_log("no step for 3 s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_open_requests_finish_and_exits_with_0(serve: Serve, number: int) -> None:
     server = serve()
     core = server.core_pid()

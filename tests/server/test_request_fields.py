@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -221,25 +221,6 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(http: httpx.Client, na
         assert hint in answer["error"]["message"]
         status, answer = send(http, route, stream=True, stream_options={name: 1})
         assert status == 400 and name in answer["error"]["message"]
-
-
-def test_unknown_fields_are_ignored_where_the_operator_says_so(serve: Callable[..., Running]) -> None:
-    server = serve("--unknown-fields", "ignore", "--trust-request-chat-template")
-    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ word }}"
-    messages = [{"role": "user", "content": "hi"}]
-    body: dict[str, Any] = {
-        "messages": messages,
-        "chat_template": template,
-        "chat_template_kwargs": {"word": "end", "self": 1},
-    }
-    with server.http() as http:
-        for _ in range(2):
-            assert send(http, TEXT, no_such_field=1)[0] == 200
-        assert send(http, TEXT, guided_json={"type": "object"})[0] == 400
-        assert prompt_of(http, **body) == "<hi>end"
-        broken = http.post(CHAT, json={**body, "chat_template": "{% if"})
-        assert broken.status_code == 400 and "jinja" in broken.json()["error"]["message"]
-    assert server.wait_for_log("no_such_field").count("no_such_field") == 1
 
 
 # Fields that work, in what they do ------------------------------------------------------------------------------------

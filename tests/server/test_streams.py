@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +89,6 @@ def ask_streamed(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
             for key, values in joined["logprobs"].items():
                 values += (choice["logprobs"] or {}).get(key, [])
     return joined
-
-
-def test_a_prompt_that_takes_several_steps_is_echoed_with_all_its_logprobs(serve: Callable[..., Running]) -> None:
-    server = serve("--max-num-batched-tokens", "64")
-    prompt = "The quick brown fox jumps. " * 7
-    whole = ask(server, prompt, echo=True, logprobs=1, max_tokens=3, temperature=0)
-    chunks = stream(server, prompt=prompt, echo=True, logprobs=1, max_tokens=3, temperature=0)
-    first = chunks[0]["choices"][0]
-    assert len(first["logprobs"]["tokens"]) == len(prompt)
-    assert "".join(texts(chunks)) == whole["text"]
-    offsets = [o for c in chunks for o in (c["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]]
-    assert offsets == whole["logprobs"]["text_offset"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

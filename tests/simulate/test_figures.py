@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from octavo.simulate.figures import Gaps, Latency, Series
+from octavo.simulate.figures import Completions, Gaps, Latency, Series, rates
+from octavo.workloads.items import WorkItem
 
 
 def test_percentiles_of_gaps_are_within_half_a_percent() -> None:
@@ -39,3 +40,24 @@ def test_a_series_stays_small_and_covers_the_whole_run() -> None:
     assert all(value == 2 * second for value, second in zip(columns["value"], seconds, strict=True))
     later = [b - a for a, b in itertools.pairwise(seconds)]
     assert max(later) < 4 * min(later)
+
+
+def test_goodput_counts_requests_within_all_their_targets() -> None:
+    done = Completions()
+
+    def item(ttft: float | None = None, tpot: float | None = None) -> WorkItem:
+        return WorkItem(at=0, input_len=5, output_len=5, ttft_target=ttft, tpot_target=tpot)
+
+    assert rates(done, Gaps())["goodput_share"] is None
+    done.add(0, item(), 0.0, 9.0, 10.0, 5)  # without targets: neither good nor bad
+    assert rates(done, Gaps())["goodput_requests_per_s"] is None
+    done.add(1, item(ttft=1.0, tpot=0.25), 0.0, 1.0, 2.0, 5)  # both just met
+    done.add(2, item(ttft=1.0, tpot=0.25), 0.0, 1.0, 2.5, 5)  # tokens too slow
+    done.add(3, item(ttft=1.0), 0.0, 1.5, 1.6, 5)
+    done.add(4, item(tpot=0.01), 2.0, 20.0, 20.0, 1)  # one token has none after it
+    done.fail(item(ttft=50.0), "error")
+    done.fail(item(), "error")
+    found = rates(done, Gaps())
+    assert (done.with_targets, done.met_targets) == (5, 2)
+    assert found["goodput_share"] == 0.4 and found["goodput_requests_per_s"] == 2 / 20.0
+    assert found["requests"] == 5 and found["failed"] == {"error": 2}

@@ -182,7 +182,7 @@ def test_a_gated_product_has_the_bits_of_product_and_activation(
     packed = quantize(randn(256, inputs, seed=1) / 23, kind, bias, group=group)
     for deterministic in (True, False):
         product = quantized_matmul(x, packed, deterministic=deterministic)
-        for name in get_args(Activation):
+        for name in get_args(Activation)[: None if deterministic else 1]:
             together = quantized_gated(x, packed, name, deterministic=deterministic)
             assert torch.equal(together, activate(product, name, gated=True))
     assert not packed.arrivals.any()

@@ -25,7 +25,7 @@ from octavo.kernels.triton.logprobs import MOST_NAMED, token_logprobs, unpack  #
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-pytestmark = [pytest.mark.usefixtures("quick_interpreter"), *([pytest.mark.gpu] if ON_GPU else [])]
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 OFF = Filters(1.0, 10**9, 1.0, 0.0)
 GREEDY = Filters(0.0, 0, 0.0, 0.0)
 #: Around the sizes of columns (32) and of what a program surveys (2048).

@@ -1,0 +1,1 @@
+"""Drawings of figures, and reports: one HTML file each."""

@@ -1,0 +1,74 @@
+"""Options that change what a server answers: one server has all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.running_server import TINY, Running, running
+from tests.server.test_request_fields import CHAT, TEXT, prompt_of, send
+from tests.server.test_streams import ask, stream, texts
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("options")
+    own = {"temperature": 0.0, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    flags = ("--generation-config", str(folder), "--unknown-fields", "ignore", "--trust-request-chat-template")
+    with running(tiny_model, folder / "log", *TINY, *flags, "--max-num-batched-tokens", "64") as server:
+        yield server
+
+
+def test_a_body_that_leaves_fields_out_has_the_models_defaults(server: Running) -> None:
+    with server.http() as http:
+
+        def text(path: str, **fields: Any) -> tuple[str, int]:
+            body = (
+                {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+            )
+            answer = http.post(f"/v1/{path}", json=body | {"ignore_eos": True} | fields).json()
+            choice = answer["choices"][0]
+            return choice["text"] if path == "completions" else choice["message"]["content"], answer["usage"][
+                "completion_tokens"
+            ]
+
+        for path in ("completions", "chat/completions"):
+            assert text(path) == text(path, temperature=0.0)
+            assert text(path)[1] == 5
+            assert text(path, max_tokens=3)[1] == 3
+            warm = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
+            assert text(path, **warm) == text(path, **warm) != text(path, max_tokens=20)
+
+
+def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) -> None:
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ word }}"
+    messages = [{"role": "user", "content": "hi"}]
+    body: dict[str, Any] = {
+        "messages": messages,
+        "chat_template": template,
+        "chat_template_kwargs": {"word": "end", "self": 1},
+    }
+    with server.http() as http:
+        for _ in range(2):
+            assert send(http, TEXT, no_such_field=1)[0] == 200
+        assert send(http, TEXT, guided_json={"type": "object"})[0] == 400
+        assert prompt_of(http, **body) == "<hi>end"
+        broken = http.post(CHAT, json={**body, "chat_template": "{% if"})
+        assert broken.status_code == 400 and "jinja" in broken.json()["error"]["message"]
+    assert server.wait_for_log("no_such_field").count("no_such_field") == 1
+
+
+def test_a_prompt_that_takes_several_steps_is_echoed_with_all_its_logprobs(server: Running) -> None:
+    prompt = "The quick brown fox jumps. " * 7
+    whole = ask(server, prompt, echo=True, logprobs=1, max_tokens=3, temperature=0)
+    chunks = stream(server, prompt=prompt, echo=True, logprobs=1, max_tokens=3, temperature=0)
+    first = chunks[0]["choices"][0]
+    assert len(first["logprobs"]["tokens"]) == len(prompt)
+    assert "".join(texts(chunks)) == whole["text"]
+    offsets = [o for c in chunks for o in (c["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]]
+    assert offsets == whole["logprobs"]["text_offset"]
