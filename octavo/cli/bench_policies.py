@@ -137,7 +137,7 @@ def _words(flag: str, text: str) -> list[str]:
 
 def _configure(arguments: Arguments, model: str | None) -> Configure:
     """The engine's options in a place, with those that a scenario and a policy set."""
-    from octavo.cli.simulate import OPTIONS
+    from octavo.cli.cluster_flags import OPTIONS
     from octavo.core.config import EngineConfig
     from octavo.core.config_sources import resolve_config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import simulate_allocators, simulate_profile
+from octavo.cli import simulate_allocators, simulate_plan, simulate_profile
+from octavo.cli.cluster_flags import (
+    OPTIONS,
+    add_cluster_flags,
+    add_profile_flags,
+    cluster_lines,
+    make_spec,
+    num_processes,
+    refuse_without_replicas,
+)
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import (
     Arguments,
@@ -21,37 +30,23 @@ from octavo.cli.parsing import (
     json_stream,
     refuse_words,
 )
-from octavo.core.scheduler_options import SchedulerOptions
 from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.cli.simulate_report import Run
     from octavo.core.config import EngineConfig
-    from octavo.simulate.engine import MaxTokens
-    from octavo.simulate.figures import Latency, RunFigures
+    from octavo.simulate.cluster.spec import ClusterSpec
+    from octavo.simulate.figures import Completions, Latency, RunFigures
     from octavo.simulate.profile import StepProfile
-    from octavo.workloads.items import WorkItem
+    from octavo.workloads.workload import Workload
 
-DEFAULT_PROFILE = "smollm2-135m-2-cores"
-#: The engine's options that count.
-OPTIONS = frozenset(SchedulerOptions.model_fields) | {
-    "seed",
-    "max_model_len",
-    "block_size",
-    "watermark",
-    "enable_prefix_caching",
-    "host_prefix_cache",
-    "num_gpu_blocks_override",
-    "num_host_blocks_override",
-    "kv_cache_memory_bytes",
-    "swap_space",
-}
 EXAMPLE = f"""\
 examples:
   octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
   octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
   octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
+  octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
   octavo simulate allocators
 
@@ -61,7 +56,7 @@ simulate profile' computes one. Equal calls give equal figures. {FORMS}
 
 
 #: Commands of their own after ``octavo simulate``.
-_COMMANDS = {"profile": simulate_profile, "allocators": simulate_allocators}
+_COMMANDS = {"profile": simulate_profile, "plan": simulate_plan, "allocators": simulate_allocators}
 
 
 class _SimulateParser(Parser):
@@ -79,23 +74,11 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile|allocators] [options]",
+        usage="octavo simulate [profile|plan|allocators] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
-    parser.add_argument(
-        "--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"costs of steps ({DEFAULT_PROFILE})"
-    )
-    parser.add_argument(
-        "--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=_max_tokens,
-        default="exact",
-        metavar="exact|none|N",
-        help="limit that each request states, which policies may look at: its true length, none, or N (exact)",
-    )
+    add_profile_flags(parser)
     parser.add_argument(
         "--compare", metavar="POLICY,...", help="the same requests under these policies too, beside --scheduling-policy"
     )
@@ -104,6 +87,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--plots", type=Path, metavar="FOLDER", help="draw the run: PNG files (needs the extra octavo[plot])"
     )
+    add_cluster_flags(parser, sized=True)
     add_workload_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -116,30 +100,29 @@ def run(arguments: Arguments) -> int:
     from octavo.cli import simulate_report
     from octavo.plots.style import load_matplotlib
     from octavo.simulate.profile import load_profile
-    from octavo.simulate.run import record
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
     if arguments.report is not None or arguments.plots is not None:
         load_matplotlib()
         check_folder(arguments.report, "--report")
-    profile = load_profile(arguments.profile)
     options = read_engine_config(arguments, "none")
+    if arguments.replicas is None:
+        refuse_without_replicas(arguments)
+        spec, profile = None, load_profile(arguments.profile)
+    else:
+        spec = make_spec(arguments, arguments.replicas, options.seed)
+        profile = spec.replicas[0][1]
     workload = make_workload(arguments, options.seed)
     start = time.perf_counter()
     runs = []
     for policy in _policies(options.scheduling_policy, arguments.compare):
-        figures, done = record(
-            profile,
-            _under(options, policy),
-            workload,
-            mode=arguments.mode,
-            max_tokens=_limits(arguments.max_tokens),
-        )
+        figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
         runs.append(simulate_report.Run(policy, figures, done))
     if arguments.json is None:
         print("\n".join(_table(profile, runs[0].figures) if len(runs) == 1 else simulate_report.comparison_text(runs)))
-        print(f"simulated in {time.perf_counter() - start:.1f} s")
+        seconds = time.perf_counter() - start
+        print(f"simulated in {seconds:.1f} s, {_cpu_seconds():.1f} s of CPU; {_peak_memory():.0f} MB")
     else:
         _write_json(arguments, options, runs)
     if arguments.report is not None or arguments.plots is not None:
@@ -151,6 +134,19 @@ def run(arguments: Arguments) -> int:
             given = {**arguments.plain("json", "report", "plots"), **in_force}
             simulate_report.make_report(profile, runs, drawn, arguments.command, given).write(arguments.report)
     return 0
+
+
+def _simulate(
+    arguments: Arguments, place: StepProfile | ClusterSpec, options: EngineConfig, load: Workload
+) -> tuple[RunFigures, Completions]:
+    """On one engine with a profile, or on a cluster."""
+    from octavo.simulate.cluster.run import record_cluster
+    from octavo.simulate.cluster.spec import ClusterSpec, stated_limits
+    from octavo.simulate.run import record
+
+    if isinstance(place, ClusterSpec):
+        return record_cluster(place, options, load, processes=num_processes(arguments))
+    return record(place, options, load, mode=arguments.mode, max_tokens=stated_limits(arguments.max_tokens))
 
 
 def _policies(first: str, others: str | None) -> list[str]:
@@ -205,6 +201,7 @@ def _table(profile: StepProfile, f: RunFigures) -> list[str]:
         f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
         f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
         f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
+        *cluster_lines(f),
     ]
 
 
@@ -221,20 +218,12 @@ def _line(name: str, latency: Latency | None) -> str:
     return f"{name:10} " + " ".join(f"{value:10.4f}" for value in values)
 
 
-def _max_tokens(text: str) -> str | int:
-    if text in ("exact", "none"):
-        return text
-    if text.isdigit() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"max_tokens is exact, none or an integer from 1, not {text!r}")
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    own, children = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def _limits(stated: str | int) -> MaxTokens:
-    """What requests state of their length; a limit below it is raised to it, so that lengths stay those given."""
-
-    def limit(item: WorkItem) -> int | None:
-        if stated == "none":
-            return None
-        return item.output_len if isinstance(stated, str) else max(stated, item.output_len)
-
-    return limit
+def _peak_memory() -> float:
+    """MB of the largest process at its peak."""
+    return max(resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024

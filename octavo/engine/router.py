@@ -29,12 +29,12 @@ class _Replica:
         """How many of a prompt's first blocks it was given before."""
         return next((i for i, digest in enumerate(digests) if digest not in self.blocks), len(digests))
 
-    def remember(self, digests: Sequence[bytes]) -> None:
+    def remember(self, digests: Sequence[bytes], most: int) -> None:
         # Last block first: when room is short the ends of prompts go before their beginnings.
         for digest in reversed(digests):
             self.blocks[digest] = None
             self.blocks.move_to_end(digest)
-        while len(self.blocks) > MAX_BLOCKS:
+        while len(self.blocks) > most:
             self.blocks.popitem(last=False)
 
 
@@ -45,11 +45,14 @@ class Router:
     before need not be computed again. "least_loaded": that with the fewest outstanding tokens. "round_robin": the next.
     """
 
-    def __init__(self, replicas: int, block_size: int, routing: Routing = "prefix") -> None:
-        """``block_size``: tokens of a block of the replicas' prefix caches."""
+    def __init__(
+        self, replicas: int, block_size: int, routing: Routing = "prefix", max_blocks: int = MAX_BLOCKS
+    ) -> None:
+        """``block_size``: tokens of a block of the replicas' prefix caches; ``max_blocks``: remembered of each."""
         self._replicas = [_Replica() for _ in range(replicas)]
         self._block_size = block_size
         self._routing = routing
+        self._max_blocks = max_blocks
         self._next = 0
 
     @property
@@ -80,12 +83,12 @@ class Router:
                 i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in alive
             }
             chosen = min(alive, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
-            self._replicas[chosen].remember(digests)
+            self._replicas[chosen].remember(digests, self._max_blocks)
         elif self._routing == "least_loaded":
             turns = {i: (i - self._next) % len(self._replicas) for i in alive}
             chosen = min(alive, key=lambda i: (self._replicas[i].outstanding, turns[i]))
         else:
-            chosen = min(alive, key=lambda i: (i - self._next) % len(self._replicas))
+            chosen = next((i for i in alive if i >= self._next), alive[0])
         self._next = (chosen + 1) % len(self._replicas)
         self._replicas[chosen].outstanding += work
         return chosen
@@ -98,6 +101,12 @@ class Router:
         """The prefix caches were reset."""
         for replica in self._replicas:
             replica.blocks.clear()
+
+    def add(self, replica: int) -> None:
+        """A replica takes requests, new or again: nothing is outstanding on it, and its cache is empty."""
+        missing = replica + 1 - len(self._replicas)
+        self._replicas += [_Replica(is_alive=False) for _ in range(missing)]
+        self._replicas[replica] = _Replica()
 
     def remove(self, replica: int) -> None:
         """The replica is dead: it gets no more requests."""

@@ -150,6 +150,8 @@ class Admission:
         needed = Demand(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
         if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.seq_ids):
             return False
+        if group.first_scheduled_time is None:  # received from another engine
+            group.first_scheduled_time = step.now
         step.swapped_groups.append(group)
         self._queues.start_running(group)
         self._schedule_admitted(group, step)

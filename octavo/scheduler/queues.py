@@ -70,14 +70,38 @@ class Queues:
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Makes a group of the request and puts it into the waiting queue."""
+        group = self._make_group(request)
+        self._take(group)
+        self.waiting_queue(group).push(group)
+        return group
+
+    def receive(self, request: EngineCoreRequest) -> SequenceGroup | None:
+        """As ``add``, of a prompt that another engine has computed but for its last token: its group is swapped.
+
+        None, and nothing is changed, if too few host blocks are available.
+        """
+        group = self._make_group(request)
+        seq = group.seqs[0]
+        computed = len(seq.token_ids) - 1
+        if not self.blocks.receive(seq.seq_id, computed):
+            return None
+        seq.num_computed = computed
+        group.prefilling = False
+        _set_status(group, SequenceStatus.SWAPPED)
+        self._take(group)
+        self.swapped.push(group)
+        return group
+
+    def _make_group(self, request: EngineCoreRequest) -> SequenceGroup:
         number, seq_id = next(self._numbers), next(self._seq_ids)
         group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
+        return group
+
+    def _take(self, group: SequenceGroup) -> None:
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
         self.policy.on_arrival(group)
-        self.waiting_queue(group).push(group)
-        return group
 
     def waiting_queue(self, group: SequenceGroup) -> GroupQueue:
         """The queue in which this group waits."""

@@ -145,26 +145,56 @@ class SimulatedEngine:
                 f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
         self.now += self.overhead.request
-        request = EngineCoreRequest(
-            group_id=number,
-            prompt_token_ids=prompt,
-            task=_task(self._max_tokens(item)),
-            arrival_time=item.at,
-            priority=item.priority,
-            user=item.user or "",
-            ttft_target=item.ttft_target,
-            tpot_target=item.tpot_target,
-        )
         added = self._open[number] = SimulatedRequest(number, item, item.at)
         if item.user is not None:
             self.open_by_user[item.user] += 1
-        self.scheduler.add(request)
-        group = self.scheduler.queues.groups.get(number)
-        if group is not None and group.max_length > length:
-            self._workers.ends[number] = length
+        self.scheduler.add(_core_request(number, item, prompt, self._max_tokens(item)))
+        self._end_at(number, length)
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
             self._workers.answers[number] = (len(prompt), output_ids(item))
         return added
+
+    def take_over(self, number: int, item: WorkItem) -> SimulatedRequest | None:
+        """Adds a request whose prompt and first token another engine has computed, and whose KV cache has arrived.
+
+        It goes into host blocks, from which the request is admitted as one that was swapped out; that move costs
+        nothing. None, and nothing is changed, if too few host blocks are available now.
+
+        Raises:
+            ConfigError: prompt and output together are longer than ``max_model_len``.
+        """
+        if item.input_len + item.output_len > self.max_model_len:
+            raise ConfigError(
+                f"request {number} has {item.input_len} tokens of prompt and {item.output_len} of output, together "
+                f"more than max_model_len ({self.max_model_len})"
+            )
+        limit = self._max_tokens(item)
+        # Their content is not looked at, but it must not be that of another prompt.
+        prompt = [number + TOKEN + 1] + [TOKEN] * item.input_len
+        request = _core_request(number, item, prompt, None if limit is None else limit - 1)
+        if not self.scheduler.receive(request):
+            return None
+        self.now += self.overhead.request
+        self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
+        added = self._open[number] = SimulatedRequest(number, item, item.at)
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
+        self._end_at(number, item.input_len + item.output_len)
+        return added
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all steps."""
+        return self._loop.times.worker
+
+    def _sequence(self, number: int) -> int:
+        return self.scheduler.queues.groups[number].seqs[0].seq_id
+
+    def _end_at(self, number: int, length: int) -> None:
+        """Ends a request at this many tokens of prompt and output, if its limit does not."""
+        group = self.scheduler.queues.groups.get(number)
+        if group is not None and group.max_length > length:
+            self._workers.ends[number] = length
 
     def step(self) -> list[SimulatedRequest]:
         """Runs one step; returns the requests that ended with it."""
@@ -248,6 +278,8 @@ class _Workers:
         self.ends: dict[int, int] = {}
         #: By request: tokens of its prompt, and those that it samples, of requests that others continue.
         self.answers: dict[int, tuple[int, list[int]]] = {}
+        #: Host blocks whose content came from another engine: the transfer has been paid for.
+        self.received: set[int] = set()
 
     def forget(self, ended: list[SimulatedRequest]) -> None:
         """Requests that have ended."""
@@ -259,6 +291,10 @@ class _Workers:
     def submit(self, plan: StepPlan) -> _PendingStep:
         engine = self._engine
         work, sampled = count_work(plan, engine.scheduler.queues)
+        if self.received and plan.blocks_to_swap_in:
+            arrived = self.received.intersection([host for host, _ in plan.blocks_to_swap_in])
+            self.received -= arrived
+            work.moved -= len(arrived) * engine.options.block_size
         busy = work.tokens or work.moved or work.copied
         seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
         if engine.on_plan is not None:
@@ -346,6 +382,19 @@ def _task(max_tokens: int | None) -> Generate:
     """Shared by all requests with this limit; nothing changes it."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     return Generate(params, seed=0, stop_token_ids=[_STOP])
+
+
+def _core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: int | None) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        group_id=number,
+        prompt_token_ids=prompt,
+        task=_task(max_tokens),
+        arrival_time=item.at,
+        priority=item.priority,
+        user=item.user or "",
+        ttft_target=item.ttft_target,
+        tpot_target=item.tpot_target,
+    )
 
 
 def _ignore_gap(seconds: float, tokens: int) -> None:

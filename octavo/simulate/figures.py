@@ -50,6 +50,13 @@ class Gaps:
         self._count += count
         self._max = max(self._max, seconds)
 
+    def merge(self, other: Gaps) -> None:
+        """Adds all of another one's."""
+        self._bins.update(other._bins)
+        self._sum += other._sum
+        self._count += other._count
+        self._max = max(self._max, other._max)
+
     def latency(self) -> Latency | None:
         """The distribution; None without a gap."""
         if not self._count:
@@ -122,6 +129,14 @@ class Completions:
         """A request ended otherwise; it misses its targets, if it has any."""
         self.failed[reason] += 1
         self.with_targets += _has_target(item)
+
+    def merge(self, other: Completions) -> None:
+        """Adds all of another one's."""
+        for name in ("sent", "first", "last", "number", "inputs", "outputs"):
+            getattr(self, name).extend(getattr(other, name))
+        self.failed += other.failed
+        self.with_targets += other.with_targets
+        self.met_targets += other.met_targets
 
     @property
     def ttft(self) -> np.ndarray:

@@ -53,8 +53,8 @@ class Recorder:
             recomputed_tokens=stats.recomputed_tokens,
             prefix_hit_tokens=stats.prefix_hit_tokens,
             num_blocks=engine.blocks.num_blocks,
-            mean_running=_mean_over_time(columns["seconds"], columns["running"]),
-            mean_blocks_used=_mean_over_time(columns["seconds"], columns["blocks_used"]),
+            mean_running=mean_over_time(columns["seconds"], columns["running"]),
+            mean_blocks_used=mean_over_time(columns["seconds"], columns["blocks_used"]),
             series=columns,
             service=self.service.service(engine),
         )
@@ -79,7 +79,7 @@ def record(
     return recorder.figures(engine), recorder.done
 
 
-def _mean_over_time(seconds: list[float], values: list[float]) -> float:
+def mean_over_time(seconds: list[float], values: list[float]) -> float:
     """Each value counts until the next sample."""
     if len(seconds) < 2 or seconds[-1] == seconds[0]:
         return values[0] if values else 0.0

@@ -1,0 +1,138 @@
+"""Routers of simulated clusters, each for what it is made for; and the number of replicas for a traffic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from octavo.core.config import make_config
+from octavo.core.errors import ConfigError
+from octavo.simulate.cluster.cluster import Cluster
+from octavo.simulate.cluster.figures import ClusterFigures
+from octavo.simulate.cluster.plan import plan_replicas
+from octavo.simulate.cluster.replica import Replica
+from octavo.simulate.cluster.routers import Router, RouterSettings
+from octavo.simulate.cluster.run import simulate_cluster
+from octavo.simulate.cluster.spec import ClusterSpec, Limits
+from octavo.workloads.arrivals import parse_arrivals
+from octavo.workloads.items import WorkItem
+from octavo.workloads.lengths import Constant, Uniform
+from octavo.workloads.sharing import Conversations
+from octavo.workloads.workload import Workload
+from tests.simulate.test_profile import profile
+from tests.simulate.test_simulated_engine import item
+
+OPTIONS = make_config(model="none")
+TALK = Workload(
+    requests=150,
+    arrivals=parse_arrivals("poisson", 4, None),
+    inputs=Uniform(40, 120),
+    outputs=Uniform(8, 40),
+    conversations=Conversations(Constant(4), think=3.0),
+    seed=2,
+)
+
+
+class Anywhere(Router):
+    """At random."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._random = random.Random(settings.seed)
+
+    def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
+        return replicas[int(self._random.random() * len(replicas))]
+
+
+class Nowhere(Router):
+    """A replica that takes no requests."""
+
+    def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
+        chosen = replicas[0]
+        chosen.state = "draining"
+        return chosen
+
+
+def on(load: Workload | list[WorkItem], count: int, router: str, **spec: object) -> ClusterFigures:
+    return simulate_cluster(ClusterSpec(((count, profile()),), router=router, **spec), OPTIONS, load)  # type: ignore[arg-type]
+
+
+def test_the_better_of_two_beats_any_at_the_99th_percentile() -> None:
+    load = Workload(
+        requests=400,
+        arrivals=parse_arrivals("poisson", 90, None),
+        inputs=Uniform(10, 200),
+        outputs=Uniform(1, 60),
+        seed=1,
+    )
+    drawn, chosen = on(load, 8, f"{__name__}:Anywhere"), on(load, 8, "power_of_two")
+    assert drawn.ttft is not None and chosen.ttft is not None and drawn.e2e is not None and chosen.e2e is not None
+    assert chosen.ttft.p99 < drawn.ttft.p99 and chosen.e2e.p99 < drawn.e2e.p99
+    assert chosen.imbalance < drawn.imbalance
+
+
+@pytest.mark.parametrize("router", ["prefix", "session"])
+def test_conversations_find_their_prefixes_where_they_were(router: str) -> None:
+    sticky, turns = on(TALK, 4, router), on(TALK, 4, "round_robin")
+    assert sticky.prefix_hit_tokens > 1.5 * turns.prefix_hit_tokens > 0
+    assert sticky.prefix_hit_share > 1.5 * turns.prefix_hit_share
+
+
+def test_the_least_loaded_gets_the_next_one_when_lengths_vary() -> None:
+    load = [item(i / 100, 400 if i % 3 == 0 else 10, 100 if i % 3 == 0 else 2) for i in range(120)]
+    turns, least = on(load, 3, "round_robin"), on(load, 3, "least_loaded")
+    assert [r.given for r in turns.replicas] == [40, 40, 40]
+    assert turns.imbalance > 2.5 and least.imbalance < 1.2
+
+
+def test_a_session_stays_and_comes_back_to_its_replica_after_a_failure() -> None:
+    cluster = Cluster(ClusterSpec(((4, profile()),), router="session"), OPTIONS)
+    router, replicas = cluster._routers["both"], list(cluster.replicas.values())
+    items = [item(0, 5, 5, session=f"s{i}") for i in range(300)]
+    before = [router.route(one, replicas).number for one in items]
+    assert {before.count(number) > 40 for number in range(4)} == {True}
+    router.left(replicas[2])
+    rest = [replicas[0], replicas[1], replicas[3]]
+    away = [router.route(one, rest).number for one in items]
+    assert all(now == then or then == 2 for now, then in zip(away, before, strict=True)) and 2 not in away
+    router.joined(replicas[2])
+    assert [router.route(one, replicas).number for one in items] == before
+
+
+def test_a_router_that_chooses_what_takes_no_requests_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes no requests"):
+        on(TALK, 2, f"{__name__}:Nowhere")
+
+
+def test_the_plan_is_the_least_number_that_keeps_the_limits() -> None:
+    load = Workload(
+        requests=60,
+        arrivals=parse_arrivals("poisson", 60, None),
+        inputs=Uniform(10, 200),
+        outputs=Uniform(2, 30),
+        seed=4,
+    )
+    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.3, tpot=0.05))
+    plan = plan_replicas(spec, OPTIONS, load, share=0.95)
+    assert plan.replicas is not None and plan.replicas > 1
+    enough, fewer = (on(load, plan.replicas - less, "least_loaded", limits=spec.limits) for less in (0, 1))
+    assert enough.good_share >= 0.95 > fewer.good_share
+    by_number = {tried.replicas: tried for tried in plan.tried}
+    assert list(by_number) == sorted(by_number)
+    assert by_number[plan.replicas].goodput == enough.goodput
+    assert not by_number[plan.replicas - 1].enough
+    assert plan == plan_replicas(spec, OPTIONS, load, share=0.95)
+
+
+def test_a_limit_that_one_request_alone_misses_has_no_plan() -> None:
+    load = replace(TALK, requests=20, conversations=None)
+    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=1e-6))
+    plan = plan_replicas(spec, OPTIONS, load, most=3)
+    assert plan.replicas is None and plan.good_alone == 0.0 and [t.replicas for t in plan.tried] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="nothing limits"):
+        plan_replicas(replace(spec, limits=Limits()), OPTIONS, load)
+    with pytest.raises(ConfigError, match="share"):
+        plan_replicas(spec, OPTIONS, load, share=0)
