@@ -249,6 +249,12 @@ void bind_gemm(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>(), "Bytes a second that so many threads read from memory.");
   m.def("measure_fma_peak", &measure_fma_peak, nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),
         "Operations a second, two for each float32 multiply-add, that so many threads do in registers.");
+  m.def("measure_chunk_bandwidth", &measure_chunk_bandwidth, nb::arg("threads"),
+        nb::call_guard<nb::gil_scoped_release>(), "As measure_read_bandwidth, in pieces of 2 KiB in random order.");
+  m.def("measure_bf16_dot_peak", &measure_bf16_dot_peak, nb::arg("threads"),
+        nb::call_guard<nb::gil_scoped_release>(), "As measure_fma_peak, of dots of bfloat16 pairs; 0 without them.");
+  m.def("measure_int8_dot_peak", &measure_int8_dot_peak, nb::arg("threads"),
+        nb::call_guard<nb::gil_scoped_release>(), "As measure_fma_peak, of dots of 8-bit quads; 0 without them.");
 }
 
 }  // namespace octavo

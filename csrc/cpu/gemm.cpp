@@ -443,7 +443,8 @@ static void prepare(const void* x, Dtype dtype, int64_t x_stride, int64_t k, Dty
 }
 
 const GemmTable* gemm_table() {
-  static const GemmTable table{kMultipliesPairs, prepare, groups_at_once, multiply, read_once, multiply_add_rounds};
+  static const GemmTable table{kMultipliesPairs, prepare,         groups_at_once, multiply, read_once,
+                               multiply_add_rounds, bf16_dot_rounds, int8_dot_rounds};
   return &table;
 }
 

@@ -51,7 +51,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     unknown = float("inf")
 
     def row(case: Case) -> Iterator[Row]:
-        f = measure_case(kernels, case, device, peak.gb_s or unknown, peak.tflops * 1e3 or unknown)
+        f = measure_case(kernels, case, device, lambda _: (peak.gb_s or unknown, peak.tflops * 1e3 or unknown))
         yield (
             _case_name(case),
             f.share_of_limit or None,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.bench.device import graphed, seconds_per_call
+from octavo.bench.device import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
@@ -76,8 +77,13 @@ class KernelFigures:
     #: Bytes that must be read (weights or KV cache), and operations; a multiply-add is two.
     gb_per_s: float
     gflop_per_s: float
-    #: The larger of the shares of the read bandwidth and of the multiply-add peak.
+    #: What the machine could read, measured before and after the case (the mean), and compute in these types.
+    limit_gb_per_s: float
+    limit_gflop_per_s: float
+    #: Of the limit that applies: the larger of the shares of both.
     share_of_limit: float
+    #: Load of the machine in the last minute: processes that ran or wanted to.
+    load: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,25 @@ class Case:
     calls: int
     forward: Forward
     batch: ForwardBatch
+    #: Whether memory is read in pieces of some kilobytes, not one after the other.
+    in_pieces: bool = False
+    #: What is multiplied, which decides on the peak: "float32", "bfloat16" or "int8".
+    arithmetic: str = "float32"
+
+
+#: 10^9 bytes read and operations done a second that a case could reach now.
+Limits = Callable[[Case], tuple[float, float]]
+
+
+def cpu_limits() -> tuple[CpuLimits, Limits]:
+    """Peaks of the processor, measured once, and the limits with them and the bandwidth at the moment."""
+    peaks = measure_cpu()
+    rates = {
+        "float32": peaks.fma_gflops,
+        "bfloat16": peaks.bf16_dot_gflops or peaks.fma_gflops,
+        "int8": peaks.int8_dot_gops or peaks.fma_gflops,
+    }
+    return peaks, lambda case: (cpu_read_gb_s(in_pieces=case.in_pieces), rates[case.arithmetic])
 
 
 def measure(
@@ -101,11 +126,10 @@ def measure(
     types: Types,
     shapes: Shapes,
     *,
-    read_gb_s: float,
-    gflops: float,
+    limits: Limits,
     device: torch.device | str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers, experts, then decode attention, then prefill attention, against these peak rates.
+    """Measures linear layers, experts, then decode attention, then prefill attention, against the limits of each.
 
     Raises:
         ConfigError: the backend does not support such weights.
@@ -113,12 +137,14 @@ def measure(
     device = torch.device(device)
     for cases in (linear_cases, expert_cases, attention_cases):
         for case in cases(kernels, config, types, shapes, device):
-            yield measure_case(kernels, case, device, read_gb_s, gflops)
+            yield measure_case(kernels, case, device, limits)
 
 
-def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: float, gflops: float) -> KernelFigures:
-    """Measures one kernel at one shape."""
+def measure_case(kernels: Kernels, case: Case, device: torch.device, limits: Limits) -> KernelFigures:
+    """Measures one kernel at one shape, and its limits right before and after it."""
+    before, limit_gflops = limits(case)
     seconds = _seconds(kernels, case, device) / case.calls
+    limit_gb = (before + limits(case)[0]) / 2
     bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
     return KernelFigures(
         kernel=case.kernel,
@@ -127,7 +153,10 @@ def measure_case(kernels: Kernels, case: Case, device: torch.device, read_gb_s: 
         microseconds=seconds * 1e6,
         gb_per_s=bandwidth,
         gflop_per_s=rate,
-        share_of_limit=max(bandwidth / read_gb_s, rate / gflops),
+        limit_gb_per_s=limit_gb,
+        limit_gflop_per_s=limit_gflops,
+        share_of_limit=max(bandwidth / limit_gb, rate / limit_gflops),
+        load=os.getloadavg()[0],
     )
 
 
@@ -199,7 +228,12 @@ def _linear_cases(
             len(weights),
             _repeated(packed, x, options),
             _decodes(count, 1, device),
+            arithmetic="int8" if kind in ("int8", "int4") else _name(dtype),
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def expert_cases(
@@ -250,6 +284,7 @@ def expert_cases(
             len(layers),
             forward,
             _decodes(rows, 1, device),
+            arithmetic="int8" if types.quantization in ("int8", "int4") else _name(types.dtype),
         )
 
 
@@ -313,7 +348,8 @@ def _attention_case(
             out = kernels.paged_attention(q, cache, step, spec)
         return ForwardOutput(out.view(rows, -1))
 
-    return Case("attention", shape, rows, tokens * token_bytes, tokens * token_flops, len(caches), forward, batch)
+    size, flops, arithmetic = tokens * token_bytes, tokens * token_flops, _name(types.dtype)
+    return Case("attention", shape, rows, size, flops, len(caches), forward, batch, True, arithmetic)
 
 
 def _latent_value(network: Network) -> int | None:

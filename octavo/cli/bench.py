@@ -43,7 +43,8 @@ kernels    each kernel alone at the shapes of the model, and its share of the ma
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths; what attention windows save, of the
            model if it has any, else of shapes that do; and savings by sharing
 scheduler  processor time of schedule and update in a step, in microseconds, without a model; the scheduler's options
-           and those of the blocks count, others are refused
+           and those of the blocks count, others are refused; the slowest of 1,000 steps also by the clock, with the
+           time of other processes; and how often the garbage collector ran in them, by generation
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
@@ -188,7 +189,8 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     import torch
 
-    from octavo.bench.kernels import Types, cpu_shapes, gpu_shapes, measure
+    from octavo.bench.device import measure_device
+    from octavo.bench.kernels import Case, Types, cpu_limits, cpu_shapes, gpu_shapes, measure
     from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config
@@ -199,7 +201,21 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     device = resolve_device(options.device)
     kernels = load_kernels(options.kernels, device, head_dim=config.head_dim, deterministic=options.deterministic)
     kernels.set_threads(options.num_threads, options.pin_threads)
-    read_gb_s, gflops = _device_limits(device)
+    if device == "cpu":
+        peaks, limits = cpu_limits()
+        known = (
+            f"reads {peaks.read_gb_s:.1f} GB/s, {peaks.chunk_gb_s:.1f} in pieces of 2 KiB, computes "
+            f"{peaks.fma_gflops:.0f} GFLOP/s in float32, {peaks.bf16_dot_gflops:.0f} in dots of bfloat16, "
+            f"{peaks.int8_dot_gops:.0f} in dots of int8"
+        )
+    else:
+        of_gpu = measure_device(device)
+        gpu_limits = of_gpu.bandwidth_gb_s, of_gpu.bf16_tflops * 1e3
+
+        def limits(case: Case) -> tuple[float, float]:
+            return gpu_limits
+
+        known = f"reads {gpu_limits[0]:.1f} GB/s, computes {gpu_limits[1]:.0f} GFLOP/s"
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
     quantization = weight_quantization(options, kernels.name, config.quantization)
     if quantization not in (None, "int8", "int4", "fp8"):
@@ -215,32 +231,19 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
                 config,
                 types,
                 (cpu_shapes if device == "cpu" else gpu_shapes)(arguments.rows),
-                read_gb_s=read_gb_s,
-                gflops=gflops,
+                limits=limits,
                 device=device,
             ),
             stream,
-            f"{kernels.describe()}, {quantization or dtype}: "
-            f"reads {read_gb_s:.1f} GB/s, computes {gflops:.0f} GFLOP/s\n"
-            f"{'kernel':22} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>8}",
+            f"{kernels.describe()}, {quantization or dtype}: {known}\n"
+            f"{'kernel':27} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'of':>5} {'GFLOP/s':>8} {'of':>5}"
+            f" {'of limit':>8} {'load':>5}",
             lambda f: (
-                f"{f.kernel:22} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
-                f" {f.gflop_per_s:8.1f} {f.share_of_limit:8.0%}"
+                f"{f.kernel:27} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
+                f" {f.limit_gb_per_s:5.1f} {f.gflop_per_s:8.1f} {f.limit_gflop_per_s:5.0f} {f.share_of_limit:8.0%}"
+                f" {f.load:5.1f}"
             ),
         )
-
-
-def _device_limits(device: str) -> tuple[float, float]:
-    """Measured peak rates of the device: 10^9 bytes read a second, 10^9 operations a second."""
-    if device == "cpu":
-        from octavo.bench.device import measure_cpu
-
-        limits = measure_cpu()
-        return limits.read_gb_s, limits.fma_gflops
-    from octavo.bench.device import measure_device
-
-    measured = measure_device(device)
-    return measured.bandwidth_gb_s, measured.bf16_tflops * 1e3
 
 
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:

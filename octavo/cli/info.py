@@ -172,7 +172,10 @@ def _cpu_limit_facts() -> dict[str, Any]:
         "threads": limits.threads,
         "instruction_set": limits.instruction_set,
         "read_gb_per_s": round(limits.read_gb_s, 1),
+        "read_2kib_pieces_gb_per_s": round(limits.chunk_gb_s, 1),
         "multiply_add_gflop_per_s": round(limits.fma_gflops, 1),
+        "bfloat16_dot_gflop_per_s": round(limits.bf16_dot_gflops, 1) or None,
+        "int8_dot_gop_per_s": round(limits.int8_dot_gops, 1) or None,
     }
 
 

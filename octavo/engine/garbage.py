@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: New containers, less those freed, before a collection of the youngest generation; such collections before one of the
-#: next; and these before a full one: a million containers, some 100 MB. Python's are 700, 10 and 10. The youngest
-#: collection takes about a millisecond then.
-THRESHOLDS = 10_000, 10, 10
+#: next; and these before a full one: a million containers, some 100 MB. Python's are 700, 10 and 10. A collection of
+#: the youngest generation takes about a millisecond then, of the next one a few at most.
+THRESHOLDS = 5_000, 2, 60
+#: New containers since the last collection that make one of an idle process worth while.
+_WORTH_WHILE = 1000
 #: Seconds between two full collections of an idle process, at least.
 IDLE_INTERVAL = 10.0
 
@@ -57,9 +59,9 @@ class IdleCollector:
         self._last = time.monotonic()
 
     def collect(self) -> None:
-        """Called when there is nothing to do; collects unless the last time was a moment ago."""
-        now = time.monotonic()
-        if now - self._last >= IDLE_INTERVAL:
+        """Called when there is nothing to do; collects unless little is new, or the last time was a moment ago."""
+        youngest, *others = gc.get_count()
+        if (youngest > _WORTH_WHILE or any(others)) and time.monotonic() - self._last >= IDLE_INTERVAL:
             gc.collect()
             self._last = time.monotonic()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, settle_collector
 from octavo.server.api_keys import read_api_keys
 
 if TYPE_CHECKING:
@@ -163,7 +164,6 @@ async def _serve_engine(
     writer: LineWriter,
     tracer: Tracer | None,
 ) -> int:
-    from octavo.engine.garbage import settle_collector
     from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
@@ -244,6 +244,7 @@ class _ServerLifecycle:
         watchers = [
             asyncio.ensure_future(self._shut_down_on_signal()),
             asyncio.ensure_future(self._stop_after_engine_death()),
+            asyncio.ensure_future(self._collect_when_idle()),
         ]
         where = _url(sock, self._service.options)
         try:
@@ -271,6 +272,13 @@ class _ServerLifecycle:
         logger.info("shutting down; %d open requests have %g s", service.llm.num_open, service.options.shutdown_timeout)
         self._server.should_exit = True
         await service.llm.shutdown(service.options.shutdown_timeout)
+
+    async def _collect_when_idle(self) -> None:
+        collector = IdleCollector()
+        while True:
+            await asyncio.sleep(IDLE_INTERVAL)
+            if not self._service.llm.num_open:
+                collector.collect()
 
     async def _stop_after_engine_death(self) -> None:
         """Stops serving when the engine has died; open requests have failed by then."""

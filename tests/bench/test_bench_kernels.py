@@ -44,6 +44,8 @@ def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path) -> None:
     assert [row["rows"] for row in rows if row["kernel"] == "linear lm_head"] == [1, 2]
     for row in rows:
         assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
+        shares = row["gb_per_s"] / row["limit_gb_per_s"], row["gflop_per_s"] / row["limit_gflop_per_s"]
+        assert row["share_of_limit"] == pytest.approx(max(shares), rel=0.05, abs=0.01)
 
 
 @pytest.mark.parametrize(("kind", "bytes_of_weight", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.5, 1)])

@@ -32,7 +32,9 @@ def test_the_cost_of_a_step_is_reported_for_each_number_of_sequences(tmp_path: P
     for row in rows:
         total = row["schedule_us"] + row["update_us"]
         assert row["us_per_sequence"] == pytest.approx(total / row["running"], rel=0.01)
-        assert row["slowest_us"] > 0
+        assert 0 < row["p999_us"] <= row["slowest_us"]
+        assert row["slowest_wall_us"] > 0 and len(row["collections"]) == 3
+        assert row["longest_collection_us"] <= row["collector_us"]
 
 
 def scheduler_rows(target: Path, *flags: str) -> list[dict[str, float]]:

@@ -343,6 +343,11 @@ def test_limits_are_plausible() -> None:
     assert limits.threads == 1 and limits.instruction_set == _cpu.isa()
     assert 0.1 < limits.read_gb_s < 2000
     slowest = 0.001 if "OCTAVO_EMULATED_RUN" in os.environ else 0.1  # instructions in plain C++ are slow
+    assert 0.1 < limits.chunk_gb_s < 2000
     assert slowest < limits.fma_gflops < 2000
+    if limits.instruction_set == "avx512_bf16":
+        assert slowest < limits.bf16_dot_gflops < 10_000 and slowest < limits.int8_dot_gops < 10_000
+    else:
+        assert limits.bf16_dot_gflops == limits.int8_dot_gops == 0
     with pytest.raises(ValueError, match="not 0"):
         measure_cpu(0)
