@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from octavo.bench.least_squares import robust_relative
 from octavo.bench.offline import greedy, random_prompts
 from octavo.core.errors import ConfigError
+from octavo.core.outputs import RequestOutput
 from octavo.core.plan import StepPlan
 from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine
@@ -78,10 +79,10 @@ class StepWatch:
         self._counting += time.perf_counter() - start
         return self._executor.submit(plan)
 
-    def step(self) -> None:
+    def step(self) -> list[RequestOutput]:
         """One step of the engine; it is measured if one plan was submitted meanwhile."""
         before, start, counting = len(self.works), time.perf_counter(), self._counting
-        self._engine.step()
+        outputs = self._engine.step()
         seconds = time.perf_counter() - start - (self._counting - counting)
         submitted = len(self.works) - before
         work = self.works[before - self._ahead]
@@ -89,6 +90,7 @@ class StepWatch:
         if submitted == 1 and work.tokens and not work.copied:
             self.steps.append(MeasuredStep(work, seconds))
         self._ahead += submitted - 1
+        return outputs
 
     def stop(self) -> None:
         """Watches no longer."""

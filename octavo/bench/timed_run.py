@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.simulate.figures import Completions
@@ -18,12 +19,15 @@ def to_its_length(item: WorkItem) -> SamplingParams:
 
 
 def run_timed(
-    engine: LLMEngine, items: Iterable[WorkItem], params: Callable[[WorkItem], SamplingParams] = to_its_length
+    engine: LLMEngine,
+    items: Iterable[WorkItem],
+    params: Callable[[WorkItem], SamplingParams] = to_its_length,
+    step: Callable[[], list[RequestOutput]] | None = None,
 ) -> Completions:
     """Sends each item when it is due and steps until all have ended, each with its user, priority and targets.
 
     The engine must have no other requests. Items come in the order of their arrival; times count from the call.
-    ``params``: must make each end after its ``output_len``.
+    ``params``: must make each end after its ``output_len``. ``step``: what watches the engine's steps.
 
     Raises:
         InvalidRequestError: an item is too long, or has a priority or targets that the policy does not look at.
@@ -52,7 +56,7 @@ def run_timed(
             assert following is not None
             time.sleep(max(0.0, start + following.at - time.monotonic()))
             continue
-        for output in engine.step():
+        for output in (step or engine.step)():
             item, times = sent.pop(output.request_id), output.metrics
             reason = output.outputs[0].finish_reason
             if reason not in ("stop", "length") or times.first_token_time is None or times.finished_time is None:

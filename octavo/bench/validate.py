@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from octavo.bench.calibrate import StepWatch
 from octavo.bench.capacity import capacity_of, full_load
 from octavo.bench.timed_run import run_timed
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.engine.llm import LLM
+from octavo.engine.llm_engine import LLMEngine
 from octavo.simulate.engine import SimulatedEngine, run
 from octavo.simulate.figures import Completions
 from octavo.simulate.profile import StepProfile
@@ -49,13 +51,21 @@ class Comparison:
     #: Each figure's (measured, simulated), in the order of ``FIGURES``; and the second relative to the first, less 1.
     pairs: list[tuple[float, float]]
     errors: list[float]
+    #: Measured seconds of the steps relative to the profile's: how much slower the machine was than when it was
+    #: calibrated. And the errors of a simulation in which it is as slow as in that run. Medians of the rounds.
+    pace: float
+    paced_errors: list[float]
 
 
 def summary(found: list[Comparison]) -> str:
-    """A line on the errors of all figures, and of each."""
-    lines = [f"{'all':12} " + _spread([error for c in found for error in c.errors])]
-    for i, name in enumerate(Comparison.FIGURES):
-        lines.append(f"{name:12} " + _spread([c.errors[i] for c in found]))
+    """Lines on the errors of all figures, and of each; and the same at the pace of each run."""
+    lines = [f"{'':12} {'with the profile':34}  at the pace of each run"]
+    for i, name in [(None, "all"), *enumerate(Comparison.FIGURES)]:
+        both = (
+            _spread([e for of_one in errors for e in (of_one if i is None else [of_one[i]])])
+            for errors in ([c.errors for c in found], [c.paced_errors for c in found])
+        )
+        lines.append(f"{name:12} " + "  ".join(both))
     return "\n".join(lines)
 
 
@@ -80,18 +90,39 @@ def compare(llm: LLM, profile: StepProfile, seconds: float, *, rounds: int = 1, 
         update={"num_gpu_blocks_override": core.blocks.num_blocks, "max_model_len": core.max_model_len}
     )
     loads = list(_workloads(profile, options, seconds, seed))
-    measured: list[list[list[float]]] = [[] for _ in loads]
+    runs: list[list[_Run]] = [[] for _ in loads]
     for number in range(1, rounds + 1):
         _log.info("round %d of %d: %d workloads of %g seconds", number, rounds, len(loads), seconds)
-        for (kind, load, rate, workload), figures in zip(loads, measured, strict=True):
-            engine.reset_prefix_cache()
-            figures.append(_figures(run_timed(engine, workload), kind))
+        for (kind, load, rate, workload), of_one in zip(loads, runs, strict=True):
+            of_one.append(_measured(engine, profile, options, workload))
             if number == rounds:
-                medians = map(float, np.median(figures, axis=0))
-                simulated = _figures(_simulated(profile, options, workload), kind)
+                medians = np.median([run.figures for run in of_one], axis=0).tolist()
+                simulated = _figures(_simulated(profile, options, workload))
                 pairs = list(zip(medians, simulated, strict=True))
                 errors = [ours / real - 1 for real, ours in pairs]
-                yield Comparison(kind, load, rate, len(workload), pairs, errors)
+                pace = float(np.median([run.pace for run in of_one]))
+                paced = np.median([run.paced_errors for run in of_one], axis=0).tolist()
+                yield Comparison(kind, load, rate, len(workload), pairs, errors, pace, paced)
+
+
+class _Run(NamedTuple):
+    """See ``Comparison``."""
+
+    figures: list[float]
+    pace: float
+    paced_errors: list[float]
+
+
+def _measured(engine: LLMEngine, profile: StepProfile, options: EngineConfig, workload: Workload) -> _Run:
+    engine.reset_prefix_cache()
+    watch = StepWatch(engine)
+    try:
+        figures = _figures(run_timed(engine, workload, step=watch.step))
+    finally:
+        watch.stop()
+    pace = sum(step.seconds for step in watch.steps) / sum(profile.seconds(step.work) for step in watch.steps)
+    paced = _figures(_simulated(profile.scaled(pace), options, workload))
+    return _Run(figures, pace, [ours / real - 1 for real, ours in zip(figures, paced, strict=True)])
 
 
 def _workloads(
@@ -121,10 +152,10 @@ def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) 
     return recorder.done
 
 
-def _figures(done: Completions, kind: str) -> list[float]:
+def _figures(done: Completions) -> list[float]:
     """In the order of ``Comparison.FIGURES``."""
     if done.failed:
-        raise ConfigError(f"requests of the workload {kind!r} failed: {dict(done.failed)}")
+        raise ConfigError(f"requests of the workload failed: {dict(done.failed)}")
     rate = len(done.sent) / (max(done.last) - min(done.sent))
     latencies = [f(x) for x in (done.ttft, done.e2e) for f in (np.mean, lambda x: np.percentile(x, 99))]
     return [rate, *map(float, latencies)]

@@ -385,11 +385,13 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
             yield comparison
 
     def line(c: Comparison) -> str:
-        both = (f"{measured:8.3f} {error:+7.1%}" for (measured, _), error in zip(c.pairs, c.errors, strict=True))
-        return f"{c.kind:13} {c.load:5.0%} {c.requests:8}  " + "  ".join(both)
+        each = zip(c.pairs, c.errors, c.paced_errors, strict=True)
+        columns = (f"{measured:8.3f} {error:+7.1%} {paced:+7.1%}" for (measured, _), error, paced in each)
+        return f"{c.kind:13} {c.load:5.0%} {c.requests:8} {c.pace:6.3f}  " + "  ".join(columns)
 
-    names = "".join(f"  {name:>16}" for name in Comparison.FIGURES)
-    _show(collected(), stream, f"kind           load requests{names}\n{'':30}(measured in s, simulated)", line)
+    names = "".join(f"  {name:>24}" for name in Comparison.FIGURES)
+    title = f"kind           load requests   pace{names}\n{'':37}(measured in s; simulated; simulated at this pace)"
+    _show(collected(), stream, title, line)
     if stream is None:
         print(summary(found))
 

@@ -120,6 +120,9 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
             # Inherited by accepted connections: closes those whose client acknowledges nothing for so long (RFC 5482).
             milliseconds = int(options.stall_timeout * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        # Inherited too: an event is sent at once. Otherwise the second one waits until the client acknowledges the
+        # first, up to 40 ms. asyncio sets it only for sockets that were made with a protocol number.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             sock.bind((options.host, options.port))
         except (OSError, OverflowError) as e:

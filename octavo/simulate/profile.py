@@ -113,6 +113,15 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             seconds += self.moved * work.moved + self.copied * work.copied
         return seconds
 
+    def scaled(self, factor: float) -> StepProfile:
+        """The profile of a device on which steps take so many times as long."""
+        costs = ("fixed", "sampled", "context", "pairs", "chunk", "moved", "copied")
+        return msgspec.structs.replace(
+            self,
+            products=[(tokens, factor * seconds) for tokens, seconds in self.products],
+            **{name: factor * getattr(self, name) for name in costs},
+        )
+
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""

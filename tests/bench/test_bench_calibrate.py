@@ -113,4 +113,4 @@ def test_a_calibrated_profile_can_be_simulated_and_compared(
     monkeypatch.setattr(validate, "LOADS", (0.5,))
     assert main(["bench", "simulation", *engine, "--profile", str(file), "--seconds", "0.1"]) == 0
     table = capsys.readouterr().out
-    assert "short" in table and "median error" in table and "p99 e2e" in table
+    assert "short" in table and table.count("median error") == 12 and "p99 e2e" in table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -192,6 +193,13 @@ def test_tls_files_make_the_server_speak_https(serve: Serve, tmp_path: Path) -> 
     assert server.url.startswith("https://")
     with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert))) as http:
         assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_accepted_connections_send_at_once() -> None:
+    with listening_socket(ServerOptions(port=0)) as sock:
+        sock.listen()
+        with socket.create_connection(sock.getsockname()), contextlib.closing(sock.accept()[0]) as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
