@@ -91,7 +91,12 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_profiles_of_the_package_are_valid_and_say_where_they_come_from() -> None:
     profiles = {name: load_profile(name) for name in shipped_profiles()}
-    assert set(profiles) == {"llama-3.1-8b-h100", "opt-13b-a100", "smollm2-135m-2-cores"}
+    assert set(profiles) == {
+        "llama-3.1-8b-h100",
+        "opt-13b-a100",
+        "smollm2-135m-2-cores",
+        "smollm2-135m-epyc-2-cores",
+    }
     for found in profiles.values():
         if found.origin == "computed":
             assert found.note.startswith("not measured") and not found.errors
