@@ -17,6 +17,7 @@ from octavo.engine.step_loop import StepLoop
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.scheduler.scheduler import Scheduler
+from octavo.simulate.blocks import make_simulated_blocks
 from octavo.simulate.profile import Overhead, StepProfile
 from octavo.simulate.prompts import TOKEN, prompt_of
 from octavo.simulate.work import count_work
@@ -29,8 +30,6 @@ _STOP = 0
 _EMPTY_STEP = 20e-6
 _NEVER = 1 << 60
 _NO_ANSWER: tuple[int, list[int]] = (0, [])
-_GIB = 1 << 30
-_DEFAULT_SWAP_SPACE = 4 * _GIB
 
 #: ``max_tokens`` of a request, which policies may look at; None: what the context length leaves.
 MaxTokens = Callable[[WorkItem], int | None]
@@ -56,7 +55,7 @@ class SimulatedRequest:
     finish_reason: str | None = None
 
 
-#: Called with a request and the gap before its token: seconds since the one before.
+#: Called for tokens of a step: seconds since the tokens before them, and how many there are.
 OnGap = Callable[[float, int], None]
 #: Called with each plan as it is submitted, and the seconds that it takes.
 OnPlan = Callable[[StepPlan, float], None]
@@ -101,7 +100,7 @@ class SimulatedEngine:
         self.profile = profile
         self.now = 0.0
         self.overhead: Overhead = getattr(profile, mode)
-        self.max_model_len, self.blocks, self.options, in_flight = _make_blocks(profile, options, make_blocks)
+        self.max_model_len, self.blocks, self.options, in_flight = make_simulated_blocks(profile, options, make_blocks)
         self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
         if options.preemption_mode == "auto" and profile.moved:
             self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
@@ -330,51 +329,6 @@ class _PendingStep:
 
     def wait(self) -> StepResult:
         return self.workers.done(self.result, self.sampled, self.end)
-
-
-def _make_blocks(
-    profile: StepProfile, options: EngineConfig, make: Callable[..., BlockManager]
-) -> tuple[int, BlockManager, EngineConfig, int]:
-    """The longest sequence, the blocks, the options with their token budget resolved, and steps in flight."""
-    context = options.max_model_len or profile.max_model_len
-    if context > profile.max_model_len:
-        raise ConfigError(
-            f"max_model_len ({context}) is longer than the context length of the profile ({profile.max_model_len})"
-        )
-    on_gpu = profile.device_type == "gpu"
-    options = options.with_token_budget("cuda" if on_gpu else "cpu", context)
-    ahead = options.async_scheduling
-    in_flight = 2 if ahead or (ahead is None and on_gpu) else 1
-    size, tokens = options.block_size, profile.kv_cache_tokens
-    block_bytes = size * profile.kv_bytes_per_token
-    if options.kv_cache_memory_bytes is not None:
-        tokens = int(options.kv_cache_memory_bytes) // profile.kv_bytes_per_token
-    num_blocks = options.num_gpu_blocks_override or tokens // size
-    if not num_blocks:
-        raise ConfigError(f"the KV cache of {tokens} tokens holds no block of {size} tokens")
-    most = options.max_num_seqs * -(-context // size)
-    num_blocks, longest = min(num_blocks, most), min(context, num_blocks * size)
-    blocks = make(
-        num_blocks,
-        size,
-        num_host_blocks=min(_num_host_blocks(options, block_bytes), most),
-        max_num_batched_tokens=options.token_budget * in_flight,
-        cuts_prompts=options.cuts_prompts,
-        watermark=options.watermark,
-        prefix_caching=options.enable_prefix_caching,
-        host_cache=options.host_prefix_cache,
-    )
-    return longest, blocks, options, in_flight
-
-
-def _num_host_blocks(options: EngineConfig, block_bytes: int) -> int:
-    """As the engine counts them, on a machine with host memory to spare."""
-    if options.num_host_blocks_override is not None:
-        return options.num_host_blocks_override
-    if options.swap_space is not None:
-        return int(options.swap_space * _GIB) // block_bytes
-    never = options.preemption_mode == "recompute" and not options.host_prefix_cache
-    return 0 if never else _DEFAULT_SWAP_SPACE // block_bytes
 
 
 @lru_cache(maxsize=4096)

@@ -121,14 +121,14 @@ class Completions:
         self.number.append(number)
         self.inputs.append(item.input_len)
         self.outputs.append(outputs)
-        if _has_target(item):
+        if has_target(item):
             self.with_targets += 1
             self.met_targets += meets_targets(item, first - sent, (last - first) / max(outputs - 1, 1))
 
     def fail(self, item: WorkItem, reason: str) -> None:
         """A request ended otherwise; it misses its targets, if it has any."""
         self.failed[reason] += 1
-        self.with_targets += _has_target(item)
+        self.with_targets += has_target(item)
 
     def merge(self, other: Completions) -> None:
         """Adds all of another one's."""
@@ -155,7 +155,8 @@ class Completions:
         return (np.asarray(self.last) - np.asarray(self.first))[several] / (np.asarray(self.outputs)[several] - 1)
 
 
-def _has_target(item: WorkItem) -> bool:
+def has_target(item: WorkItem) -> bool:
+    """Whether the request has a target of latency."""
     return item.ttft_target is not None or item.tpot_target is not None
 
 

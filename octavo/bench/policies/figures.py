@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from octavo.scheduler.length_predictor import kendall_tau
-from octavo.simulate.figures import Completions, meets_targets
+from octavo.simulate.figures import Completions, has_target, meets_targets
 from octavo.workloads.items import WorkItem
 
 
@@ -59,7 +59,7 @@ def figures(items: Sequence[WorkItem], outcome: Outcome) -> Figures:
     for item, took in zip(ended, latency.tolist(), strict=True):
         if item.user is not None:
             of_users[item.user].append(took)
-    targeted = sum(_has_target(item) for item in items)
+    targeted = sum(has_target(item) for item in items)
     good = _within_targets(ended, done) if targeted else 0
     lengths = list(done.outputs)
     return Figures(
@@ -81,17 +81,13 @@ def figures(items: Sequence[WorkItem], outcome: Outcome) -> Figures:
     )
 
 
-def _has_target(item: WorkItem) -> bool:
-    return item.ttft_target is not None or item.tpot_target is not None
-
-
 def _within_targets(ended: Sequence[WorkItem], done: Completions) -> int:
     """Requests with targets that met all of theirs."""
     times = zip(ended, done.sent, done.first, done.last, done.outputs, strict=True)
     return sum(
         meets_targets(item, first - sent, (last - first) / max(tokens - 1, 1))
         for item, sent, first, last, tokens in times
-        if _has_target(item)
+        if has_target(item)
     )
 
 

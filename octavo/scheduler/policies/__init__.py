@@ -11,11 +11,8 @@ A policy is a class with one method. Write one in a module of your own and name 
 
 from __future__ import annotations
 
-import importlib
-import inspect
-
 from octavo.core.config import SchedulerOptions
-from octavo.core.errors import ConfigError
+from octavo.core.plugins import load_class
 from octavo.scheduler.policies.base import Policy as Policy
 from octavo.scheduler.policies.classic import (
     FirstComeFirstServed as FirstComeFirstServed,
@@ -51,18 +48,7 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         ConfigError: there is no such policy.
     """
-    if ":" not in name:
-        if name not in POLICIES:
-            raise ConfigError(f"unknown scheduling_policy {name!r}; known: {', '.join(POLICIES)}, or module:Class")
-        return POLICIES[name]
-    module, _, attribute = name.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"scheduling_policy {name!r} cannot be imported: {e}") from e
-    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
-        raise ConfigError(f"scheduling_policy {name!r} is not a class derived from octavo.scheduler.policies.Policy")
-    return kind
+    return load_class(name, POLICIES, Policy, "scheduling_policy", "octavo.scheduler.policies.Policy")
 
 
 def load_policy(name: str, options: SchedulerOptions | None = None) -> Policy:

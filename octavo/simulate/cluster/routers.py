@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import importlib
-import inspect
 import itertools
 import random
 from abc import ABC, abstractmethod
@@ -20,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from octavo.core.errors import ConfigError
+from octavo.core.plugins import load_class
 from octavo.engine import router as engine_router
 from octavo.simulate.cluster.replica import Replica
 from octavo.simulate.prompts import prompt_of
@@ -188,15 +186,4 @@ def router_class(name: str) -> type[Router]:
     Raises:
         ConfigError: there is no such router.
     """
-    if ":" not in name:
-        if name not in ROUTERS:
-            raise ConfigError(f"unknown router {name!r}; known: {', '.join(ROUTERS)}, or module:Class")
-        return ROUTERS[name]
-    module, _, attribute = name.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"router {name!r} cannot be imported: {e}") from e
-    if not (inspect.isclass(kind) and issubclass(kind, Router)):
-        raise ConfigError(f"router {name!r} is not a class derived from octavo.simulate.cluster.routers.Router")
-    return kind
+    return load_class(name, ROUTERS, Router, "router", "octavo.simulate.cluster.routers.Router")
