@@ -12,6 +12,7 @@ from octavo.core.foreign_options import own_options
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
 from octavo.core.option_parts import (
+    AdapterOptions,
     CacheOptions,
     DeviceOptions,
     ModelOptions,
@@ -28,11 +29,12 @@ PARTS: dict[str, type[BaseModel]] = {
     "KV cache": CacheOptions,
     "Scheduler": SchedulerOptions,
     "Parallelism": ParallelOptions,
+    "Adapters": AdapterOptions,
     "Device": DeviceOptions,
 }
 
 
-class EngineConfig(DeviceOptions, ParallelOptions, SchedulerOptions, CacheOptions, ModelOptions):
+class EngineConfig(DeviceOptions, AdapterOptions, ParallelOptions, SchedulerOptions, CacheOptions, ModelOptions):
     """Options of an engine. Every description states its unit; the defaults suit one machine and one user.
 
     It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made

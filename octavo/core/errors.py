@@ -46,6 +46,10 @@ class WeightError(OctavoError, ValueError):
     """A weight file is missing, truncated, of the wrong shape or type; the message names the tensor or file."""
 
 
+class AdapterError(OctavoError, ValueError):
+    """An adapter cannot be used: its files are missing, changed or wrong, or it does not belong to the model."""
+
+
 class TokenizerError(OctavoError, ValueError):
     """The tokenizer or the chat template is missing, unreadable or failed."""
 

@@ -33,7 +33,7 @@ _ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
 _GENERATES = "Octavo generates text; pooling models are not supported"
 _NO_SPECULATION = "speculative decoding is not supported"
-_NO_ADAPTERS = "adapters (LoRA) are not supported"
+_NO_ADAPTERS = "adapters are named by requests, not by options"
 _FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
 _NO_TRANSFER = "the KV cache is not shared between engines"
 
@@ -94,13 +94,8 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "speculative_config": ForeignOption((None,), _NO_SPECULATION),
     "speculative_model": ForeignOption((None,), _NO_SPECULATION),
     "num_speculative_tokens": ForeignOption((None,), _NO_SPECULATION),
-    "enable_lora": ForeignOption((False,), _NO_ADAPTERS),
-    "max_loras": ANY,  # without enable_lora they have no effect
-    "max_lora_rank": ANY,
-    "max_cpu_loras": ANY,
     "lora_dtype": ANY,
     "fully_sharded_loras": ON_OR_OFF,
-    "enable_prompt_adapter": ForeignOption((False,), "prompt adapters are not supported"),
     "guided_decoding_backend": ANY,  # requests that would need it are refused
     "structured_outputs_config": ForeignOption((None, {}), "structured outputs are not supported"),
     "reasoning_parser": ForeignOption(("", None), "answers are given as they are"),

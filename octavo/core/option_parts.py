@@ -172,6 +172,37 @@ class CacheOptions(OptionPart):
         return self
 
 
+class AdapterOptions(OptionPart):
+    """Adapters of the model: fine-tunes that requests name, and that share its weights."""
+
+    enable_lora: bool = Field(False, description="Serve LoRA adapters beside the model itself.")
+    max_loras: int = Field(8, ge=1, le=4096, description="LoRA adapters on the device at once, and so in one step.")
+    max_lora_rank: int = Field(16, ge=1, le=256, description="Largest rank of a LoRA adapter.")
+    max_cpu_loras: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="LoRA adapters in host memory, those on the device included; default: four times max_loras.",
+    )
+    enable_prompt_adapter: bool = Field(False, description="Serve adapters of prompt tuning and prefix tuning.")
+    max_prompt_adapters: int = Field(8, ge=1, le=4096, description="Prompt adapters in memory at once.")
+    max_prompt_adapter_token: int = Field(128, ge=1, le=65536, description="Most virtual tokens of a prompt adapter.")
+
+    @property
+    def num_host_loras(self) -> int:
+        """LoRA adapters in host memory, those on the device included."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @model_validator(mode="after")
+    def _host_memory_holds_those_on_the_device(self) -> Self:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): adapters on the "
+                "device stay in host memory"
+            )
+        return self
+
+
 class DeviceOptions(OptionPart):
     """Where the model is computed, and by which kernels."""
 

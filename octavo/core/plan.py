@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.request import AnyTask
 
 
@@ -26,6 +27,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     #: A ``Generate`` has this sequence's own seed. Tokens of a ``Beam`` are not sampled: they come with
     #: ``StepPlan.new_tokens``. For a task that does not sample, the worker computes the prompt.
     task: AnyTask
+    #: Key of its adapter, which has a slot from this plan on, or had one before.
+    adapter: str | None = None
 
 
 class Fork(msgspec.Struct, array_like=True):
@@ -70,6 +73,15 @@ class StepPlan(msgspec.Struct):
     blocks_to_swap_in: list[tuple[int, int]] = []
     #: (source, target), both on the device; a source may have several targets.
     blocks_to_copy: list[tuple[int, int]] = []
+    #: Keys of adapters that the workers drop from host memory; none of them is in a slot.
+    adapters_to_drop: list[str] = []
+    #: Adapters that the workers begin to read into host memory, beside this step and those after it; a result says when
+    #: one is there.
+    adapters_to_load: list[AdapterRef] = []
+    #: (slot, key): adapters in host memory that get a slot on the device, in place of what is in it.
+    adapters_to_place: list[tuple[int, str]] = []
+    #: Whether nothing can be computed before an adapter is loaded: the step waits until one is, or has failed.
+    awaits_adapter: bool = False
     new: list[NewSequence] = []
     forks: list[Fork] = []
     #: By sequence id: tokens to append that the worker has not appended itself, such as those a beam search chose.
@@ -126,6 +138,12 @@ class StepResult(msgspec.Struct):
     num_tokens: list[int] = []
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
+    #: Keys of adapters that are in host memory since the last result.
+    loaded_adapters: list[str] = []
+    #: By key: why an adapter could not be loaded. Its requests end with this message.
+    adapter_errors: dict[str, str] = {}
+    #: Seconds of the step that gave adapters their slots, or waited for one that was still being read.
+    adapter_seconds: float = 0.0
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
     seconds: float = 0.0
     kernel_seconds: float = 0.0

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.untracked import untracked
@@ -181,8 +182,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     tpot_target: float | None = None
     #: Requests with different salts share no cached prefix.
     cache_salt: str = ""
-    #: Name of the adapter that the network runs with.
-    adapter: str | None = None
+    #: The adapter that the network runs with.
+    adapter: AdapterRef | None = None
     #: Of a shared prefix, which samples nothing: the name under which its whole blocks are pinned once computed.
     pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
@@ -196,4 +197,4 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     def cache_context(self) -> str:
         """What block contents depend on besides tokens and features: salt and adapter, one text for each pair."""
         salt = f"{len(self.cache_salt)}:{self.cache_salt}"
-        return salt if self.adapter is None else f"{salt}/{self.adapter}"
+        return salt if self.adapter is None else f"{salt}/{self.adapter.key}"
