@@ -166,7 +166,6 @@ WORKING = [
 REFUSED = [
     ("load(trust_remote_code=True)", "trust_remote_code must be False, not True: no code of a checkpoint"),
     ("load(decode_context_parallel_size=2)", "decode_context_parallel_size must be 1, not 2"),
-    ("load(enable_lora=True)", "enable_lora must be False, not True: .*adapters"),
     ("load(task='embed')", "task must be .*'generate'.*, not 'embed'"),
     ("load(runner='pooling')", "runner must be .*not 'pooling'"),
     ("load(speculative_config={'model': 'ngram'})", "speculative_config must be None, not .*speculat"),
