@@ -342,6 +342,19 @@ class Adapters:
         """Adapters that are being loaded."""
         return sum(pool.num_loading for pool in self.pools)
 
+    def pin(self, ref: AdapterRef) -> None:
+        """Keeps an adapter in host memory, and in a slot if it needs one; it is loaded with the next steps.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run, or its kind is not enabled.
+        """
+        self.pool(ref).pin(ref)
+
+    def unpin(self, key: str) -> None:
+        """Lets a pinned adapter go when others need its place; nothing happens if it is not pinned."""
+        for pool in self.pools:
+            pool.unpin(key)
+
     def place_pinned(self) -> None:
         """Gives pinned adapters the slots that they lack."""
         for pool in self.pools:
