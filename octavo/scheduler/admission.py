@@ -241,7 +241,10 @@ class Admission:
             ]
             if not lower:
                 break
-            self._preemption.preempt(self._preemption.choose_victim(lower, step.now), step)
+            victim = self._preemption.choose_victim(lower, step.now)
+            if queues.has_aged(victim, step.now) and victim is not queues.running[-1]:
+                break  # later ones would go on before it
+            self._preemption.preempt(victim, step)
         return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:
