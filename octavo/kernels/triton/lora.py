@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.lora import NOTHING, LowRank, LowRankEmbedding, LowRankPart, check_part
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, check_part
 from octavo.kernels.pinned import host_empty
 from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.rounding import rounded
@@ -136,7 +136,6 @@ def _expand_kernel(
     slots_ptr,
     rows,
     columns,
-    nothing,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -144,7 +143,7 @@ def _expand_kernel(
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = add + up(partial's sum over the pieces); without ``add``, ``nothing`` where there is no product.
+    """out = add + up(partial's sum over the pieces); without ``add``, -0.0 where there is no product.
 
     up [slots + 1, columns, RANK]; tiles [column tiles, 3]: the part, its first column, and one past its last.
     """
@@ -174,7 +173,7 @@ def _expand_kernel(
                 total = tl.load(add_ptr + at, inside, other=0.0) + total
             tl.store(out_ptr + at, total, inside)
         elif add_ptr is None:
-            tl.store(out_ptr + at, tl.zeros((ROWS, COLUMNS), tl.float32) + nothing, inside)
+            tl.store(out_ptr + at, tl.zeros((ROWS, COLUMNS), tl.float32) * -1.0, inside)
 
 
 @triton.jit
@@ -336,7 +335,6 @@ class TritonLowRank(LowRank):
             tiles.slots,
             rows,
             columns,
-            NOTHING,
             COLUMNS=_COLUMNS,
             PIECES=split,
             **shape,
