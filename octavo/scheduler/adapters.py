@@ -89,6 +89,7 @@ class AdapterPool:
         """``num_slots`` None: adapters of this kind need none."""
         self.num_host = num_host
         self.slots: list[Adapter | None] = [None] * (num_slots or 0)
+        #: Told of every change of a state; the queues of the scheduler.
         self.watchers: list[Watcher] = []
         self._needs_slot = num_slots is not None
         self._most_pinned = (num_slots if num_slots is not None else num_host) - 1
@@ -234,6 +235,7 @@ class AdapterPool:
             return False
         self.num_in_host -= 1
         self._stats.failed_loads += 1
+        self._changes.drop.append(key)  # of several workers, some may have loaded it
         self._set_state(adapter, AdapterState.UNLOADED)
         if adapter.pinned:
             self._set_pinned(adapter, False)
