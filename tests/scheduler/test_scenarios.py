@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
@@ -795,6 +796,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
         engine.run()
         return engine.answers[source.group_id].group.num_cached_tokens
 
+    adapter = AdapterRef("a", "a", "a", 0)
     cat, dog, late = Feature(2, 9, b"cat"), Feature(2, 9, b"dog"), Feature(6, 5, b"cat")
     assert found() == 0
     assert found(features=[cat]) == 2, "the tokens before it"
@@ -802,14 +804,15 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
     assert found(features=[cat]) == 13
     assert found(features=[Feature(2, 9, b"dog", b"an image")]) == 13, "the key names the content"
     assert found(features=[late]) == 6, "the tokens before it, as of the first request"
-    assert found(adapter="a", features=[dog]) == 0
-    assert found(adapter="a", cache_salt="x", features=[dog]) == 0
-    assert found(adapter="a", features=[dog]) == found() == 13
+    assert found(adapter=adapter, features=[dog]) == 0
+    assert found(adapter=adapter, cache_salt="x", features=[dog]) == 0
+    assert found(adapter=adapter, features=[dog]) == found() == 13
 
 
 def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
     texts = ["", "a", "/", "/a", "1:a", "0:", "\ud800", "a/a", "1:a/a"]
-    pairs = [(salt, adapter) for salt in texts for adapter in [None, *texts]]
+    adapters = [None, *(AdapterRef(text, "a", "a", 8) for text in texts)]
+    pairs = [(salt, adapter) for salt in texts for adapter in adapters]
     plain = request(1, 1)
     contexts = {msgspec.structs.replace(plain, cache_salt=s, adapter=a).cache_context for s, a in pairs}
     assert len(contexts) == len(pairs)
