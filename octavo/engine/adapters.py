@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
+from octavo.core.model_config import ModelConfig
 
 #: Most adapters that have a name at once, and most characters of a name.
 MAX_ADAPTERS = 65536
@@ -65,7 +71,7 @@ class AdapterRegistry:
         self._by_number: dict[int, str] = {}
         #: The name that each open request with an adapter gave, by group.
         self._open: dict[int, str] = {}
-        self._next_number = 1
+        self._last_number = 0
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._adapters.values()))
@@ -166,10 +172,9 @@ class AdapterRegistry:
         return ref
 
     def new_number(self) -> int:
-        """A number that no adapter has."""
-        while self._next_number in self._by_number:
-            self._next_number += 1
-        return self._next_number
+        """A number that no adapter has, another one at each call."""
+        self._last_number = next(n for n in itertools.count(self._last_number + 1) if n not in self._by_number)
+        return self._last_number
 
     def remove(self, name: str) -> None:
         """Forgets an adapter that no request uses.
@@ -178,7 +183,7 @@ class AdapterRegistry:
             AdapterNotFoundError: there is none of this name.
             AdapterConflictError: requests use it.
         """
-        adapter = self._known(name)
+        adapter = self.known(name)
         if adapter.num_requests:
             raise AdapterConflictError(
                 f"adapter {name!r} is used by {adapter.num_requests} requests; wait for them, or unload it with wait, "
@@ -192,7 +197,7 @@ class AdapterRegistry:
         Raises:
             AdapterNotFoundError: there is none of this name.
         """
-        adapter = self._known(name)
+        adapter = self.known(name)
         adapter.leaving = True
         adapter.when_gone.append(when_gone)
         if not adapter.num_requests:
@@ -231,7 +236,12 @@ class AdapterRegistry:
         for call in adapter.when_gone:
             call()
 
-    def _known(self, name: str) -> Adapter:
+    def known(self, name: str) -> Adapter:
+        """The adapter of this name, also one that is being unloaded.
+
+        Raises:
+            AdapterNotFoundError: there is none.
+        """
         adapter = self._adapters.get(name)
         if adapter is None:
             raise self._unknown(name)
@@ -244,7 +254,9 @@ class AdapterRegistry:
 
     def _check_request(self, request: LoRARequest) -> None:
         if not isinstance(request, LoRARequest):
-            raise AdapterError(f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path), not {request!r}")
+            raise AdapterError(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path), not {request!r}"
+            )
         check_name(request.lora_name)
         number = request.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
@@ -253,6 +265,38 @@ class AdapterRegistry:
             raise AdapterError(f"lora_path must be a path, not {request.lora_path!r}")
         if not self._enabled:
             raise AdapterError("lora_request needs an engine that serves adapters: set enable_lora=True")
+
+
+def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
+    """The names of adapters of an engine, of which none is loaded."""
+
+    def check(name: str, path: str) -> AdapterRef:
+        return check_adapter(name, path, options, config)
+
+    return AdapterRegistry(check, enabled=options.enable_lora)
+
+
+def check_adapter(name: str, path: str, options: EngineConfig, config: ModelConfig) -> AdapterRef:
+    """Reads an adapter's config and the digest of its files.
+
+    Raises:
+        AdapterError: a file is missing or unreadable, or its rank is above ``max_lora_rank``.
+    """
+    folder = Path(path)
+    digest = hashlib.sha256()
+    try:
+        text = (folder / "adapter_config.json").read_bytes()
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            with (folder / file).open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        rank = int(json.loads(text)["r"])
+    except OSError as e:
+        raise AdapterError(f"adapter {name!r}: cannot read {e.filename}: {e.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise AdapterError(f"adapter {name!r}: {folder / 'adapter_config.json'} has no rank r") from None
+    if not 1 <= rank <= options.max_lora_rank:
+        raise AdapterError(f"adapter {name!r} has rank {rank}, but max_lora_rank is {options.max_lora_rank}")
+    return AdapterRef(digest.hexdigest(), name, str(folder.resolve()), rank)
 
 
 def check_name(name: str) -> None:

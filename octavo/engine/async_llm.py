@@ -57,8 +57,8 @@ class AsyncLLM:
     >>> await llm.shutdown()
 
     Made like an ``LLM``. The model is loaded by what is awaited first, a request or ``ready()``; ``async with`` does
-    that and shuts it down. ``tokenizer``, ``inputs``, ``adapters``, ``model_config`` and ``max_model_len`` exist from then on. A bad
-    request raises ``InvalidRequestError``; the others go on. All methods are for one event loop.
+    that and shuts it down. ``tokenizer``, ``inputs``, ``adapters``, ``model_config`` and ``max_model_len`` exist
+    from then on. A bad request raises ``InvalidRequestError``; the others go on. All methods are for one event loop.
     """
 
     tokenizer: Tokenizer

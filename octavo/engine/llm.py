@@ -41,7 +41,7 @@ class LLM:
     A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts (also of one) it fails
     alone: its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
 
-    Further keywords that vLLM's methods have (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
+    Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
     """
 
