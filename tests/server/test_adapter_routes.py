@@ -102,7 +102,9 @@ def test_an_unknown_name_says_what_there_is(server: Running, http: httpx.Client)
     refused(http.get("/v1/models/nothing"), 404, "does not exist here")
 
 
-@pytest.mark.parametrize("field", [{"lora_request": {"lora_name": "start"}}, {"lora_path": "start"}, {"lora": [{"id": 0}]}])
+@pytest.mark.parametrize(
+    "field", [{"lora_request": {"lora_name": "start"}}, {"lora_path": "start"}, {"lora": [{"id": 0}]}]
+)
 def test_other_fields_say_where_the_name_goes(http: httpx.Client, field: dict[str, Any]) -> None:
     error = refused(http.post("/v1/completions", json={**BODY, **field}), 400, "the request's model field")
     assert error["param"] in field
@@ -168,7 +170,9 @@ def test_an_adapter_in_use_is_not_unloaded_unless_that_may_wait(server: Running,
         try:
             refused(http.post(UNLOAD, json={"lora_name": "busy"}), 409, "used by 1 requests")
             body = {"lora_name": "busy", "wait": True}
-            waiter = threading.Thread(target=lambda: answers.append(httpx.post(server.url + UNLOAD, json=body, timeout=60)))
+            waiter = threading.Thread(
+                target=lambda: answers.append(httpx.post(server.url + UNLOAD, json=body, timeout=60))
+            )
             waiter.start()
             eventually(lambda: "busy" in names(http) and http.get("/v1/models/busy").status_code == 409)
             refused(http.post("/v1/completions", json={**BODY, "model": "busy"}), 409, "being unloaded")
