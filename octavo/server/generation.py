@@ -168,9 +168,8 @@ class Generation:
             if completion.finish_reason == "ignored":
                 raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
             if completion.finish_reason == "abort":
-                raise ApiError(
-                    503, "the request was ended as the server shuts down", kind="server_error", code="aborted"
-                )
+                message = "the request was ended as the server shuts down"
+                raise ApiError(503, message, kind="server_error", code="aborted")
             if completion.adapter_failed and self.model.adapter is not None:
                 raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
             if completion.outgrown:

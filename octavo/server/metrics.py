@@ -169,7 +169,7 @@ class Metrics:
         families = self._by_replica
         self._adapter_requests = self._gauge(
             "adapter_requests",
-            "Requests in the engine now, by the adapter that they name and state.",
+            "Requests in the engine now, by adapter and state.",
             ["adapter", "state"],
         )
         self.adapter_finished = self._counter("adapter_requests_finished", "Requests that ended.", ["adapter"])
@@ -201,19 +201,15 @@ class Metrics:
         """The label of an adapter: its name, of the first ``MAX_ADAPTER_LABELS``; ``OTHER_ADAPTERS`` of all others."""
         if name in self._adapter_labels:
             return name
-        if len(self._adapter_labels) >= MAX_ADAPTER_LABELS:
-            return OTHER_ADAPTERS
-        self._adapter_labels.add(name)
-        return name
+        label = name if len(self._adapter_labels) < MAX_ADAPTER_LABELS else OTHER_ADAPTERS
+        self._adapter_labels.add(label)
+        return label
 
     def _show_adapter_requests(self) -> None:
         counts: Counts[tuple[str, str]] = Counts()
         for name, state in self.adapter_states():
             counts[self.adapter_label(name), state] += 1
-        for label in (
-            *self._adapter_labels,
-            *([OTHER_ADAPTERS] if len(self._adapter_labels) == MAX_ADAPTER_LABELS else []),
-        ):
+        for label in self._adapter_labels:
             for state in ("running", "waiting"):
                 self._adapter_requests(label, state).set(counts[label, state])
 

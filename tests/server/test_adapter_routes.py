@@ -38,7 +38,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with all ways to name an adapter; each test leaves only ``start`` loaded, and adapters found by name."""
     flags = (
-        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2", "--lora-modules", f"start={folder}/start",
+        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2",
+        "--lora-modules", f"start={folder}/start",
         f'{{"name": "again", "path": "{folder}/start"}}', "--lora-folder", str(folder), "--enable-lora-routes",
         "--lora-resolver", "folder",
     )  # fmt: skip
@@ -168,7 +169,7 @@ def test_an_adapter_in_use_is_not_unloaded_unless_that_may_wait(server: Running,
         next(pieces)
         os.kill(core, signal.SIGSTOP)  # so that it does not end before
         try:
-            refused(http.post(UNLOAD, json={"lora_name": "busy"}), 409, "used by 1 requests")
+            refused(http.post(UNLOAD, json={"lora_name": "busy"}), 409, "in use by 1 open requests")
             body = {"lora_name": "busy", "wait": True}
             waiter = threading.Thread(
                 target=lambda: answers.append(httpx.post(server.url + UNLOAD, json=body, timeout=60))
