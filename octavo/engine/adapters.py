@@ -192,8 +192,8 @@ class AdapterRegistry:
         adapter = self.known(name)
         if adapter.num_requests:
             raise AdapterConflictError(
-                f"adapter {name!r} is in use by {adapter.num_requests} open requests; wait for them, or unload it with wait, "
-                "which refuses new ones and returns when the last of them has ended"
+                f"adapter {name!r} is in use by {adapter.num_requests} open requests; wait for them, or unload it with "
+                "wait, which refuses new ones and returns when the last of them has ended"
             )
         self._forget(adapter)
 
