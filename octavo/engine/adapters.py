@@ -285,9 +285,11 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
     def check(name: str, path: str) -> AdapterRef:
         from octavo.loader.adapters.check import check_adapter
 
+        if not options.enable_lora:
+            raise AdapterError(f"adapter {name!r} is one of LoRA, which needs an engine with enable_lora=True")
         return check_adapter(path, name, targets(), options.max_lora_rank)
 
-    return AdapterRegistry(check, enabled=options.enable_lora)
+    return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)
 
 
 def check_name(name: str) -> None:
