@@ -187,7 +187,7 @@ class Scheduler:
         self.adapters.add_to(plan)
         # Behind a step in flight, waiting would delay those that follow its result.
         idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
-        plan.awaits_adapter = idle and self.has_work and self.adapters.num_loading > 0
+        plan.awaits_adapter = idle and self.adapters.num_loading > 0
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):
@@ -280,7 +280,9 @@ class Scheduler:
         if self._loading is not None:
             for group, message in self._loading.update(result):
                 self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message))
+                self._pending_outputs.append(
+                    GroupOutput(group.group_id, group.status.value, message, adapter_failed=True)
+                )
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
