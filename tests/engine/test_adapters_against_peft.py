@@ -1,4 +1,4 @@
-"""Answers with LoRA adapters against transformers and peft, in float32: adapters of several ranks and none in a batch."""
+"""Answers with LoRA adapters against transformers and peft, in float32: several ranks and none in one batch."""
 
 from __future__ import annotations
 
