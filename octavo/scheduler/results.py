@@ -10,6 +10,7 @@ from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import AllocStatus
 from octavo.scheduler.beam_search import Candidates
+from octavo.scheduler.drafting import Drafting
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
@@ -18,8 +19,9 @@ from octavo.scheduler.step import Step
 class Results:
     """Applies step results to the queues."""
 
-    def __init__(self, queues: Queues, max_model_len: int) -> None:
+    def __init__(self, queues: Queues, max_model_len: int, drafting: Drafting | None = None) -> None:
         self._queues = queues
+        self._drafting = drafting
         self._max_model_len = max_model_len
 
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
@@ -31,6 +33,8 @@ class Results:
         ended = self._append_tokens(result, outputs.sequences, beams)
         for seq, _ in step.drafted:
             self._resolve_drafts(seq)
+        if self._drafting is not None:
+            self._drafting.observe(step, result)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -102,10 +106,16 @@ class Results:
         return ended
 
     def _resolve_drafts(self, seq: Sequence) -> None:
-        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten."""
-        if seq.status is SequenceStatus.RUNNING:
-            seq.num_computed = len(seq.token_ids) - 1
-            self._register(seq, seq.num_computed)
+        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
+
+        Blocks without any other are given back. Those of a sequence that ends with this step enter the prefix cache,
+        too, as if it had decoded one token a step.
+        """
+        queues, group = self._queues, seq.group
+        if group.status is SequenceStatus.RUNNING and seq.seq_id in queues.sequences:
+            seq.num_computed = computed = len(seq.token_ids) - 1
+            queues.blocks.register(seq.seq_id, seq.token_ids, computed, group.context, group.features)
+            queues.blocks.shrink(seq.seq_id, computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine import core
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.scheduler import Scheduler
+from octavo.speculation.drafter import DraftedSequence, Drafter
+from octavo.speculation.speculator import Speculator
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -26,17 +26,18 @@ PARAMS = [
 ]
 
 
-class Remembering:
+class Remembering(Drafter):
     """Guesses what a run without guesses gave, and spoils some of it."""
 
     def __init__(self, answers: dict[tuple[tuple[int, ...], int], list[int]]) -> None:
         self._answers, self._rng = answers, random.Random(6)
         self.accepted = self.proposed = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
         prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
         known = len(sequence.token_ids) - sequence.num_prompt_tokens
-        guesses = self._answers[prompt, sequence.index][known : known + self._rng.randrange(5)]
+        guesses = self._answers[prompt, sequence.index][known : known + min(num_tokens, self._rng.randrange(5))]
         if guesses and self._rng.random() < 0.4:
             guesses[self._rng.randrange(len(guesses))] ^= 1
         self.proposed += len(guesses)
@@ -79,10 +80,35 @@ def test_bit_for_bit_the_answers_without_guesses(
     outputs = load(tiny_model, **kind).generate(PROMPTS, PARAMS, use_tqdm=False)
     answers = {(tuple(o.prompt_token_ids), c.index): list(c.token_ids) for o in outputs for c in o.outputs}
     drafter = Remembering(answers)
-    monkeypatch.setattr(core, "Scheduler", partial(Scheduler, drafter=drafter))
+    monkeypatch.setattr(core, "make_speculator", lambda _: Speculator(drafter, 4, adaptive=False))
     llm = load(tiny_model, **options)
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert everything(found) == everything(outputs)
     assert drafter.proposed > 50
     if not options:
         assert llm.llm_engine.core.times.steps < max(len(c.token_ids) for o in outputs for c in o.outputs)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batching": "prefill_first", "max_num_batched_tokens": 128},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "recompute", "enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "num_host_blocks_override": 100},
+    ],
+    ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",
+)
+def test_drafters_of_the_option(tiny_model: Path, plain: Any, method: str, options: dict[str, Any]) -> None:
+    llm = load(tiny_model, speculative_config={"method": method, "adaptive": False}, **options)
+    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain  # ``suffix`` knows the answers now
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and 0 < stats.accepted_tokens <= stats.draft_tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Any:
+    """The answers without drafts."""
+    return everything(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))

@@ -12,6 +12,7 @@ from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
+from octavo.speculation.drafter import DraftedSequence, Drafter
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,
@@ -26,18 +27,19 @@ from tests.scheduler.fake_worker import (
 BLOCK = 4
 
 
-class Guesses:
+class Guesses(Drafter):
     """Guesses right with some probability, and now and then nothing."""
 
     def __init__(self, seed: int, right: float) -> None:
         self._rng, self._right = random.Random(seed), right
         self.proposed = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
         context, guesses = print_of(sequence.token_ids), []
         task = sequence.group.request.task
         seed = task.sequence_seed(sequence.index) if isinstance(task, Generate) else 0
-        for _ in range(self._rng.randrange(6)):
+        for _ in range(min(num_tokens, self._rng.randrange(6))):
             token = sample(context, seed)
             if self._rng.random() >= self._right:
                 token = (token + 1) % VOCABULARY
