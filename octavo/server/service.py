@@ -99,20 +99,22 @@ class Service:
             return self.llm.adapters.get(name)
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> bool:
-        """Gives an adapter its name; false if it is loaded already, with the same content.
+        """Gives an adapter its name, for a client; false if it is loaded already, with the same content.
 
         Raises:
-            AdapterError: see ``AsyncLLM.add_lora``.
+            AdapterError: see ``AsyncLLM.add_lora``; the message has the path as clients may know it.
         """
-        known = self.llm.adapters.get(name)
-        number = self.llm.adapters.new_number() if known is None else known.number
         try:
-            added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+            return await self._add_adapter(name, path, in_place)
         except AdapterError as e:
             raise type(e)(str(e).replace(path, self.shown_path(path))) from None
-        logger.info(
-            "adapter %s %s", name, "loaded" if added else "was loaded already", extra={"fields": {"path": path}}
-        )
+
+    async def _add_adapter(self, name: str, path: str, in_place: bool = False) -> bool:
+        known = self.llm.adapters.get(name)
+        number = self.llm.adapters.new_number() if known is None else known.number
+        added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+        what = "loaded" if added else "was loaded already"
+        logger.info("adapter %s %s", name, what, extra={"fields": {"path": path}})
         return added
 
     def shown_path(self, path: str) -> str:
@@ -134,7 +136,7 @@ class Service:
             AdapterError: naming the first that cannot be used.
         """
         for name, path in (self.options.lora_modules or {}).items():
-            await self.load_adapter(name, path)
+            await self._add_adapter(name, path)
 
     def default_max_tokens(self, otherwise: int | None) -> int | None:
         """``max_tokens`` of a request that names none: the model's own default, or ``otherwise``."""
