@@ -29,6 +29,8 @@ class LayerContext:
     tp_size: int = 1
     #: Indices of the network's layers that this pipeline stage computes; None: all.
     layers: range | None = None
+    #: Rows of the embedding for virtual tokens of prompt adapters.
+    virtual_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

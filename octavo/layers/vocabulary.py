@@ -39,7 +39,11 @@ class _VocabularyShare(Layer):
 
 
 class VocabParallelEmbedding(_VocabularyShare):
-    """Token embedding, multiplied by ``scale``, which a network may set."""
+    """Token embedding, multiplied by ``scale``, which a network may set.
+
+    Ids past the vocabulary are those of ``LayerContext.virtual_tokens`` virtual tokens, whose rows (of all ranks alike)
+    are not multiplied: they are embeddings as prompt tuning trains them.
+    """
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__(context, vocab_size, hidden_size)
@@ -50,6 +54,13 @@ class VocabParallelEmbedding(_VocabularyShare):
         #: The matrix of a tied head, if it can serve in place of the table.
         self._shared: PackedWeight | None = None
         self._heads: list[ParallelLMHead] = []
+        self._vocab_size = vocab_size
+        #: [virtual tokens, E]; zero until they are written.
+        self.virtual: Tensor | None = None
+        if context.virtual_tokens:
+            shape = context.virtual_tokens, hidden_size
+            self.virtual = torch.zeros(shape, dtype=context.dtype, device=context.device)
+            self.holds.append(Weight("virtual_tokens", shape, "embedding", context.dtype_name))
 
     def tie(self, head: ParallelLMHead) -> None:
         """Makes this table the matrix of ``head``, once it is loaded."""
@@ -62,7 +73,8 @@ class VocabParallelEmbedding(_VocabularyShare):
         else:
             assert self.table is not None
             rows = self.kernels.embedding(ids, self.table, self.start, scale=self.scale)
-        return self.kernels.all_reduce(rows)
+        rows = self.kernels.all_reduce(rows)
+        return rows if self.virtual is None else self.kernels.embedding(ids, self.virtual, self._vocab_size, add=rows)
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows, unless a tied head has the very same; the table itself is never quantised."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
@@ -38,6 +39,7 @@ from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
+from octavo.runner.prompt_adapters import PromptAdapters
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
@@ -106,6 +108,7 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            virtual_tokens=options.num_virtual_tokens,
         )
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
@@ -118,6 +121,9 @@ class ModelRunner:
         with self._timed("reading and packing weights"):
             #: Absent while a sleep of level 2 lasts.
             self.model = self._load_model()
+        self._prompt_adapters = None
+        if options.enable_prompt_adapter:
+            self._prompt_adapters = PromptAdapters(options, config, context, self.model)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
@@ -323,6 +329,8 @@ class ModelRunner:
         if not hasattr(self, "model"):
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
+            if self._prompt_adapters is not None:
+                self._prompt_adapters.attach(self.model)
         if self._weights_asleep is not None:
             wake_up(self._weights_asleep)
             self._weights_asleep = None
@@ -353,9 +361,11 @@ class ModelRunner:
             if sampled:
                 self._batch.append_sampled(sampled)
             self._forget(plan.forget)
+            result = StepResult(step=plan.step)
+            self._change_adapters(plan, result)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
-            step = QueuedStep(StepResult(step=plan.step), self._batch, self._in_flight)
+            step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
             if inputs is not None:
                 self._compute(inputs, step)
@@ -366,9 +376,13 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, step: QueuedStep) -> None:
         """Runs the network, scores prompts, and samples."""
+        if self._prompt_adapters is not None:
+            self._prompt_adapters.take_slots(inputs)
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
+        if self._prompt_adapters is not None:
+            self._prompt_adapters.write_prefixes(self._kernels, self._cache.device)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
@@ -401,11 +415,28 @@ class ModelRunner:
                 self._sampler.remove(row)
                 self._wants_prompt_logprobs.pop(seq_id, None)
                 self._pooled.discard(seq_id)
+                if self._prompt_adapters is not None:
+                    self._prompt_adapters.forget(seq_id)
+
+    def _change_adapters(self, plan: StepPlan, result: StepResult) -> None:
+        if self._prompt_adapters is None:
+            return
+        for key in plan.adapters_to_drop:
+            self._prompt_adapters.drop(key)
+        for ref in plan.adapters_to_load:
+            if ref.num_virtual_tokens:
+                try:
+                    self._prompt_adapters.place(ref.key, self._prompt_adapters.read(ref))
+                    result.loaded_adapters.append(ref.key)
+                except AdapterError as e:
+                    result.adapter_errors[ref.key] = str(e)
 
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence)
             self._sampler.add(row, sequence)
+            if self._prompt_adapters is not None:
+                self._prompt_adapters.add(sequence, row, self._batch.tokens)
             if sequence.task.prompt_logprobs is not None:
                 self._wants_prompt_logprobs[sequence.seq_id] = sequence.task.prompt_logprobs
             if isinstance(sequence.task, Pool):
@@ -454,12 +485,15 @@ class ModelRunner:
             count = self._wants_prompt_logprobs.get(seq_id)
             if count is None:
                 continue
-            row, start = int(inputs.rows[i]), int(inputs.starts[i])
-            stop = min(int(inputs.ends[i]), int(table.num_prompt[row]) - 1)  # the last one's successor is generated
+            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
+            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
+            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self.config.vocab_size))
+            start = max(int(inputs.starts[i]), virtual)
+            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
             scored = []
             for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
-                first = int(offsets[i]) + low - start
+                first = int(offsets[i]) + low - int(inputs.starts[i])
                 logits = self.model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
