@@ -240,8 +240,8 @@ class InputProcessor:
             return min(int(wanted), room)
         if wanted is not None and wanted > room:
             raise InvalidRequestError(
-                f"max_tokens ({wanted}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and prompt "
-                f"and output together may have at most {self.max_model_len}; {room} or None would fit"
+                f"max_tokens ({wanted}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and "
+                f"prompt and output together may have at most {self.max_model_len}; {room} or None would fit"
             )
         return wanted
 
