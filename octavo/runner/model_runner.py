@@ -231,6 +231,7 @@ class ModelRunner:
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """This stage's part of the network; hidden states come from the stage before and go to the one after."""
         ranks, kernels = self._ranks, self._kernels
+        kernels.begin_adapters(batch)
         if ranks.incoming is None:
             residual = self.model.embed(batch.token_ids)
         else:
@@ -491,9 +492,12 @@ class ModelRunner:
             start = max(int(inputs.starts[i]), virtual)
             stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
             scored = []
+            slot = int(self._batch.adapters[row])
             for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
                 first = int(offsets[i]) + low - int(inputs.starts[i])
+                slots = torch.full((high - low,), slot, dtype=torch.int32, device=self.device) if slot >= 0 else None
+                self._kernels.use_adapters(slots)
                 logits = self.model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:

@@ -12,13 +12,16 @@ from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
+from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
+from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -38,6 +41,8 @@ def make(
     prefix_caching: bool = False,
     host_cache: bool = False,
     depth: int = 1,
+    adapters: AdapterOptions | None = None,
+    steps_per_load: int = 0,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -49,7 +54,14 @@ def make(
         host_cache=host_cache,
     )
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
+    return Engine(
+        manager,
+        SchedulerOptions(**{**defaults, **options}),
+        blocks * BLOCK,
+        max_in_flight=depth,
+        adapters=adapters and Adapters(adapters),
+        worker_adapters=FakeAdapters(adapters, steps_per_load),
+    )
 
 
 def request(
@@ -62,6 +74,7 @@ def request(
     arrival: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    adapter: AdapterRef | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """Does not stop by itself; prompts given as a length have nothing in common."""
@@ -76,6 +89,7 @@ def request(
         arrival_time=arrival,
         priority=priority,
         cache_salt=salt,
+        adapter=adapter,
     )
 
 
@@ -787,7 +801,7 @@ def test_a_prefix_that_was_computed_is_found_counted_and_separated_by_salt() -> 
 
 
 def test_equal_placeholders_of_different_features_or_adapters_share_nothing() -> None:
-    engine = make(prefix_caching=True)
+    engine = make(prefix_caching=True, adapters=adapter_options(1))
     prompt = [1, 2, *[7] * 9, 3, 4, 5]
 
     def found(**what: Any) -> int:
