@@ -1,0 +1,139 @@
+"""Prompt adapters of PEFT in folders: what is read, and what is refused by which message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.core.adapters import AdapterRef
+from octavo.core.errors import AdapterError
+from octavo.core.option_parts import AdapterOptions
+from octavo.loader.prompt_adapters import (
+    VirtualTokenSizes,
+    check_prompt_adapter,
+    peft_type,
+    read_prompt_adapter,
+)
+
+SIZES = VirtualTokenSizes(width=6, layers=2, kv_heads=2, head_dim=4)
+OPTIONS = AdapterOptions(enable_prompt_adapter=True, max_prompt_adapter_token=5)
+PREFIX = {"peft_type": "PREFIX_TUNING"}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    count = next(iter(tensors.values())).shape[0]
+    values = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": count, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def check(folder: Path, options: AdapterOptions = OPTIONS, sizes: VirtualTokenSizes = SIZES) -> AdapterRef:
+    return check_prompt_adapter("a", str(folder), options, sizes)
+
+
+def embeddings(*shape: int) -> dict[str, torch.Tensor]:
+    return {"prompt_embeddings": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])
+def test_embeddings_are_read(tmp_path: Path, kind: str) -> None:
+    tensors = embeddings(3, 6)
+    ref = check(write(tmp_path / "a", tensors, peft_type=kind))
+    assert (ref.rank, ref.num_virtual_tokens, peft_type(ref.path)) == (0, 3, kind)
+    tokens = read_prompt_adapter(ref, SIZES)
+    assert tokens.keys_values is None and torch.equal(tokens.embeddings, tensors["prompt_embeddings"])
+
+
+def test_keys_and_values_are_read_by_layer(tmp_path: Path) -> None:
+    tensors = embeddings(3, 32)
+    found = read_prompt_adapter(check(write(tmp_path / "a", tensors, **PREFIX)), SIZES).keys_values
+    assert found.shape == (2, 2, 3, 2, 4)
+    # Token 2, layer 1: its key is the third of four parts, its value the last.
+    row = tensors["prompt_embeddings"][2].view(4, 2, 4)
+    assert torch.equal(found[1, 0, 2], row[2]) and torch.equal(found[1, 1, 2], row[3])
+
+
+def test_the_key_names_the_content(tmp_path: Path) -> None:
+    first = check(write(tmp_path / "a", embeddings(3, 6)))
+    copy = check(write(tmp_path / "b", embeddings(3, 6)))
+    other = check(write(tmp_path / "c", {"prompt_embeddings": torch.ones(3, 6)}))
+    assert first.key == copy.key != other.key
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (embeddings(3, 7), {}, r"shape \[3, 7\], but the model needs \[3, 6\]: virtual tokens and width"),
+        (embeddings(3, 48), PREFIX, r"\[3, 48\], but the model needs \[3, 32\]: virtual tokens, and 2 layers x 2 x 2"),
+        (embeddings(6, 6), {}, "it has 6 virtual tokens; max_prompt_adapter_token allows 5"),
+        (embeddings(3, 6), {"num_virtual_tokens": 4}, r"\[3, 6\], but the model needs \[4, 6\]"),
+        (embeddings(3, 6), {"num_virtual_tokens": "3"}, "num_virtual_tokens must be an integer of at least 1"),
+        (embeddings(3, 6), {"num_virtual_tokens": True}, "num_virtual_tokens must be an integer of at least 1"),
+        (embeddings(3, 6), {"task_type": "SEQ_CLS"}, "task_type must be CAUSAL_LM, not 'SEQ_CLS'"),
+        (embeddings(3, 6), {"num_transformer_submodules": 2}, "adapters of encoder-decoders"),
+        (embeddings(3, 6), {"peft_type": "MULTITASK_PROMPT_TUNING"}, "'MULTITASK_PROMPT_TUNING' is not supported"),
+        (embeddings(3, 6), {"peft_type": "LORA"}, "'LORA' is no prompt adapter"),
+        ({"weight": torch.ones(3, 6)}, {}, r"lacks the tensor 'prompt_embeddings'.*\['weight'\]"),
+        ({**embeddings(3, 6), "lm_head.weight": torch.ones(2)}, {}, "has the tensor 'lm_head.weight'"),
+        ({"prompt_embeddings": torch.ones(3, 6, dtype=torch.int64)}, {}, "is of type I64; expected F32, BF16, F16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AdapterError, match=message):
+        check(write(tmp_path / "a", tensors, **config))
+
+
+def test_prefixes_need_keys_and_values(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="needs a cache of equal keys and values"):
+        check(write(tmp_path / "a", embeddings(3, 32), **PREFIX), sizes=VirtualTokenSizes(6, 2, 0, 0))
+
+
+def test_the_option_must_be_on(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="needs an engine with enable_prompt_adapter=True"):
+        check(write(tmp_path / "a", embeddings(3, 6)), AdapterOptions())
+
+
+def test_values_that_are_not_finite_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    tensors = embeddings(3, 6)
+    tensors["prompt_embeddings"][1, 4] = float("nan")
+    ref = check(write(tmp_path / "a", tensors))
+    with pytest.raises(AdapterError, match=r"'prompt_embeddings' .* a value at \[1, 4\] that is not finite"):
+        read_prompt_adapter(ref, SIZES)
+
+
+def test_changed_files_are_noticed(tmp_path: Path) -> None:
+    ref = check(write(tmp_path / "a", embeddings(3, 6)))
+    write(tmp_path / "a", {"prompt_embeddings": torch.ones(3, 6)})
+    with pytest.raises(AdapterError, match="have changed since the adapter was loaded"):
+        read_prompt_adapter(ref, SIZES)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"\0" * (2 << 20))
+    with pytest.raises(AdapterError, match="is longer than"):
+        read_prompt_adapter(ref, SIZES)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", embeddings(3, 6))
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    weights.write_bytes(weights.read_bytes()[:40])
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors cannot be read"):
+        check(folder)
+    weights.unlink()
+    with pytest.raises(AdapterError, match="is missing; adapters are read from safetensors files only"):
+        check(folder)
+    for text, message in (("{", "is not JSON"), ("[1]", "must hold an object"), ("[" * 100_000, "is not JSON")):
+        config.write_text(text)
+        with pytest.raises(AdapterError, match=message):
+            check(folder)
+    config.write_text(" " * ((1 << 20) + 1))
+    with pytest.raises(AdapterError, match="is longer than 1048576 bytes"):
+        check(folder)
+    assert peft_type(str(tmp_path / "nowhere")) is None
