@@ -80,6 +80,8 @@ def add_option_flags(
             options = {"type": _reader(name), "metavar": value_kind(field)}
         if list[str] in typing.get_args(field.annotation):
             options = {"action": "append", "metavar": "FILE"}
+        if dict[str, str] in typing.get_args(field.annotation):
+            options = {"action": "extend", "nargs": "+", "metavar": "NAME=PATH"}
         text = help_text(field.description or "", field.default)
         group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
 
@@ -148,7 +150,8 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}.get(kinds[0], "TEXT")
+    shown = {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}
+    return {**shown, dict[str, str]: "NAME=PATH ..."}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

@@ -25,7 +25,7 @@ from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
 from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
-from octavo.server.service import Service
+from octavo.server.service import ServedModel, Service
 
 #: Logprobs at each position where the engine's ``max_logprobs`` is not given: as many as OpenAI's API has.
 DEFAULT_MAX_LOGPROBS = 20
@@ -40,8 +40,8 @@ class Generation:
     service: Service
     request: Request
     body: GenerationRequest
-    #: Name of the model in the response.
-    model: str
+    #: The model or adapter, with its name in the response.
+    model: ServedModel
     #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
     response_id: str
     prompts: list[TokenizedPrompt]
@@ -73,6 +73,8 @@ class Generation:
         finally:
             for run in runs:
                 await run.aclose()
+            if self.model.adapter is not None:
+                log_fields(self.request.scope)["adapter"] = self.model.name
             log_fields(self.request.scope).update(
                 prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
                 completion_tokens=self.completion_tokens,
@@ -124,7 +126,7 @@ class Generation:
         return {
             "id": self.response_id,
             "created": self.created,
-            "model": self.model,
+            "model": self.model.name,
             "system_fingerprint": f"octavo-{__version__}",
         }
 
@@ -140,6 +142,7 @@ class Generation:
             user=self.body.user,
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
+            lora_request=self.model.adapter,
             streaming=bool(self.body.stream),
         )
         observer = RequestObserver(service.metrics)
@@ -175,7 +178,7 @@ def make_generation(
     service: Service,
     request: Request,
     body: GenerationRequest,
-    model: str,
+    model: ServedModel,
     prompts: list[TokenizedPrompt],
     *,
     prefix: str,
