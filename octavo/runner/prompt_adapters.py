@@ -25,7 +25,7 @@ from octavo.core.plan import NewSequence
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
-from octavo.loader.prompt_adapters import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
+from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
 from octavo.models.network import Network
 from octavo.runner.input_batch import StepInputs
 from octavo.sampling.token_table import TokenTable
