@@ -73,7 +73,8 @@ class StepPlan(msgspec.Struct):
     blocks_to_swap_in: list[tuple[int, int]] = []
     #: (source, target), both on the device; a source may have several targets.
     blocks_to_copy: list[tuple[int, int]] = []
-    #: Keys of adapters that the workers drop from host memory, and from the slot that one may have.
+    #: Keys of adapters that the workers drop from host memory, and from the slot that one may have. One whose load has
+    #: failed may be among them: of several workers, some may have it.
     adapters_to_drop: list[str] = []
     #: Adapters that the workers begin to read into host memory, beside this step and those after it; a result says when
     #: one is there. After a step that failed, drops, loads and places may come again: what is done already is no error,

@@ -143,7 +143,8 @@ def _sum_adapters(replicas: list[AdapterStats]) -> AdapterStats | None:
     if not replicas:
         return None
     *counts, longest = zip(*(msgspec.structs.astuple(replica) for replica in replicas), strict=True)
-    return AdapterStats(*map(sum, counts), max(longest))
+    totals: list[float] = [*map(sum, counts), max(longest)]
+    return AdapterStats(*totals)
 
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:

@@ -122,8 +122,6 @@ class AdapterQueue(Ordered):
         self._boards = {
             (id(pool), state): _Board(policy, aging_limit) for pool in adapters.pools for state in AdapterState
         }
-        for pool in adapters.pools:
-            pool.watchers.append(self._move)
         self._size = 0
 
     def __len__(self) -> int:
@@ -218,7 +216,8 @@ class AdapterQueue(Ordered):
     def _board(self, pool: AdapterPool, state: AdapterState) -> _Board:
         return self._boards[id(pool), state]
 
-    def _move(self, adapter: Adapter, before: AdapterState) -> None:
+    def on_change(self, adapter: Adapter, before: AdapterState) -> None:
+        """An adapter's state was ``before``: its lane moves to another board."""
         lane = self._lanes.get(adapter.key)
         if lane is not None:
             self._board(adapter.pool, before).discard(adapter.key)

@@ -89,6 +89,7 @@ class AdapterPool:
         """``num_slots`` None: adapters of this kind need none."""
         self.num_host = num_host
         self.slots: list[Adapter | None] = [None] * (num_slots or 0)
+        #: Told of every change of a state; the queues of the scheduler.
         self.watchers: list[Watcher] = []
         self._needs_slot = num_slots is not None
         self._most_pinned = (num_slots if num_slots is not None else num_host) - 1
@@ -234,6 +235,7 @@ class AdapterPool:
             return False
         self.num_in_host -= 1
         self._stats.failed_loads += 1
+        self._changes.drop.append(key)  # of several workers, some may have loaded it
         self._set_state(adapter, AdapterState.UNLOADED)
         if adapter.pinned:
             self._set_pinned(adapter, False)
@@ -381,6 +383,14 @@ class Adapters:
         for slot, key in plan.adapters_to_place:
             if key in known and known[key].slot == slot:
                 changes.place[slot] = key
+
+    def drop_all(self) -> None:
+        """Drops every adapter and releases pins; none may be used, waited for, or being loaded."""
+        for pool in self.pools:
+            for adapter in list(pool.adapters.values()):
+                pool.unpin(adapter.key)
+                if adapter.state is not AdapterState.UNLOADED:
+                    pool.drop(adapter)
 
     def counts(self) -> AdapterStats:
         """Where adapters are now, and totals so far."""

@@ -48,6 +48,8 @@ class Queues:
         self.waiting_long = self._make_queue()
         self.swapped = self._make_queue()
         self.not_running = [self.waiting, self.waiting_long, self.swapped]
+        for pool in adapters.pools if adapters is not None else ():
+            pool.watchers = [queue.on_change for queue in self.not_running if isinstance(queue, AdapterQueue)]
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0

@@ -187,7 +187,7 @@ class Scheduler:
         self.adapters.add_to(plan)
         # Behind a step in flight, waiting would delay those that follow its result.
         idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
-        plan.awaits_adapter = idle and self.has_work and self.adapters.num_loading > 0
+        plan.awaits_adapter = idle and self.adapters.num_loading > 0
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):

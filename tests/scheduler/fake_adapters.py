@@ -40,6 +40,8 @@ class FakeAdapters:
         self.steps_per_load = steps_per_load
         #: By key: the message with which its load fails.
         self.failing: dict[str, str] = {}
+        #: Those that failed, until they are dropped.
+        self.failed: set[str] = set()
         self.host: dict[str, AdapterRef] = {}
         self.slots: dict[int, str] = {}
         #: Loads under way, in order, and the steps that the first has had.
@@ -54,7 +56,8 @@ class FakeAdapters:
     def apply(self, plan: StepPlan) -> None:
         """Drops, begins loads, and places; waits if the plan says so."""
         for key in plan.adapters_to_drop:
-            assert key in self.host or self.may_repeat, f"{key} is dropped, but is not there"
+            assert key in self.host or key in self.failed or self.may_repeat, f"{key} is dropped, but is not there"
+            self.failed.discard(key)
             self.host.pop(key, None)
             self.slots = {slot: k for slot, k in self.slots.items() if k != key}
         for ref in plan.adapters_to_load:
@@ -88,6 +91,7 @@ class FakeAdapters:
             ref = self.loading.pop(key)
             if key in self.failing:
                 self._errors[key] = self.failing[key]
+                self.failed.add(key)
             else:
                 self.host[key] = ref
                 self._loaded.append(key)
