@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -11,11 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from octavo.core.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from octavo.loader.adapters.prompt import VirtualTokenSizes
 
 #: Most adapters that have a name at once, and most characters of a name.
 MAX_ADAPTERS = 65536
@@ -270,10 +275,20 @@ class AdapterRegistry:
 def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
     """The names of adapters of an engine, of which none is loaded."""
 
+    @functools.cache
+    def sizes() -> VirtualTokenSizes:
+        from octavo.loader.adapters.prompt import VirtualTokenSizes
+
+        return VirtualTokenSizes.of(config)
+
     def check(name: str, path: str) -> AdapterRef:
+        from octavo.loader.adapters.prompt import check_prompt_adapter, is_prompt_adapter
+
+        if is_prompt_adapter(path):
+            return check_prompt_adapter(path, name, sizes(), options)
         return check_adapter(name, path, options, config)
 
-    return AdapterRegistry(check, enabled=options.enable_lora)
+    return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)
 
 
 def check_adapter(name: str, path: str, options: EngineConfig, config: ModelConfig) -> AdapterRef:
