@@ -220,3 +220,137 @@ def test_bits_survive_preemption(adapted: Adapted, work: list[Any], mixed: list[
     outputs = run(llm, work)
     assert sum(output.metrics.num_preemptions for output in outputs) > 2
     assert [list(output.outputs[0].token_ids) for output in outputs] == [tokens for tokens, _ in mixed]
+
+
+def test_bits_survive_eviction(adapted: Adapted, work: list[Any], mixed: list[Answer]) -> None:
+    """Two places in memory for five adapters, which are dropped and read again."""
+    llm = adapted.engine(max_prompt_adapters=2, enable_prefix_caching=False)
+    assert answers(llm, work) == mixed
+    assert answers(llm, work[::-1]) == mixed[::-1]
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["int8 cache", "bfloat16"])
+def test_bits_of_other_types(adapted: Adapted, work: list[Any], options: dict[str, Any]) -> None:
+    """As one batch, and alone without a prefix cache; near what float32 gives."""
+    found = answers(adapted.engine(**options), work)
+    assert answers(adapted.engine(max_num_seqs=1, enable_prefix_caching=False, **options), work) == found
+    errors = []
+    for (prompt, request), (tokens, logprobs) in zip(work, found, strict=True):
+        scores = adapted.logits(request and request.lora_name, prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+        errors.append(scores.gather(1, torch.tensor(tokens)[:, None])[:, 0] - torch.tensor(logprobs))
+    assert torch.cat(errors).square().mean().sqrt() < 0.2
+
+
+@pytest.mark.parametrize("kind", ["long", "projected"])
+def test_requests_share_the_blocks_of_virtual_tokens(adapted: Adapted, kind: str) -> None:
+    llm = adapted.engine(block_size=4)
+    blocks = llm.llm_engine.core.blocks
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    whole = LENGTHS[kind] // 4
+
+    def held(requests: list[LoRARequest | None]) -> int:
+        """Most blocks that two requests of three tokens hold at once."""
+        for i, request in enumerate(requests):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": [5 + i, 6, 7]}, params, lora_request=request)
+        most = 0
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            most = max(most, blocks.num_used)
+        return most
+
+    adapter = adapted.request(kind)
+    assert run(llm, [([9], adapter)], params)[0].metrics.num_cached_tokens == 0
+    one = held([adapter])
+    assert held([adapter, adapter]) == 2 * one - whole
+    # The prompt itself was not found, and virtual tokens are not counted.
+    output = run(llm, [([1, 2], adapter)], params)[0]
+    assert output.metrics.num_cached_tokens == 0 and output.prompt_token_ids == [1, 2]
+    other = adapted.request("prefix" if kind == "long" else "prompt")
+    assert run(llm, [([1, 2], other)], params)[0].metrics.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["long", "projected"])
+def test_logprobs_of_a_prompt_are_those_of_its_own_tokens(adapted: Adapted, kind: str) -> None:
+    prompt = PROMPTS[2]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    for options in ({}, {"max_num_batched_tokens": 8, "max_num_seqs": 5}):
+        output = run(adapted.engine(**options), [(prompt, adapted.request(kind))], params)[0]
+        assert output.prompt_token_ids == prompt and len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        scores = adapted.logits(kind, prompt).log_softmax(-1)
+        for i, token in enumerate(prompt[1:]):
+            assert abs(output.prompt_logprobs[i + 1][token].logprob - scores[i, token].item()) < TOLERANCE
+
+
+def test_sampling_sees_the_tokens_of_the_prompt_alone(adapted: Adapted) -> None:
+    seen: list[list[int]] = []
+
+    def watch(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(prompt + output)
+        return logits
+
+    prompt, request = PROMPTS[1], adapted.request("long")
+    base = run(adapted.engine(), [(prompt, request)])[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logits_processors=[watch], logprobs=1)
+    output = run(adapted.engine(), [(prompt, request)], params)[0].outputs[0]
+    assert output.token_ids == base.token_ids
+    assert seen == [prompt + list(base.token_ids[:i]) for i in range(12)]
+    # Penalties of tokens of the vocabulary, computed from what peft gives.
+    params = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=1e6, ignore_eos=True)
+    token = run(adapted.engine(), [(prompt, request)], params)[0].outputs[0].token_ids[0]
+    logits = adapted.logits("long", prompt)[-1]
+    penalised = logits.clone()
+    penalised[prompt] = torch.where(logits[prompt] > 0, logits[prompt] / 1e6, logits[prompt] * 1e6)
+    assert token == penalised.argmax()
+
+
+def test_several_completions_and_beams(adapted: Adapted) -> None:
+    from octavo import BeamSearchParams
+
+    prompt = PROMPTS[1]
+    for kind in ("long", "projected"):
+        work = [(prompt, adapted.request(kind))]
+        params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
+        once, again = (run(adapted.engine(**o), work, params)[0] for o in ({}, {"max_num_batched_tokens": 5, "max_num_seqs": 5}))
+        assert [c.token_ids for c in once.outputs] == [c.token_ids for c in again.outputs]
+        assert len({tuple(c.token_ids) for c in once.outputs}) == 3
+        beams = run(adapted.engine(), work, BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))[0].outputs
+        for beam in beams:
+            scores = adapted.logits(kind, prompt + beam.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
+            total = scores.gather(1, torch.tensor(beam.token_ids)[:, None]).sum().item()
+            assert abs(total - beam.cumulative_logprob) < 4 * TOLERANCE
+
+
+def test_what_cannot_be_served_fails_alone(adapted: Adapted, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_bytes((adapted.folder / "prompt" / "adapter_config.json").read_bytes())
+    tensors = load_file(adapted.folder / "prompt" / "adapter_model.safetensors")
+    tensors["prompt_embeddings"][0, 0] = float("inf")
+    save_file(tensors, broken / "adapter_model.safetensors")
+    llm = adapted.engine(max_prompt_adapter_token=20)
+    long = [1] * 60  # fits 72 tokens by itself
+    outputs = run(
+        llm,
+        [
+            (PROMPTS[1], adapted.request("prefix")),
+            (PROMPTS[1], LoRARequest("broken", 9, str(broken))),
+            (PROMPTS[1], adapted.request("long")),
+            (long, adapted.request("prefix")),
+        ],
+    )
+    errors = [output.outputs[0].error for output in outputs]
+    assert errors[0] is None
+    assert "has a value at [0, 0] that is not finite" in errors[1]
+    assert "it has 21 virtual tokens, but max_prompt_adapter_token is 20" in errors[2]
+    assert "max_tokens (12) does not fit: the prompt has 60 tokens and the adapter 8 virtual ones" in errors[3]
+    cut = SamplingParams(temperature=0.0, max_tokens=4, truncate_prompt_tokens=-1)
+    assert len(run(llm, [(long * 2, adapted.request("prefix"))], cut)[0].prompt_token_ids) == 72 - 8 - 4
+
+
+def test_prompt_adapters_must_be_enabled(adapted: Adapted) -> None:
+    llm = adapted.engine(enable_prompt_adapter=False)
+    error = run(llm, [(PROMPTS[0], None), (PROMPTS[0], adapted.request("prefix"))])[1].outputs[0].error
+    assert error is not None and "enable_" in error
