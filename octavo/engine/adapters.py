@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.adapters import AdapterRef, LoRARequest
@@ -21,6 +18,7 @@ from octavo.core.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from octavo.loader.adapters.prompt import VirtualTokenSizes
+    from octavo.loader.adapters.targets import AdapterTargets
 
 #: Most adapters that have a name at once, and most characters of a name.
 MAX_ADAPTERS = 65536
@@ -43,6 +41,8 @@ class Adapter:
     path: str
     #: Open requests that use it.
     num_requests: int = 0
+    #: It keeps its place in memory.
+    pinned: bool = False
     #: It takes no new requests, and is forgotten when its last one ends.
     leaving: bool = False
     #: Called when it is forgotten.
@@ -85,9 +85,15 @@ class AdapterRegistry:
         return len(self._adapters)
 
     def get(self, name: str) -> Adapter | None:
-        """The adapter of this name that takes requests, if there is one."""
+        """The adapter of this name, if there is one.
+
+        Raises:
+            AdapterConflictError: it is being unloaded.
+        """
         adapter = self._adapters.get(name)
-        return None if adapter is None or adapter.leaving else adapter
+        if adapter is not None and adapter.leaving:
+            raise AdapterConflictError(f"adapter {adapter.name!r} is being unloaded and takes no new requests")
+        return adapter
 
     def numbered(self, number: int) -> Adapter | None:
         """The adapter of this ``lora_int_id``."""
@@ -103,13 +109,11 @@ class AdapterRegistry:
             AdapterConflictError: it is being unloaded.
         """
         self._check_request(request)
-        adapter = self._adapters.get(request.lora_name)
+        adapter = self.get(request.lora_name)
         if adapter is None:
             if request.lora_path is None:
                 raise self._unknown(request.lora_name)
             return None
-        if adapter.leaving:
-            raise AdapterConflictError(f"adapter {adapter.name!r} is being unloaded and takes no new requests")
         if adapter.number != request.lora_int_id:
             raise AdapterError(
                 f"adapter {adapter.name!r} has lora_int_id {adapter.number}, not {request.lora_int_id}: each name has "
@@ -142,10 +146,8 @@ class AdapterRegistry:
             AdapterConflictError: name or number are taken, or there are too many adapters.
         """
         name, number, path = request.lora_name, request.lora_int_id, os.fspath(request.lora_path or ref.path)
-        known = self._adapters.get(name)
+        known = self.get(name)
         if known is not None:
-            if known.leaving:
-                raise AdapterConflictError(f"adapter {name!r} is being unloaded; load it again when it is gone")
             if known.ref.key == ref.key:
                 known.path = path  # a copy of it, or the same place written otherwise
                 return False
@@ -191,8 +193,8 @@ class AdapterRegistry:
         adapter = self.known(name)
         if adapter.num_requests:
             raise AdapterConflictError(
-                f"adapter {name!r} is used by {adapter.num_requests} requests; wait for them, or unload it with wait, "
-                "which refuses new ones and returns when the last of them has ended"
+                f"adapter {name!r} is in use by {adapter.num_requests} open requests; wait for them, or unload it with "
+                "wait, which refuses new ones and returns when the last of them has ended"
             )
         self._forget(adapter)
 
@@ -273,7 +275,13 @@ class AdapterRegistry:
 
 
 def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
-    """The names of adapters of an engine, of which none is loaded."""
+    """The names of adapters of an engine, of which none is loaded. Libraries are imported by the first check."""
+
+    @functools.cache
+    def targets() -> AdapterTargets:
+        from octavo.loader.adapters.targets import AdapterTargets
+
+        return AdapterTargets(config)
 
     @functools.cache
     def sizes() -> VirtualTokenSizes:
@@ -282,36 +290,16 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
         return VirtualTokenSizes.of(config)
 
     def check(name: str, path: str) -> AdapterRef:
+        from octavo.loader.adapters.check import check_adapter
         from octavo.loader.adapters.prompt import check_prompt_adapter, is_prompt_adapter
 
         if is_prompt_adapter(path):
             return check_prompt_adapter(path, name, sizes(), options)
-        return check_adapter(name, path, options, config)
+        if not options.enable_lora:
+            raise AdapterError(f"adapter {name!r} has no virtual tokens: it needs an engine with enable_lora=True")
+        return check_adapter(path, name, targets(), options.max_lora_rank)
 
     return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)
-
-
-def check_adapter(name: str, path: str, options: EngineConfig, config: ModelConfig) -> AdapterRef:
-    """Reads an adapter's config and the digest of its files.
-
-    Raises:
-        AdapterError: a file is missing or unreadable, or its rank is above ``max_lora_rank``.
-    """
-    folder = Path(path)
-    digest = hashlib.sha256()
-    try:
-        text = (folder / "adapter_config.json").read_bytes()
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            with (folder / file).open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        rank = int(json.loads(text)["r"])
-    except OSError as e:
-        raise AdapterError(f"adapter {name!r}: cannot read {e.filename}: {e.strerror}") from None
-    except (ValueError, TypeError, KeyError):
-        raise AdapterError(f"adapter {name!r}: {folder / 'adapter_config.json'} has no rank r") from None
-    if not 1 <= rank <= options.max_lora_rank:
-        raise AdapterError(f"adapter {name!r} has rank {rank}, but max_lora_rank is {options.max_lora_rank}")
-    return AdapterRef(digest.hexdigest(), name, str(folder.resolve()), rank)
 
 
 def check_name(name: str) -> None:

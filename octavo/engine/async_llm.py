@@ -408,6 +408,25 @@ class AsyncLLM:
         await self.ready()
         return {adapter.number for adapter in self.adapters}
 
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run.
+        """
+        await self.ready()
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is None:
+            return False
+        await self._replicas.call("pin_adapter", type(None), adapter.ref)
+        adapter.pinned = True
+        return True
+
+    def adapter_requests(self) -> Iterator[tuple[str, str]]:
+        """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
+        waiting = self._queued.lengths
+        return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
+
     # --- messages from the core -------------------------------------------------------------------------------------
 
     async def _receive(self, step: StepDone) -> None:

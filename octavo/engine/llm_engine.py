@@ -204,6 +204,18 @@ class LLMEngine:
             self.adapters.remove(adapter.name)
         return adapter is not None
 
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run.
+        """
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is not None:
+            self.core.pin_adapter(adapter.ref)
+            adapter.pinned = True
+        return adapter is not None
+
     def list_loras(self) -> set[int]:
         """The ``lora_int_id`` of each adapter that requests may name."""
         return {adapter.number for adapter in self.adapters}

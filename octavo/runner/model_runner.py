@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
@@ -34,12 +33,13 @@ from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
 from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
+from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
-from octavo.runner.prompt_adapters import PromptAdapters
+from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
@@ -108,6 +108,8 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            max_loras=options.max_loras if options.enable_lora else 0,
+            max_lora_rank=options.max_lora_rank,
             virtual_tokens=options.num_virtual_tokens,
         )
         # What the kernels do not have is refused before anything is read.
@@ -124,6 +126,9 @@ class ModelRunner:
         self._prompt_adapters = None
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
+        self._adapters = make_adapter_store(options, config, self.model, self._prompt_adapters)
+        self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
+        self._device.reserved += virtual_token_bytes(options, self.model, context)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
@@ -158,6 +163,7 @@ class ModelRunner:
             on_device,
             on_host,
             dict(self._startup_seconds),
+            describe_adapters(self.options, self.model),
         )
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
@@ -315,6 +321,8 @@ class ModelRunner:
             return 0
         freed = 0 if self._weights_asleep else weight_bytes(self.model)
         self._weights_asleep = None
+        if self._adapters is not None:
+            self._adapters.detach()
         del self.model
         return freed
 
@@ -330,8 +338,8 @@ class ModelRunner:
         if not hasattr(self, "model"):
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
-            if self._prompt_adapters is not None:
-                self._prompt_adapters.attach(self.model)
+            if self._adapters is not None:
+                self._adapters.attach(self.model)
         if self._weights_asleep is not None:
             wake_up(self._weights_asleep)
             self._weights_asleep = None
@@ -361,9 +369,10 @@ class ModelRunner:
         with self._mode():
             if sampled:
                 self._batch.append_sampled(sampled)
-            self._forget(plan.forget)
             result = StepResult(step=plan.step)
-            self._change_adapters(plan, result)
+            self._forget(plan.forget)
+            if self._adapters is not None:
+                self._adapters.apply(plan, result)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
             step = QueuedStep(result, self._batch, self._in_flight)
@@ -419,22 +428,9 @@ class ModelRunner:
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.forget(seq_id)
 
-    def _change_adapters(self, plan: StepPlan, result: StepResult) -> None:
-        if self._prompt_adapters is None:
-            return
-        for key in plan.adapters_to_drop:
-            self._prompt_adapters.drop(key)
-        for ref in plan.adapters_to_load:
-            if ref.num_virtual_tokens:
-                try:
-                    self._prompt_adapters.place(ref.key, self._prompt_adapters.read(ref))
-                    result.loaded_adapters.append(ref.key)
-                except AdapterError as e:
-                    result.adapter_errors[ref.key] = str(e)
-
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
-            row = self._batch.add(sequence)
+            row = self._batch.add(sequence, self._slot_of(sequence.adapter))
             self._sampler.add(row, sequence)
             if self._prompt_adapters is not None:
                 self._prompt_adapters.add(sequence, row, self._batch.tokens)
@@ -451,6 +447,13 @@ class ModelRunner:
             self._batch.append(seq_id, token_ids)
         for change in plan.table_changes:
             self._batch.change_table(change)
+
+    def _slot_of(self, adapter: str | None) -> int:
+        if adapter is None:
+            return -1
+        if self._adapters is None:
+            raise RuntimeError("a plan names an adapter, but adapters are not enabled")
+        return self._adapters.slot_of(adapter)
 
     def _require_known(self, seq_ids: list[int]) -> None:
         """Refuses a change that needs tokens of these sequences that are still on the device only."""

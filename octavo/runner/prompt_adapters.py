@@ -34,11 +34,18 @@ from octavo.sampling.token_table import TokenTable
 _Write = tuple[Tensor, slice, NDArray[np.int64]]
 
 
+def virtual_token_bytes(options: EngineConfig, network: Network, context: LayerContext) -> int:
+    """Bytes of host memory that as many virtual tokens as there may be take at most on this rank."""
+    keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in network.kv_specs)
+    return options.num_virtual_tokens * max(keys_values, network.config.hidden_size) * context.dtype.itemsize
+
+
 class PromptAdapters:
     """Owns the virtual tokens of the adapters in memory, and knows which sequences still have some to compute."""
 
     def __init__(self, options: EngineConfig, config: ModelConfig, context: LayerContext, network: Network) -> None:
-        self._config, self._context, self._network = config, context, network
+        self._config, self._context = config, context
+        self._network: Network | None = network
         self._rows = options.max_prompt_adapter_token
         self._free = list(range(options.max_prompt_adapters))[::-1]
         self._sizes: VirtualTokenSizes | None = None
@@ -80,6 +87,10 @@ class PromptAdapters:
         if held is not None:
             self._free.append(held[0])
 
+    def detach(self) -> None:
+        """Forgets the network, which is to be freed; adapters stay in host memory."""
+        self._network = None
+
     def attach(self, network: Network) -> None:
         """Goes on with a network that was loaded again."""
         self._network = network
@@ -90,6 +101,7 @@ class PromptAdapters:
         first, embeddings = part * self._rows, tokens.embeddings
         if embeddings is None:  # zeros: whatever is computed of them is not used
             embeddings = torch.zeros((self._rows, 1), dtype=self._context.dtype)
+        assert self._network is not None
         self._network.set_virtual_tokens(first, embeddings)
 
     # --- sequences --------------------------------------------------------------------------------------------------

@@ -280,7 +280,9 @@ class Scheduler:
         if self._loading is not None:
             for group, message in self._loading.update(result):
                 self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message))
+                self._pending_outputs.append(
+                    GroupOutput(group.group_id, group.status.value, message, adapter_failed=True)
+                )
         outputs.groups += self._pop_pending_outputs()
         return outputs
 

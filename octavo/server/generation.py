@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.errors import AdapterConflictError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.cancellation import cancel_tasks
@@ -145,7 +146,7 @@ class Generation:
             lora_request=self.model.adapter,
             streaming=bool(self.body.stream),
         )
-        observer = RequestObserver(service.metrics)
+        observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):
                 async for output in stream:
@@ -156,10 +157,26 @@ class Generation:
                         service.queue.observe(output)
                         if service.tracer is not None:
                             service.tracer.record(output, observer, self.request.headers)
-                    _raise_if_failed(output)
+                    self._raise_if_failed(output)
                     yield output
         finally:
             observer.close()
+
+    def _raise_if_failed(self, output: RequestOutput) -> None:
+        """Raises if a completion was ignored, aborted or failed."""
+        for completion in output.outputs:
+            if completion.finish_reason == "ignored":
+                raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
+            if completion.finish_reason == "abort":
+                message = "the request was ended as the server shuts down"
+                raise ApiError(503, message, kind="server_error", code="aborted")
+            if completion.adapter_failed and self.model.adapter is not None:
+                raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
+            if completion.outgrown:
+                raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
+            if completion.finish_reason == "error":
+                logger.error("request %s failed: %s", output.request_id, completion.error)
+                raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")
 
 
 def check_fields(service: Service, body: GenerationRequest) -> None:
@@ -286,17 +303,3 @@ async def _merge_outputs(
 
 async def _next(run: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
     return await anext(run, None)
-
-
-def _raise_if_failed(output: RequestOutput) -> None:
-    """Raises if a completion was ignored, aborted or failed."""
-    for completion in output.outputs:
-        if completion.finish_reason == "ignored":
-            raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
-        if completion.finish_reason == "abort":
-            raise ApiError(503, "the request was ended as the server shuts down", kind="server_error", code="aborted")
-        if completion.outgrown:
-            raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
-        if completion.finish_reason == "error":
-            logger.error("request %s failed: %s", output.request_id, completion.error)
-            raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")

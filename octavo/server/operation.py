@@ -54,12 +54,13 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _model(service: Service, model: ServedModel) -> Model:
+    base = service.model_names[0]
     return Model(
         id=model.name,
         created=service.created,
         object="model",
         owned_by="octavo",
         max_model_len=service.llm.max_model_len,
-        root=service.model_names[0] if model.adapter is None else service.adapter_root(model.name),
-        parent=None if model.adapter is None else service.model_names[0],
+        root=base if model.adapter is None else service.shown_path(service.llm.adapters.known(model.name).ref.path),
+        parent=None if model.adapter is None else base,
     )

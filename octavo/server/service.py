@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import ConfigError
+from octavo.core.errors import AdapterError, ConfigError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapters import Adapter, listed
@@ -106,20 +106,26 @@ class Service:
         """
         known = self.llm.adapters.get(name)
         number = self.llm.adapters.new_number() if known is None else known.number
-        added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+        try:
+            added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+        except AdapterError as e:
+            raise type(e)(str(e).replace(path, self.shown_path(path))) from None
         logger.info(
             "adapter %s %s", name, "loaded" if added else "was loaded already", extra={"fields": {"path": path}}
         )
         return added
 
-    def adapter_root(self, name: str) -> str:
-        """Where an adapter comes from, as clients may know it: not the path of the folder that it is in."""
-        adapter = self.llm.adapters.get(name)
-        path = Path(name if adapter is None else adapter.ref.path)
+    def shown_path(self, path: str) -> str:
+        """The path of an adapter as clients may know it: within ``lora_folder``, or its last part."""
         folder = self.options.lora_folder
-        if folder is not None and path.is_relative_to(real := Path(os.path.realpath(folder))):
-            return str(path.relative_to(real))
-        return path.name
+        if folder is not None and Path(path).is_relative_to(real := Path(os.path.realpath(folder))):
+            return str(Path(path).relative_to(real))
+        return Path(path).name
+
+    def without_path(self, message: str, name: str) -> str:
+        """A message about an adapter for clients, who shall not see where the server keeps it."""
+        path = self.llm.adapters.known(name).ref.path
+        return message.replace(path, self.shown_path(path))
 
     async def load_modules(self) -> None:
         """Loads the adapters of the option ``lora_modules``.
@@ -154,6 +160,7 @@ def make_service(
         raise ConfigError("lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora")
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
+    metrics.adapter_states = llm.adapter_requests
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     return Service(llm, options, metrics, model_names, limit, tracer, resolver)
 

@@ -86,7 +86,7 @@ def test_unloading_refuses_or_waits() -> None:
     ref = registry.load(LoRARequest("a", 1, "x"))
     for group in (1, 2):
         registry.begin(group, ref)
-    with pytest.raises(AdapterConflictError, match="used by 2 requests"):
+    with pytest.raises(AdapterConflictError, match="in use by 2 open requests"):
         registry.remove("a")
     gone: list[str] = []
     registry.retire("a", lambda: gone.append("first"))
@@ -96,7 +96,6 @@ def test_unloading_refuses_or_waits() -> None:
             registry.load(request)
     with pytest.raises(AdapterConflictError, match="being unloaded"):
         registry.add(LoRARequest("a", 1, "x"), ref)
-    assert registry.get("a") is None
     registry.end(1)
     assert not gone
     registry.end(2)

@@ -311,7 +311,8 @@ def test_several_completions_and_beams(adapted: Adapted) -> None:
     for kind in ("long", "projected"):
         work = [(prompt, adapted.request(kind))]
         params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
-        once, again = (run(adapted.engine(**o), work, params)[0] for o in ({}, {"max_num_batched_tokens": 5, "max_num_seqs": 5}))
+        once = run(adapted.engine(), work, params)[0]
+        again = run(adapted.engine(max_num_batched_tokens=5, max_num_seqs=5), work, params)[0]
         assert [c.token_ids for c in once.outputs] == [c.token_ids for c in again.outputs]
         assert len({tuple(c.token_ids) for c in once.outputs}) == 3
         beams = run(adapted.engine(), work, BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))[0].outputs

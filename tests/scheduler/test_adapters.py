@@ -144,7 +144,8 @@ def test_an_urgent_group_lets_slots_drain(batching: str) -> None:
         engine.add(request(now, 5, 4, adapter=A, arrival=engine.now))
         if now == 3:
             answer = engine.add(request(1000, 5, 4, adapter=B, arrival=engine.now))
-        engine.add(request(2000 + now, 5, 1, arrival=engine.now))
+        if batching == "mixed":  # prefill_first would compute nothing but these prompts
+            engine.add(request(2000 + now, 5, 1, arrival=engine.now))
         engine.step()
         check_accounting(engine)
         if answer is not None and answer.tokens:

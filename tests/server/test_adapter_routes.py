@@ -38,7 +38,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with all ways to name an adapter; each test leaves only ``start`` loaded, and adapters found by name."""
     flags = (
-        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2", "--lora-modules", f"start={folder}/start",
+        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2",
+        "--lora-modules", f"start={folder}/start",
         f'{{"name": "again", "path": "{folder}/start"}}', "--lora-folder", str(folder), "--enable-lora-routes",
         "--lora-resolver", "folder",
     )  # fmt: skip
@@ -102,7 +103,9 @@ def test_an_unknown_name_says_what_there_is(server: Running, http: httpx.Client)
     refused(http.get("/v1/models/nothing"), 404, "does not exist here")
 
 
-@pytest.mark.parametrize("field", [{"lora_request": {"lora_name": "start"}}, {"lora_path": "start"}, {"lora": [{"id": 0}]}])
+@pytest.mark.parametrize(
+    "field", [{"lora_request": {"lora_name": "start"}}, {"lora_path": "start"}, {"lora": [{"id": 0}]}]
+)
 def test_other_fields_say_where_the_name_goes(http: httpx.Client, field: dict[str, Any]) -> None:
     error = refused(http.post("/v1/completions", json={**BODY, **field}), 400, "the request's model field")
     assert error["param"] in field
@@ -166,9 +169,11 @@ def test_an_adapter_in_use_is_not_unloaded_unless_that_may_wait(server: Running,
         next(pieces)
         os.kill(core, signal.SIGSTOP)  # so that it does not end before
         try:
-            refused(http.post(UNLOAD, json={"lora_name": "busy"}), 409, "used by 1 requests")
+            refused(http.post(UNLOAD, json={"lora_name": "busy"}), 409, "in use by 1 open requests")
             body = {"lora_name": "busy", "wait": True}
-            waiter = threading.Thread(target=lambda: answers.append(httpx.post(server.url + UNLOAD, json=body, timeout=60)))
+            waiter = threading.Thread(
+                target=lambda: answers.append(httpx.post(server.url + UNLOAD, json=body, timeout=60))
+            )
             waiter.start()
             eventually(lambda: "busy" in names(http) and http.get("/v1/models/busy").status_code == 409)
             refused(http.post("/v1/completions", json={**BODY, "model": "busy"}), 409, "being unloaded")
