@@ -296,7 +296,7 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
         if is_prompt_adapter(path):
             return check_prompt_adapter(path, name, sizes(), options)
         if not options.enable_lora:
-            raise AdapterError(f"adapter {name!r} has no virtual tokens: it needs an engine with enable_lora=True")
+            raise AdapterError(f"adapter {name!r} is one of LoRA, which needs an engine with enable_lora=True")
         return check_adapter(path, name, targets(), options.max_lora_rank)
 
     return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)

@@ -151,14 +151,10 @@ class EngineCore(StepLoop):
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
         if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
-        self._idle_step()  # the workers forget what has ended
+        plan = self.scheduler.schedule()  # the workers forget what has ended
+        self.scheduler.update(plan, self.executor.execute(plan))
         self.options = self.options.model_copy(update=dict(changes))
         self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.adapters)
-
-    def _idle_step(self) -> None:
-        """A step without requests: brings the workers what has changed."""
-        plan = self.scheduler.schedule()
-        self.scheduler.update(plan, self.executor.execute(plan))
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -190,8 +186,7 @@ class EngineCore(StepLoop):
 
         While it sleeps at level 1, level 2 may follow; other calls change nothing then.
 
-        Pinned prefixes are released with it; what gave them has them computed again. Adapters are dropped, pinned ones
-        too, and loaded again when requests name them.
+        Pinned prefixes are released with it; what gave them has them computed again. Adapters stay in host memory.
 
         Raises:
             ConfigError: there is no such level.
@@ -203,11 +198,6 @@ class EngineCore(StepLoop):
             )
         if self.scheduler.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
-        if (adapters := self.scheduler.adapters) is not None and not self.is_sleeping:
-            while adapters.num_loading:
-                self._idle_step()
-            adapters.drop_all()
-            self._idle_step()
         logger.info("sleeping at level %d: %.2f GiB of memory freed", level, self.executor.sleep(level) / (1 << 30))
         self.blocks.pinned.clear()
         self.blocks.reset_prefix_cache()

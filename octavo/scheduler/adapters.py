@@ -384,14 +384,6 @@ class Adapters:
             if key in known and known[key].slot == slot:
                 changes.place[slot] = key
 
-    def drop_all(self) -> None:
-        """Drops every adapter and releases pins; none may be used, waited for, or being loaded."""
-        for pool in self.pools:
-            for adapter in list(pool.adapters.values()):
-                pool.unpin(adapter.key)
-                if adapter.state is not AdapterState.UNLOADED:
-                    pool.drop(adapter)
-
     def counts(self) -> AdapterStats:
         """Where adapters are now, and totals so far."""
         stats = self.stats

@@ -156,8 +156,11 @@ def make_service(
     Raises:
         ConfigError: an option is for adapters, which the engine does not serve, or there is no such resolver.
     """
-    if options.uses_adapters and not llm.config.enable_lora:
-        raise ConfigError("lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora")
+    if options.uses_adapters and not (llm.config.enable_lora or llm.config.enable_prompt_adapter):
+        raise ConfigError(
+            "lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora or "
+            "enable_prompt_adapter"
+        )
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
     metrics.adapter_states = llm.adapter_requests

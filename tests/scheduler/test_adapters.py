@@ -141,7 +141,7 @@ def test_an_urgent_group_lets_slots_drain(batching: str) -> None:
     answer = None
     for now in range(60):
         engine.now = float(now)
-        engine.add(request(now, 5, 4, adapter=A, arrival=engine.now))
+        engine.add(request(now, 5, 4 + 3 * (now % 2), adapter=A, arrival=engine.now))
         if now == 3:
             answer = engine.add(request(1000, 5, 4, adapter=B, arrival=engine.now))
         if batching == "mixed":  # prefill_first would compute nothing but these prompts
@@ -151,7 +151,7 @@ def test_an_urgent_group_lets_slots_drain(batching: str) -> None:
         if answer is not None and answer.tokens:
             break
     assert answer is not None
-    assert answer.group.first_scheduled_time is not None and 13 < answer.group.first_scheduled_time < 20
+    assert answer.group.first_scheduled_time is not None and 13 < answer.group.first_scheduled_time < 25
     finish(engine)
 
 
@@ -321,20 +321,6 @@ def test_adapters_of_a_kind_that_is_off_are_refused() -> None:
         refusing.run()
         answer = refusing.answers[1]
         assert answer.group_reason == "ignored" and named in (answer.error or "")
-
-
-def test_dropping_all_makes_the_workers_drop_all() -> None:
-    engine = engine_with(2, 2)
-    adapters = engine.scheduler.adapters
-    assert adapters is not None
-    adapters.pin(C)
-    engine.add(request(1, 5, 3, adapter=A))
-    engine.run()
-    adapters.drop_all()
-    engine.step()
-    assert not engine.worker.adapters.host and not engine.worker.adapters.slots
-    engine.add(request(2, 5, 3, adapter=A))
-    finish(engine)
 
 
 def test_a_load_is_done_when_all_workers_have_reported_it() -> None:
