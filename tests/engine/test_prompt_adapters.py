@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams
-from octavo.core.adapters import LoRARequest
+from octavo import LLM, LoRARequest, OctavoError, PromptAdapterRequest, SamplingParams
 
 pytest.importorskip("peft")
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
@@ -83,7 +82,7 @@ def gemma2() -> Any:
 def peft_config(kind: str, count: int) -> Any:
     import peft
 
-    common = {"task_type": "CAUSAL_LM", "num_virtual_tokens": count}
+    common: Any = {"task_type": "CAUSAL_LM", "num_virtual_tokens": count}
     match kind:
         case "prompt" | "long":
             return peft.PromptTuningConfig(**common)
@@ -164,15 +163,20 @@ def assert_peft(adapted: Adapted, kind: str | None, prompt: list[int], answer: A
     assert (chosen - torch.tensor(logprobs)).abs().max() < TOLERANCE
 
 
+def every_prompt(adapted: Adapted) -> list[Any]:
+    """Every prompt with every adapter, and with none."""
+    adapters = [None, *map(adapted.request, adapted.kinds)]
+    return [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(tmp_path_factory.mktemp("llama"), llama())
 
 
 @pytest.fixture(scope="module")
-def work(adapted: Adapted) -> list[tuple[list[int], LoRARequest | None]]:
-    """Every prompt with every adapter, and with none."""
-    return [(prompt, kind and adapted.request(kind)) for prompt in PROMPTS for kind in [None, *adapted.kinds]]
+def work(adapted: Adapted) -> list[Any]:
+    return every_prompt(adapted)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +196,7 @@ def test_all_kinds_in_one_batch_answer_as_peft_does(adapted: Adapted, work: list
 def test_other_families_answer_as_peft_does(tmp_path: Path, config: Callable[[], Any]) -> None:
     """Learned positions, and scaled embeddings with windows."""
     adapted = Adapted(tmp_path, config(), ["long", "prefix"])
-    work = [(prompt, kind and adapted.request(kind)) for prompt in PROMPTS for kind in [None, *adapted.kinds]]
+    work = every_prompt(adapted)
     for (prompt, request), answer in zip(work, answers(adapted.engine(), work), strict=True):
         assert_peft(adapted, request and request.lora_name, prompt, answer)
 
@@ -354,4 +358,29 @@ def test_what_cannot_be_served_fails_alone(adapted: Adapted, tmp_path: Path) -> 
 def test_prompt_adapters_must_be_enabled(adapted: Adapted) -> None:
     llm = adapted.engine(enable_prompt_adapter=False)
     error = run(llm, [(PROMPTS[0], None), (PROMPTS[0], adapted.request("prefix"))])[1].outputs[0].error
-    assert error is not None and "enable_" in error
+    assert error is not None and "enable_prompt_adapter=True" in error
+
+
+def test_requests_of_prompt_adapters(adapted: Adapted, work: list[Any], mixed: list[Answer]) -> None:
+    prompt, request = work[1]
+    llm, name, path = adapted.engine(), request.lora_name, request.lora_path
+    tokens: Any = {"prompt_token_ids": prompt}
+    named = PromptAdapterRequest(name, 1, path, LENGTHS[name])
+    output = llm.generate(tokens, PARAMS, prompt_adapter_request=named, use_tqdm=False)[0]
+    assert list(output.outputs[0].token_ids) == mixed[1][0]
+    for adapters, message in (
+        ({"prompt_adapter_request": PromptAdapterRequest(name, 1, path, 7)}, "has 3 virtual tokens, not 7"),
+        ({"prompt_adapter_request": named, "lora_request": request}, "either lora_request or prompt_adapter_request"),
+        ({"prompt_adapter_request": request}, "prompt_adapter_request must be"),
+    ):
+        with pytest.raises(OctavoError, match=message):
+            llm.generate(tokens, PARAMS, use_tqdm=False, **adapters)
+
+
+def test_adapters_survive_a_sleep(adapted: Adapted, work: list[Any], mixed: list[Answer]) -> None:
+    llm = adapted.engine()
+    assert answers(llm, work[:6]) == mixed[:6]
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        assert answers(llm, work[:6]) == mixed[:6]
