@@ -384,3 +384,21 @@ def test_adapters_survive_a_sleep(adapted: Adapted, work: list[Any], mixed: list
         llm.sleep(level)
         llm.wake_up()
         assert answers(llm, work[:6]) == mixed[:6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers_share_virtual_tokens(adapted: Adapted, work: list[Any], mixed: list[Answer], split: str) -> None:
+    found = answers(adapted.engine(max_prompt_adapters=2, **{split: 2}), work)
+    if split == "pipeline_parallel_size":
+        assert found == mixed
+    for (prompt, request), answer in zip(work, found, strict=True):
+        assert_peft(adapted, request and request.lora_name, prompt, answer)
+
+
+def test_the_reference_kernels_answer_as_peft_does(adapted: Adapted, work: list[Any]) -> None:
+    work = work[6:12]
+    found = answers(adapted.engine(kernels="reference", max_num_batched_tokens=16), work)
+    for (prompt, request), answer in zip(work, found, strict=True):
+        assert_peft(adapted, request and request.lora_name, prompt, answer)

@@ -48,13 +48,14 @@ def test_embeddings_are_read(tmp_path: Path, kind: str) -> None:
     ref = check(write(tmp_path / "a", tensors, peft_type=kind))
     assert (ref.rank, ref.num_virtual_tokens, is_prompt_adapter(ref.path)) == (0, 3, True)
     tokens = read_prompt_adapter(ref, SIZES)
-    assert tokens.keys_values is None and torch.equal(tokens.embeddings, tensors["prompt_embeddings"])
+    assert tokens.keys_values is None and tokens.embeddings is not None
+    assert torch.equal(tokens.embeddings, tensors["prompt_embeddings"])
 
 
 def test_keys_and_values_are_read_by_layer(tmp_path: Path) -> None:
     tensors = embeddings(3, 32)
     found = read_prompt_adapter(check(write(tmp_path / "a", tensors, **PREFIX)), SIZES).keys_values
-    assert found.shape == (2, 2, 3, 2, 4)
+    assert found is not None and found.shape == (2, 2, 3, 2, 4)
     # Token 2, layer 1: its key is the third of four parts, its value the last.
     row = tensors["prompt_embeddings"][2].view(4, 2, 4)
     assert torch.equal(found[1, 0, 2], row[2]) and torch.equal(found[1, 1, 2], row[3])
