@@ -1,6 +1,7 @@
 #include "threads.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -9,6 +10,7 @@
 #ifdef __linux__
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,8 +27,11 @@ inline void pause_briefly() {
 #endif
 }
 
-// Iterations of spinning before a thread yields its processor to other processes.
-constexpr int kSpins = 4096;
+// Iterations of spinning before a thread yields its processor to other processes, and before it looks whether the thread
+// that it waits for has lost its own: some 20 microseconds.
+constexpr int kSpins = 4096, kSpinsToLook = 1024;
+// For how long the caller's processor may be another thread's at most, before it looks again.
+constexpr auto kMostLent = std::chrono::milliseconds(2);
 
 int current_processor() {
 #ifdef __linux__
@@ -60,11 +65,56 @@ Processors only(const Processors& processors, int index) {
     if (CPU_ISSET(cpu, &processors) && seen++ == index) CPU_SET(cpu, &one);
   return one;
 }
+
+// A thread of the pool as the others see it.
+class Identity {
+ public:
+  // Of this thread.
+  void set() {
+    thread_ = pthread_self();
+    known_ = pthread_getcpuclockid(thread_, &clock_) == 0;
+  }
+
+  // Whether it is ready to run, or was, and has no processor: its clock stands still.
+  bool is_off() const {
+    if (!known_) return false;
+    const int64_t before = time();
+    for (int i = 0; i < 32; ++i) pause_briefly();
+    return time() == before;
+  }
+
+  // Moves it here at once if it does not run, and lets it run on these processors from then on.
+  void bring_here(const Processors& processors) const {
+    Processors here;
+    CPU_ZERO(&here);
+    const int processor = current_processor();
+    if (processor < 0 || processor >= CPU_SETSIZE) return;
+    CPU_SET(processor, &here);
+    if (pthread_setaffinity_np(thread_, sizeof(here), &here) != 0) return;
+    if (CPU_COUNT(&processors) > 0) pthread_setaffinity_np(thread_, sizeof(processors), &processors);
+  }
+
+ private:
+  int64_t time() const {
+    timespec now{};
+    clock_gettime(clock_, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+  }
+
+  pthread_t thread_{};
+  clockid_t clock_{};
+  bool known_ = false;
+};
 #else
 struct Processors {};
 Processors allowed_processors() { return {}; }
 void allow(const Processors&) {}
 Processors only(const Processors&, int) { return {}; }
+struct Identity {
+  void set() {}
+  bool is_off() const { return false; }
+  void bring_here(const Processors&) const {}
+};
 #endif
 
 // The tasks of one loop that one thread starts with. The loop's number and the next task are one word: a thread that
@@ -73,6 +123,9 @@ constexpr uint32_t kClosed = 0xffffffff;  // as the next task: there is none
 struct alignas(64) Share {
   std::atomic<uint64_t> loop_and_next{0};
   std::atomic<int> processor{-1};  // where its thread was seen last
+  std::atomic<bool> at_work{false};  // its thread runs tasks; of the caller: a step
+  std::atomic<bool> moved{false};    // by the caller, to its own processor, until the tasks that it runs end
+  Identity identity;
 };
 
 // Moves this thread to an allowed processor that no other thread of the pool uses, if there is one. On a busy machine the
@@ -112,6 +165,7 @@ struct ThreadPool::State {
   int size = 1;
   bool pinned = false;
   Processors callers{};  // of the caller outside of a step
+  std::condition_variable returned;  // a moved thread has ended its tasks
 
   int64_t first_task(int64_t tasks_now, int thread) const { return tasks_now * thread / size; }
 
@@ -139,6 +193,50 @@ struct ThreadPool::State {
     }
   }
 
+  // Of a thread that is not the caller.
+  void work_in_loop(int thread, uint32_t now) {
+    Share& own = shares[thread];
+    note_processor(thread);
+    own.at_work.store(true, std::memory_order_release);
+    run_loop(thread, now);
+    own.at_work.store(false, std::memory_order_seq_cst);
+    if (!own.moved.load(std::memory_order_seq_cst)) return;
+    own.moved.store(false, std::memory_order_relaxed);
+    { std::lock_guard<std::mutex> lock(mutex); }
+    returned.notify_one();
+    note_processor(thread);  // away from the caller
+  }
+
+  // The caller waits for the last tasks of others. Another process may have the processor of such a thread for some
+  // milliseconds, so that thread ends its task on the caller's.
+  void lend_processor() {
+    if (pinned) return;
+    for (int i = 1; i < size; ++i) {
+      Share& late = shares[i];
+      if (!late.at_work.load(std::memory_order_acquire) || !late.identity.is_off()) continue;
+      late.moved.store(true, std::memory_order_seq_cst);
+      late.identity.bring_here(allowed_processors());
+      shares[0].at_work.store(false, std::memory_order_relaxed);
+      std::unique_lock<std::mutex> lock(mutex);
+      returned.wait_for(lock, kMostLent, [&] { return !late.at_work.load(std::memory_order_seq_cst); });
+      shares[0].at_work.store(true, std::memory_order_relaxed);
+      return;
+    }
+  }
+
+  // A thread waits for the caller. If that has no processor, it gets this one, and this thread its own: returns whether.
+  bool swap_with_caller(int thread) {
+    if (pinned || !shares[0].at_work.load(std::memory_order_acquire)) return false;
+    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    if (!lock || busy.load() == 0 || !shares[0].identity.is_off()) return false;
+    shares[0].identity.bring_here(callers);
+    shares[0].processor.store(current_processor(), std::memory_order_relaxed);
+    lock.unlock();
+    note_processor(thread);
+    if (current_processor() == shares[0].processor.load(std::memory_order_relaxed)) std::this_thread::yield();
+    return true;
+  }
+
   // Records the processor of a thread; if the caller or an earlier thread is on it, the thread moves to another.
   void note_processor(int thread) {
     const int here = current_processor();
@@ -153,18 +251,24 @@ struct ThreadPool::State {
 
   void work(int thread, const Processors& processors, uint32_t seen) {
     allow(processors);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      shares[thread].identity.set();
+    }
     int spins = 0;
+    bool swapped = false;  // since the last loop
     while (true) {
       const uint32_t now = loop.load(std::memory_order_acquire);
       if (stop.load(std::memory_order_relaxed)) return;
       if (now != seen) {
         seen = now;
-        note_processor(thread);
-        run_loop(thread, now);
+        work_in_loop(thread, now);
         spins = 0;
+        swapped = false;
       } else if (busy.load(std::memory_order_relaxed) > 0) {
         pause_briefly();
-        if (++spins % kSpins == 0) std::this_thread::yield();
+        if (++spins % kSpinsToLook == 0 && !swapped) swapped = swap_with_caller(thread);
+        if (spins % kSpins == 0) std::this_thread::yield();
       } else {
         std::unique_lock<std::mutex> lock(mutex);
         sleeping.fetch_add(1);
@@ -242,20 +346,26 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
   int spins = 0;
   while (s.finished.load(std::memory_order_acquire) < tasks) {
     pause_briefly();
-    if (++spins % kSpins == 0) std::this_thread::yield();
+    if (++spins % kSpinsToLook == 0) s.lend_processor();
+    if (spins % kSpins == 0) std::this_thread::yield();
   }
 }
 
 ThreadPool::Busy::Busy() {
   State& s = *ThreadPool::instance().state_;
-  if (s.busy.fetch_add(1) == 0 && s.pinned) {
+  if (s.busy.load() == 0) {
+    std::lock_guard<std::mutex> lock(s.mutex);
     s.callers = allowed_processors();
-    allow(only(s.callers, 0));
+    s.shares[0].identity.set();
+    if (s.pinned) allow(only(s.callers, 0));
   }
+  s.shares[0].at_work.store(true, std::memory_order_release);
+  s.busy.fetch_add(1);
   s.wake_all();
 }
 ThreadPool::Busy::~Busy() {
   State& s = *ThreadPool::instance().state_;
+  s.shares[0].at_work.store(false, std::memory_order_relaxed);
   if (s.busy.fetch_sub(1) == 1 && s.pinned) allow(s.callers);
 }
 
