@@ -26,6 +26,10 @@ class ThreadPool {
   // it meanwhile.
   void parallel_for(int64_t tasks, const std::function<void(int64_t)>& f);
 
+  // From now on a thread that has ended its tasks of a loop fetches the first of these bytes into its caches while it
+  // waits. It does not read them: the memory may be gone by then.
+  void fetch_when_idle(int thread, const void* data, int64_t bytes);
+
   // A step: while an object exists, the other threads spin instead of sleeping.
   struct Busy {
     Busy();

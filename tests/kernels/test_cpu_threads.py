@@ -98,8 +98,9 @@ def test_the_caller_is_pinned_during_a_step_only(pin: bool) -> None:
         tape.run(_cpu.Step(len(rows)))
     done.set()
     watcher.join()
-    # A thread that waits for a preempted caller moves it to its own processor, which takes microseconds.
-    assert (seen.count({min(allowed)}) > 2) == (pin or len(allowed) == 1)
+    # Not pinned, it is bound for moments: a thread that waits for a preempted caller moves it to its own processor.
+    bound = seen.count({min(allowed)})
+    assert bound > 0 if pin or len(allowed) == 1 else bound < len(seen) / 2
     assert os.sched_getaffinity(0) == allowed
 
 
