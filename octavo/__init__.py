@@ -14,9 +14,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from octavo.core.adapters import LoRARequest
     from octavo.core.beam_search_params import BeamSearchParams
     from octavo.core.config import EngineConfig
     from octavo.core.errors import (
+        AdapterConflictError,
+        AdapterError,
+        AdapterNotFoundError,
         ConfigError,
         DownloadError,
         EngineDeadError,
@@ -44,6 +48,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AdapterConflictError",
+    "AdapterError",
+    "AdapterNotFoundError",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
@@ -57,6 +64,7 @@ __all__ = [
     "InsufficientMemoryError",
     "InvalidRequestError",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "ModelNotFoundError",
@@ -81,6 +89,7 @@ _ELSEWHERE = {
     "LLM": "octavo.engine.llm",
     "LLMEngine": "octavo.engine.llm_engine",
     "EngineConfig": "octavo.core.config",
+    "LoRARequest": "octavo.core.adapters",
     "BeamSearchParams": "octavo.core.beam_search_params",
     "SamplingParams": "octavo.core.sampling_params",
     "StatLogger": "octavo.engine.stat_loggers",

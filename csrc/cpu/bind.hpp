@@ -10,5 +10,6 @@ void bind_attention(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
+void bind_lora(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 }  // namespace octavo

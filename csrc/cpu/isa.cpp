@@ -12,11 +12,12 @@ namespace octavo {
   const QuantTable* quant_table();                  \
   const SamplingTable* sampling_table();            \
   const MoeTable* moe_table();                      \
+  const LoraTable* lora_table();                    \
   }
 #define OCTAVO_ROW(name) \
   Isa {                                                                                                   \
     #name, name::gemm_table(), name::pointwise_table(), name::attention_table(), name::quant_table(),     \
-        name::sampling_table(), name::moe_table()                                                         \
+        name::sampling_table(), name::moe_table(), name::lora_table()                                     \
   }
 
 OCTAVO_DECLARE(generic)

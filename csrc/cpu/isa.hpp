@@ -12,6 +12,7 @@ struct AttentionTable;
 struct QuantTable;
 struct SamplingTable;
 struct MoeTable;
+struct LoraTable;
 
 struct Isa {
   std::string name;
@@ -21,6 +22,7 @@ struct Isa {
   const QuantTable* quant;
   const SamplingTable* sampling;
   const MoeTable* moe;
+  const LoraTable* lora;
 };
 
 // What this processor can run, best first; generic is always the last.

@@ -47,7 +47,8 @@ NB_MODULE(_cpu, m) {
       .def("__init__",
            [](Step* s, int64_t tokens, int64_t sequences, int64_t decodes, uintptr_t token_ids, uintptr_t positions,
               uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride,
-              int64_t table_group_stride, int64_t slot_group_stride, int64_t sampled, uintptr_t sampled_rows, int64_t encoder) {
+              int64_t table_group_stride, int64_t slot_group_stride, int64_t sampled, uintptr_t sampled_rows, int64_t encoder,
+              uintptr_t adapters) {
              new (s) Step{tokens,
                           sampled,
                           encoder,
@@ -62,13 +63,14 @@ NB_MODULE(_cpu, m) {
                           stride,
                           table_group_stride,
                           slot_group_stride,
-                          pointer<int64_t>(sampled_rows)};
+                          pointer<int64_t>(sampled_rows),
+                          pointer<int32_t>(adapters)};
            },
            nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
            nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
            nb::arg("block_tables") = 0, nb::arg("block_table_stride") = 0,
            nb::arg("block_table_group_stride") = 0, nb::arg("slot_group_stride") = 0, nb::arg("sampled") = 0,
-           nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0);
+           nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0, nb::arg("adapters") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
     op.run(step);
@@ -81,4 +83,5 @@ NB_MODULE(_cpu, m) {
   bind_lookup(m);  // after the classes of packed matrices
   bind_sampling(m);
   bind_moe(m);
+  bind_lora(m);
 }

@@ -31,6 +31,8 @@ struct Step {
   int64_t block_table_group_stride = 0;   // from a KV group to the next
   int64_t slot_group_stride = 0;
   const int64_t* sampled_rows = nullptr;  // [sampled]: which tokens
+  const int32_t* adapters = nullptr;      // [T]: slot of each token's adapter, -1 for none; null: no token has one
+  const int64_t* adapter_rows = nullptr;  // of an operation over other rows: whose adapters they have; null: their own
 
   // The same step as a layer of this KV group sees it.
   Step of_group(int64_t group) const {
@@ -43,7 +45,12 @@ struct Step {
   // The same step for operations over other rows than its tokens.
   Step over(Rows rows) const {
     Step step = *this;
-    if (rows != Rows::tokens) step.tokens = rows == Rows::sampled ? sampled : encoder;
+    if (rows == Rows::tokens) return step;
+    step.tokens = rows == Rows::sampled ? sampled : encoder;
+    if (rows == Rows::sampled)
+      step.adapter_rows = sampled_rows;
+    else
+      step.adapters = nullptr;
     return step;
   }
 };

@@ -23,8 +23,7 @@ from octavo.server.app import make_app
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
-from octavo.server.queue_limit import QueueLimit
-from octavo.server.service import Service
+from octavo.server.service import Service, make_service
 
 logger = logging.getLogger("octavo")
 
@@ -105,8 +104,8 @@ async def _run(
     try:
         summary.load_seconds = time.monotonic() - start
         names = options.model_names(config.model)
-        limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
-        service = Service(llm, options, Metrics(names[0]), names, limit)
+        service = make_service(llm, options, Metrics(names[0]), names)
+        await service.load_modules()
         await _Runner(service, results, summary).run(rows, min(max_in_flight, summary.requests - summary.skipped))
     finally:
         await llm.shutdown()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.workloads.draws import Weighted, zipf
 from octavo.workloads.items import WorkItem
 
 
@@ -38,6 +40,12 @@ def requests(items: Iterable[WorkItem], prompt: Callable[[WorkItem], str | list[
 def with_targets(request: Request) -> Request:
     """The request with its limits in its body, as ``ttft_target`` and ``tpot_target`` in seconds."""
     return replace(request, body=request.body | {f"{name}_target": limit for name, limit in request.limits.items()})
+
+
+def with_models(requests: Sequence[Request], names: Sequence[str], exponent: float, seed: int) -> list[Request]:
+    """The requests, each to one of these models: drawn by Zipf's law, the first the most popular; 0: all alike."""
+    draws, rng = Weighted(zipf(len(names), exponent)), random.Random(seed)
+    return [replace(request, body=request.body | {"model": names[draws.draw(rng)]}) for request in requests]
 
 
 def _request(item: WorkItem, prompt: str | Sequence[int]) -> Request:

@@ -25,6 +25,9 @@ SERVER_FLAGS = (
     "unknown_fields",
     "trust_request_chat_template",
     "step_timeout",
+    "lora_modules",
+    "lora_folder",
+    "lora_resolver",
 )
 _NO_LIMIT = 1 << 31
 #: Options in which a batch differs from a server: no one waits for an answer, and the rows in flight are bounded.

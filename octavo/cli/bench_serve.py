@@ -21,6 +21,7 @@ from octavo.cli.parsing import (
     refuse_words,
 )
 from octavo.core.errors import ConfigError
+from octavo.core.server_options import names
 from octavo.plots.style import check_image
 from octavo.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
 
@@ -35,6 +36,7 @@ examples:
   octavo bench serve --model smollm2-135m --request-rate 4 --goodput ttft:500,tpot:60 --json -
   octavo bench serve --base-url http://127.0.0.1:9000 --model m --endpoint chat --request-rate inf
   octavo bench serve --model m --input-len lognormal:200,0.8,1500 --output-len uniform:16,256 --request-rate 2
+  octavo bench serve --model m --lora-names sql,law,chat --lora-skew 1 --concurrency 16
   octavo bench serve --model m --trace requests.jsonl --plot run.png
   octavo bench serve --model m --request-rate 1 --input-len chat --output-len chat --turns geometric:4 --think-time 20
 
@@ -73,6 +75,12 @@ def make_parser() -> Parser:
         type=int,
         metavar="N",
         help="closed loop: N clients, each one request at a time (8 without arrivals)",
+    )
+    load.add_argument(
+        "--lora-names", type=_names, metavar="A,B,...", help="adapters (or models): each request takes one"
+    )
+    load.add_argument(
+        "--lora-skew", type=float, default=0.0, metavar="S", help="Zipf's law: A the most popular; 0: all alike (0)"
     )
     load.add_argument("--warmup", type=int, default=0, metavar="N", help="uncounted requests before the run (0)")
     load.add_argument(
@@ -153,6 +161,8 @@ def _check(arguments: Arguments) -> None:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    if not 0 <= arguments.lora_skew <= 10:
+        raise ConfigError(f"--lora-skew must be from 0 to 10, not {arguments.lora_skew:g}")
     if not arguments.timeout > 0:
         raise ConfigError(f"--timeout must be above 0, not {arguments.timeout:g}")
     if arguments.plot is not None:
@@ -165,7 +175,7 @@ def _check(arguments: Arguments) -> None:
 
 def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str | None]:
     """(requests, warm-up requests, description of open-loop arrivals or None)."""
-    from octavo.bench.serve_workload import requests, with_targets
+    from octavo.bench.serve_workload import requests, with_models, with_targets
     from octavo.workloads.tokens import text, token_ids
 
     load = make_workload(arguments, arguments.seed)
@@ -181,6 +191,9 @@ def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str |
         load, requests=arguments.warmup or 1, arrivals=None, conversations=None, trace=None, name="warm-up"
     )
     warmup = requests(itertools.islice(spare, arguments.warmup), prompt)
+    if arguments.lora_names:
+        counted = with_models(counted, arguments.lora_names, arguments.lora_skew, arguments.seed)
+        warmup = with_models(warmup, arguments.lora_names, arguments.lora_skew, arguments.seed + 1)
     if load.arrivals is not None:
         return counted, warmup, str(load.arrivals)
     if load.trace is not None and arguments.concurrency is None:
@@ -197,8 +210,16 @@ def _client(arguments: Arguments) -> Client:
         key = os.environ.get(arguments.api_key_env)
         if not key:
             raise ConfigError(f"--api-key-env: there is no environment variable {arguments.api_key_env}")
-    body = {"model": arguments.model, **(extra_fields(arguments.extra_body) if arguments.extra_body else {})}
+    # A field of all requests wins over that of one.
+    body = {} if arguments.lora_names else {"model": arguments.model}
+    body |= extra_fields(arguments.extra_body) if arguments.extra_body else {}
     return Client(arguments.base_url, arguments.endpoint, body, key, arguments.timeout)
+
+
+def _names(text: str) -> list[str]:
+    if not (found := names(text)):
+        raise argparse.ArgumentTypeError("it needs a name")
+    return found
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -14,13 +14,16 @@ import msgspec
 
 from octavo.cli.engine_flags import (
     add_engine_flags,
+    add_lora_flag,
     add_verbose_flag,
     apply_verbosity,
     read_engine_config,
+    read_lora,
     take_model,
 )
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
+from octavo.core.adapters import LoRARequest
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 
@@ -69,6 +72,7 @@ def make_parser() -> Parser:
     )
     add_verbose_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should answer")
+    add_lora_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
     return parser
@@ -77,6 +81,7 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Runs the conversation; returns 1 if a question could not be answered."""
     apply_verbosity(arguments)
+    lora = read_lora(arguments)
     config = read_engine_config(arguments, take_model(arguments))
     try:
         read_sampling_params(arguments, DEFAULTS)  # refuses wrong ones before a model is loaded
@@ -85,8 +90,10 @@ def run(arguments: Arguments) -> int:
     from octavo.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_config(config)
+    if lora is not None:
+        engine.add_lora(lora)
     params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
-    conversation = Conversation(engine, params, arguments.system)
+    conversation = Conversation(engine, params, arguments.system, lora)
     if sys.stdin.isatty():
         print(f"{config.model}: type a question; /help shows commands", file=sys.stderr)
     for message in _messages():
@@ -101,8 +108,11 @@ def run(arguments: Arguments) -> int:
 class Conversation:
     """Owns the messages exchanged so far. Invariant: after the system message, questions and answers alternate."""
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, engine: LLMEngine, params: SamplingParams, system: str | None, lora: LoRARequest | None = None
+    ) -> None:
         self.engine = engine
+        self.lora = lora
         self.params = params
         self.failures = 0
         self._turn = 0
@@ -127,7 +137,7 @@ class Conversation:
             params = self.params
             if wanted is not None and wanted > room > 0:
                 params = msgspec.structs.replace(params, max_tokens=room)
-            self.engine.add_request(request_id, prompt, params)
+            self.engine.add_request(request_id, prompt, params, lora_request=self.lora)
         except InvalidRequestError as e:
             self._report(f"{e} (/reset forgets the conversation)")
             return

@@ -14,6 +14,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from octavo.cli.parsing import Arguments, Parser, refuse_words
+from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import configured_model, parse_option, resolve_config
 from octavo.core.errors import ConfigError
@@ -44,6 +45,25 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         )
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+
+
+def add_lora_flag(parser: Parser) -> None:
+    """Adds ``--lora``; see ``read_lora``."""
+    parser.add_argument(
+        "--lora", metavar="[NAME=]PATH", help="answer with this LoRA adapter: a folder of PEFT, or a GGUF file"
+    )
+
+
+def read_lora(arguments: Arguments) -> LoRARequest | None:
+    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters."""
+    given: str | None = arguments.lora
+    if given is None:
+        return None
+    name, separator, path = given.partition("=")
+    if not separator or "/" in name:
+        name, path = Path(given).stem if given.endswith(".gguf") else Path(given).name, given
+    vars(arguments).setdefault(f"{PREFIX}:enable_lora", True)
+    return LoRARequest(name, 1, path)
 
 
 def add_verbose_flag(parser: Parser) -> None:
@@ -80,6 +100,8 @@ def add_option_flags(
             options = {"type": _reader(name), "metavar": value_kind(field)}
         if list[str] in typing.get_args(field.annotation):
             options = {"action": "append", "metavar": "FILE"}
+        if dict[str, str] in typing.get_args(field.annotation):
+            options = {"action": "extend", "nargs": "+", "metavar": "NAME=PATH"}
         text = help_text(field.description or "", field.default)
         group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
 
@@ -148,7 +170,8 @@ def value_kind(field: FieldInfo) -> str:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
-    return {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}.get(kinds[0], "TEXT")
+    shown = {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}
+    return {**shown, dict[str, str]: "NAME=PATH ..."}.get(kinds[0], "TEXT")
 
 
 def _reader(name: str) -> Callable[[str], Any]:

@@ -12,9 +12,11 @@ import msgspec
 
 from octavo.cli.engine_flags import (
     add_engine_flags,
+    add_lora_flag,
     add_verbose_flag,
     apply_verbosity,
     read_engine_config,
+    read_lora,
     take_model,
 )
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
@@ -34,6 +36,7 @@ EXAMPLE = """\
 examples:
   octavo generate smollm2-135m "The capital of France is" "Two and two make" --temperature 0
   octavo generate smollm2-135m --chat "Name three rivers." --max-tokens 64
+  octavo generate smollm2-135m "List all users" --lora sql=adapters/sql
   octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
   octavo generate smollm2-135m "The capital of France is" --beam-width 4 --max-tokens 16
   echo "Once upon a time" | octavo generate smollm2-135m
@@ -64,6 +67,7 @@ def make_parser() -> Parser:
         help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
     )
     parser.add_argument("--user", metavar="NAME", help="whose prompts these are, for --scheduling-policy fair and srpt")
+    add_lora_flag(parser)
     add_json_flag(parser)
     add_verbose_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
@@ -75,10 +79,11 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
     apply_verbosity(arguments)
+    lora = read_lora(arguments)
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        claims = {"priority": arguments.priority, "user": arguments.user}
+        claims = {"priority": arguments.priority, "user": arguments.user, "lora_request": lora}
         jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, claims=claims)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
@@ -88,6 +93,8 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.llm_engine import LLMEngine
 
         engine = LLMEngine.from_config(config)
+        if lora is not None:
+            engine.add_lora(lora)
         defaults = engine.inputs.default_sampling
         for job in jobs:
             job.take_defaults({name: defaults[name] for name in defaults.keys() - arguments.group(PREFIX).keys()})

@@ -59,6 +59,8 @@ class GroupOutput(msgspec.Struct, array_like=True):
     hypotheses: list[Hypothesis] | None = None
     #: Whether the error is that the group does not fit all KV cache blocks.
     outgrown: bool = False
+    #: Whether the error is that its adapter could not be loaded.
+    adapter_failed: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct):

@@ -50,6 +50,14 @@ class AdapterError(OctavoError, ValueError):
     """An adapter cannot be used: its files are missing, changed or wrong, or it does not belong to the model."""
 
 
+class AdapterNotFoundError(AdapterError):
+    """No adapter of this name is loaded."""
+
+
+class AdapterConflictError(AdapterError):
+    """The name of an adapter is taken, or the adapter is in use or being unloaded."""
+
+
 class TokenizerError(OctavoError, ValueError):
     """The tokenizer or the chat template is missing, unreadable or failed."""
 

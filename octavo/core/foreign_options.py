@@ -33,7 +33,6 @@ _ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
 _GENERATES = "Octavo generates text; pooling models are not supported"
 _NO_SPECULATION = "speculative decoding is not supported"
-_NO_ADAPTERS = "adapters are named by requests, not by options"
 _FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
 _NO_TRANSFER = "the KV cache is not shared between engines"
 
@@ -111,7 +110,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
 
 #: Keywords of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``.
 FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
-    "lora_request": ForeignOption((None,), _NO_ADAPTERS),
     "prompt_adapter_request": ForeignOption((None,), "prompt adapters are not supported"),
     "guided_options_request": ForeignOption((None,), "output cannot be constrained to a grammar or schema"),
     "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),

@@ -82,7 +82,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
     call_id: int
-    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc"]
+    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "pin_adapter", "unpin_adapter", "collective_rpc"]
     args: list[Any] = []
 
 

@@ -64,6 +64,8 @@ class CompletionOutput:
     error: str | None = None
     #: Whether the error is that the request's sequences do not fit the whole KV cache.
     outgrown: bool = False
+    #: Whether the error is that the request's adapter could not be loaded.
+    adapter_failed: bool = False
 
     @property
     def finished(self) -> bool:

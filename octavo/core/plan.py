@@ -73,14 +73,17 @@ class StepPlan(msgspec.Struct):
     blocks_to_swap_in: list[tuple[int, int]] = []
     #: (source, target), both on the device; a source may have several targets.
     blocks_to_copy: list[tuple[int, int]] = []
-    #: Keys of adapters that the workers drop from host memory; none of them is in a slot.
+    #: Keys of adapters that the workers drop from host memory, and from the slot that one may have. One whose load has
+    #: failed may be among them: of several workers, some may have it.
     adapters_to_drop: list[str] = []
     #: Adapters that the workers begin to read into host memory, beside this step and those after it; a result says when
-    #: one is there.
+    #: one is there. After a step that failed, drops, loads and places may come again: what is done already is no error,
+    #: and an adapter that is there already is reported again.
     adapters_to_load: list[AdapterRef] = []
     #: (slot, key): adapters in host memory that get a slot on the device, in place of what is in it.
     adapters_to_place: list[tuple[int, str]] = []
-    #: Whether nothing can be computed before an adapter is loaded: the step waits until one is, or has failed.
+    #: Whether nothing can be computed before an adapter is loaded: the step waits until one is, or has failed, or for
+    #: some milliseconds, after which new requests may be there.
     awaits_adapter: bool = False
     new: list[NewSequence] = []
     forks: list[Fork] = []

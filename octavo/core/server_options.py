@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,38 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"it is no JSON: {e}") from None
+
+
+def _modules(value: Any) -> Any:
+    """Names and paths of adapters as a dictionary: of ``NAME=PATH`` texts, or objects with "name" and "path"."""
+    if isinstance(value, str):  # a variable: JSON, or words
+        value = _json(value) if value.lstrip()[:1] in ("[", "{") else value.split()
+    if isinstance(value, dict):
+        value = [value] if {"name", "path"} <= value.keys() else [{"name": n, "path": p} for n, p in value.items()]
+    if not isinstance(value, list):
+        return value
+    found: dict[str, str] = {}
+    for entry in value:
+        if isinstance(entry, str) and entry.startswith("{"):
+            entry = _json(entry)
+        if isinstance(entry, str):
+            name, _, path = entry.partition("=")
+            entry = {"name": name, "path": path}
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) and entry[k] for k in ("name", "path")):
+            raise ValueError("an adapter is NAME=PATH, or an object with name and path")
+        if entry["name"] in found:
+            raise ValueError(f"the adapter {entry['name']!r} is given twice")
+        found[entry["name"]] = entry["path"]
+    return found
+
+
+#: Adapters by name; in flags and variables ``NAME=PATH`` words.
+AdapterPaths = Annotated[dict[str, str] | None, BeforeValidator(_modules)]
 #: A path, which files and variables write as text.
 FilePath = Annotated[Path | None, BeforeValidator(_path)]
 
@@ -102,6 +135,25 @@ class ServerOptions(BaseModel):
     enable_admin_routes: bool = Field(
         False, description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while."
     )
+    lora_modules: AdapterPaths = Field(
+        None,
+        description="Adapters to load at the start (NAME=PATH ...), whose names requests give as model; needs "
+        "enable_lora.",
+    )
+    lora_folder: FilePath = Field(
+        None,
+        description="Folder of the adapters that enable_lora_routes and lora_resolver may load; they read nothing "
+        "outside of it.",
+    )
+    enable_lora_routes: bool = Field(
+        False,
+        description="Offer /v1/load_lora_adapter and /v1/unload_lora_adapter, which load adapters from lora_folder.",
+    )
+    lora_resolver: str | None = Field(
+        None,
+        description="Finds an adapter on the first request that names it: folder (NAME in lora_folder), or "
+        "module:Class.",
+    )
     otlp_traces_endpoint: str | None = Field(
         None, description="URL of an OpenTelemetry collector (OTLP over HTTP) that takes a span for each prompt."
     )
@@ -111,12 +163,21 @@ class ServerOptions(BaseModel):
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
             raise ValueError(f"{given} needs {missing} too")
+        needs_folder = {"enable_lora_routes": self.enable_lora_routes, "lora_resolver": self.lora_resolver == "folder"}
+        for name, given_one in needs_folder.items():
+            if given_one and self.lora_folder is None:
+                raise ValueError(f"{name} needs lora_folder, the folder that adapters are read from")
         return self
 
     @property
     def origins(self) -> list[str]:
         """``allowed_origins`` as a list."""
         return names(self.allowed_origins)
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether any option is for adapters."""
+        return bool(self.lora_modules or self.enable_lora_routes or self.lora_resolver)
 
     def model_names(self, model: str) -> list[str]:
         """Names of the model in requests; the first is the default in responses."""

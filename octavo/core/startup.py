@@ -23,6 +23,8 @@ class WorkerFacts:
     host_cache_bytes: int
     #: Seconds of each part of the start.
     seconds: dict[str, float] = field(default_factory=dict)
+    #: How many adapters there may be, and their memory; empty without adapters.
+    adapters: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class StartupFacts:
             f"KV cache: {self._cache(cache)}, at most "
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
             f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)",
+            *([f"adapters: {self.workers[0].adapters}"] if self.workers[0].adapters else []),
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
             f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),
         ]

@@ -30,6 +30,29 @@ class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return held / max(1, held + self.cached + self.free)
 
 
+class AdapterStats(msgspec.Struct, array_like=True, gc=False):
+    """Adapters now, and totals since the engine started; LoRA and prompt adapters together."""
+
+    # Now:
+    in_slots: int = 0
+    #: In host memory, those in slots included.
+    in_host: int = 0
+    loading: int = 0
+    # Totals:
+    #: Loads that were begun, and those of them that failed.
+    loads: int = 0
+    failed_loads: int = 0
+    #: Adapters that lost their slot, or their place in host memory, to others.
+    slot_evictions: int = 0
+    host_evictions: int = 0
+    #: Admissions of requests whose adapter had its slot, and of those whose adapter was given one.
+    slot_hits: int = 0
+    slot_misses: int = 0
+    #: Seconds in which steps gave adapters their slots or waited for one, in all and the longest of a step.
+    seconds: float = 0.0
+    longest_seconds: float = 0.0
+
+
 class SchedulerState(msgspec.Struct, gc=False):
     """The queues and blocks now, and totals since the engine started."""
 
@@ -59,6 +82,8 @@ class SchedulerState(msgspec.Struct, gc=False):
     prefix_hit_tokens: int = 0
     #: Blocks of each KV group now, if there are several.
     groups: list[GroupState] = []
+    #: If adapters are enabled.
+    adapters: AdapterStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -107,9 +132,20 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     """The statistics of several engine cores together."""
     total = SchedulerStats()
     for name in SchedulerStats.__struct_fields__:
-        if name != "groups":
+        if name not in ("groups", "adapters"):
             setattr(total, name, sum(getattr(replica, name) for replica in replicas))
     total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
+    total.adapters = _sum_adapters([replica.adapters for replica in replicas if replica.adapters is not None])
+    return total
+
+
+def _sum_adapters(replicas: list[AdapterStats]) -> AdapterStats | None:
+    if not replicas:
+        return None
+    total = AdapterStats()
+    for name in AdapterStats.__struct_fields__:
+        setattr(total, name, sum(getattr(replica, name) for replica in replicas))
+    total.longest_seconds = max(replica.longest_seconds for replica in replicas)
     return total
 
 

@@ -8,7 +8,9 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
@@ -21,6 +23,7 @@ from octavo.core.outputs import RequestOutput
 from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.stats import SchedulerStats, sum_stats
+from octavo.engine.adapters import AdapterRegistry, make_registry
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
@@ -54,8 +57,8 @@ class AsyncLLM:
     >>> await llm.shutdown()
 
     Made like an ``LLM``. The model is loaded by what is awaited first, a request or ``ready()``; ``async with`` does
-    that and shuts it down. ``tokenizer``, ``inputs``, ``model_config`` and ``max_model_len`` exist from then on. A bad
-    request raises ``InvalidRequestError``; the others go on. All methods are for one event loop.
+    that and shuts it down. ``tokenizer``, ``inputs``, ``adapters``, ``model_config`` and ``max_model_len`` exist
+    from then on. A bad request raises ``InvalidRequestError``; the others go on. All methods are for one event loop.
     """
 
     tokenizer: Tokenizer
@@ -66,6 +69,10 @@ class AsyncLLM:
     _outputs: OutputProcessor
     _replicas: Replicas
     _prefixes: SharedPrefixes
+    #: The adapters that requests may name.
+    adapters: AdapterRegistry
+    #: By name: held while an adapter is read.
+    _adapter_locks: WeakValueDictionary[str, asyncio.Lock]
 
     def __init__(
         self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
@@ -172,6 +179,8 @@ class AsyncLLM:
             default_sampling=defaults,
         )
         self._prefixes = SharedPrefixes(config, self.inputs)
+        self.adapters = make_registry(config, ready.model_config)
+        self._adapter_locks = WeakValueDictionary()
         replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
 
     async def __aenter__(self) -> AsyncLLM:
@@ -200,6 +209,7 @@ class AsyncLLM:
         user: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
+        lora_request: LoRARequest | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -210,7 +220,7 @@ class AsyncLLM:
         other engines, see ``LLM``.
 
         Raises:
-            InvalidRequestError, EngineDeadError, EngineStateError: as for ``submit``.
+            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
         """
         check_keywords("generate", keywords)
         stream = await self._submit(
@@ -224,6 +234,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
+            lora_request=lora_request,
         )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
@@ -244,6 +255,7 @@ class AsyncLLM:
         user: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
+        lora_request: LoRARequest | None = None,
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -251,10 +263,11 @@ class AsyncLLM:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``, ``ttft_target``, ``tpot_target``: see ``LLMEngine.add_request``.
+        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``: see ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
+            AdapterError: its adapter cannot be used.
             EngineDeadError: the engine has died or is being shut down.
             EngineStateError: the engine is sleeping.
             OctavoError: as for ``ready``, of the first request.
@@ -271,6 +284,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
+            lora_request=lora_request,
         )
 
     async def _submit(
@@ -279,6 +293,8 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None,
         streaming: bool,
+        *,
+        lora_request: LoRARequest | None,
         **keywords: Any,
     ) -> RequestStream:
         """``keywords`` as of ``InputProcessor.process``."""
@@ -288,12 +304,14 @@ class AsyncLLM:
             await self.ready()
         params = params if params is not None else self.inputs.default_params()
         prompt = await self._tokenize(prompt)
+        # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
+        adapter = None if lora_request is None else await self._find_adapter(lora_request)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()
         if self.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up(), or POST /wake_up, must come before a request")
-        request = self.inputs.process(request_id, prompt, params, **keywords)
+        request = self.inputs.process(request_id, prompt, params, adapter=adapter, **keywords)
         check_sendable(request.group)
         return self._send(request, streaming)
 
@@ -303,6 +321,8 @@ class AsyncLLM:
         self._streams[request.request_id] = stream
         self._queued.add(request.group.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
+        if request.group.adapter is not None:
+            self.adapters.begin(request.group.group_id, request.group.adapter)
         self._replicas.add(request.group, message, replica)
         return stream
 
@@ -334,10 +354,78 @@ class AsyncLLM:
     def _forget(self, request: RequestState) -> RequestStream:
         self._queued.remove(request.group_id)
         self._replicas.forget(request.group_id)
+        self.adapters.end(request.group_id)
         stream = self._streams.pop(request.request_id)
         if not self._streams:
             self._nothing_open.set()
         return stream
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
+        """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""
+        ref = self.adapters.find(request)
+        if ref is None:
+            async with self._adapter_locks.setdefault(request.lora_name, asyncio.Lock()):
+                if (ref := self.adapters.find(request)) is None:
+                    self.adapters.add(request, await asyncio.to_thread(self.adapters.read, request))
+                    return self.adapters.load(request)
+        return ref
+
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
+        """As ``LLMEngine.add_lora``, beside the requests that run.
+
+        Raises:
+            AdapterError, AdapterConflictError: see there.
+        """
+        await self.ready()
+        ref = await asyncio.to_thread(self.adapters.read, lora_request)
+        return self.adapters.add(lora_request, ref, in_place=load_inplace)
+
+    async def remove_lora(self, lora_id: int, *, wait: bool = False) -> bool:
+        """Forgets the adapter of this ``lora_int_id``; false if there is none.
+
+        With ``wait`` it takes no new requests, and this returns when its last open one has ended; also if this is
+        cancelled before, it is then forgotten.
+
+        Raises:
+            AdapterConflictError: requests use it, without ``wait``.
+        """
+        await self.ready()
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is None:
+            return False
+        if wait:
+            gone = asyncio.Event()
+            self.adapters.retire(adapter.name, gone.set)
+            await gone.wait()
+        else:
+            self.adapters.remove(adapter.name)
+        return True
+
+    async def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each adapter that requests may name."""
+        await self.ready()
+        return {adapter.number for adapter in self.adapters}
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run.
+        """
+        await self.ready()
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is None:
+            return False
+        await self._replicas.call("pin_adapter", type(None), adapter.ref)
+        adapter.pinned = True
+        return True
+
+    def adapter_requests(self) -> Iterator[tuple[str, str]]:
+        """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
+        waiting = self._queued.lengths
+        return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
 
     # --- messages from the core -------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
-from octavo.core.errors import ConfigError, EngineStateError
+from octavo.core.errors import AdapterError, ConfigError, EngineStateError
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
@@ -23,6 +24,7 @@ from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 
@@ -85,7 +87,8 @@ class EngineCore(StepLoop):
             for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        scheduler = self._new_scheduler(executor, sizes)
+        adapters = Adapters(options) if options.enable_lora or options.enable_prompt_adapter else None
+        scheduler = self._new_scheduler(executor, sizes, adapters)
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -110,7 +113,7 @@ class EngineCore(StepLoop):
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
-    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks]) -> Scheduler:
+    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
         self.blocks = BlockManager(
@@ -122,7 +125,13 @@ class EngineCore(StepLoop):
             prefix_caching=options.enable_prefix_caching,
             host_cache=options.host_prefix_cache,
         )
-        scheduler = Scheduler(self.blocks, options, self.max_model_len, num_stages=executor.num_stages)
+        scheduler = Scheduler(
+            self.blocks,
+            options,
+            self.max_model_len,
+            num_stages=executor.num_stages,
+            adapters=adapters,
+        )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
             if seconds:
@@ -142,9 +151,10 @@ class EngineCore(StepLoop):
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
         if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
-        self.executor.execute(self.scheduler.schedule())  # the workers forget what has ended
+        plan = self.scheduler.schedule()  # the workers forget what has ended
+        self.scheduler.update(plan, self.executor.execute(plan))
         self.options = self.options.model_copy(update=dict(changes))
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups)
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.adapters)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -156,12 +166,27 @@ class EngineCore(StepLoop):
         self.scheduler.finish_sequence(group_id, index)
         self.settle()
 
+    def pin_adapter(self, adapter: AdapterRef) -> None:
+        """Keeps an adapter in host memory, and in a slot if it needs one; it is loaded with the next steps.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run, or its kind is not enabled.
+        """
+        if self.scheduler.adapters is None:
+            raise AdapterError(f"adapter {adapter.name!r} needs the option enable_lora or enable_prompt_adapter")
+        self.scheduler.adapters.pin(adapter)
+
+    def unpin_adapter(self, key: str) -> None:
+        """Lets a pinned adapter go when others need its place; nothing happens if it is not pinned."""
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.unpin(key)
+
     def sleep(self, level: int = 1) -> None:
         """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.
 
         While it sleeps at level 1, level 2 may follow; other calls change nothing then.
 
-        Pinned prefixes are released with it; what gave them has them computed again.
+        Pinned prefixes are released with it; what gave them has them computed again. Adapters stay in host memory.
 
         Raises:
             ConfigError: there is no such level.

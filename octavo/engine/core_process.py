@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.messages import (
@@ -170,6 +171,8 @@ class CoreLoop:
                 "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
                 "sleep": self._core.sleep,
                 "wake_up": self._core.wake_up,
+                "pin_adapter": lambda ref: self._core.pin_adapter(msgspec.convert(ref, AdapterRef)),
+                "unpin_adapter": self._core.unpin_adapter,
                 "collective_rpc": self._core.executor.collective_rpc,
             }
             encoded = msgspec.msgpack.encode(methods[method](*args))

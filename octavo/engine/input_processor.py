@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import MAX_LOGPROBS, EngineConfig
 from octavo.core.errors import InvalidRequestError
@@ -81,13 +82,13 @@ class InputProcessor:
         user: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
-        adapter: str | None = None,
+        adapter: AdapterRef | None = None,
         features: Sequence[Feature] = (),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
         ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user`` and targets: see
-        ``LLMEngine.add_request``.
+        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``).
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
@@ -104,8 +105,6 @@ class InputProcessor:
             cache_salt = prompt["cache_salt"]
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
-        if adapter is not None:
-            raise InvalidRequestError(f"no adapter {adapter!r} is loaded; leave it out to run the model as it is")
         if features:
             raise InvalidRequestError(
                 f"the model takes text alone, but the request has features (images or audio): {len(features)} of them"
@@ -127,6 +126,7 @@ class InputProcessor:
             ttft_target=ttft_target,
             tpot_target=tpot_target,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self._next_group_id += 1
         return ProcessedRequest(request_id, text, token_ids, params, group, arrival)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
+from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
-from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
+from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
 from octavo.core.metrics import Metric, metrics_of
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -40,7 +41,7 @@ class LLM:
     A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts (also of one) it fails
     alone: its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
 
-    Further keywords that vLLM's methods have (``lora_request=None``, ...) are accepted at the values that mean what is
+    Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
     """
 
@@ -95,6 +96,7 @@ class LLM:
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -112,15 +114,17 @@ class LLM:
             ttft_target: seconds from its arrival to the first token of a request, one for all or one for each, for
                 policies that look at it (``scheduling_policy="deadline"``).
             tpot_target: seconds between its tokens after the first; as ``ttft_target``.
+            lora_request: the adapter of all, or of each; None: the model itself. Needs ``enable_lora=True``.
             keywords: see the class.
 
         Raises:
             InvalidRequestError: a single prompt cannot be served, or there are not as many parameters as prompts.
+            AdapterError: the adapter of a single prompt cannot be used.
         """
         check_keywords("generate", keywords)
         single = _is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
-        claims = _claims(priority, user, ttft_target, tpot_target, len(many))
+        claims = _claims(priority, user, ttft_target, tpot_target, lora_request, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
 
     def beam_search(
@@ -133,6 +137,7 @@ class LLM:
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
@@ -153,6 +158,7 @@ class LLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
+            lora_request=lora_request,
             **keywords,
         )
         for output in outputs:
@@ -170,6 +176,7 @@ class LLM:
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -193,6 +200,7 @@ class LLM:
             user: see there.
             ttft_target: see there.
             tpot_target: see there.
+            lora_request: see there.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
             continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
             tools: JSON schemas of callable tools.
@@ -222,7 +230,7 @@ class LLM:
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
-        claims = _claims(priority, user, ttft_target, tpot_target, len(rendered))
+        claims = _claims(priority, user, ttft_target, tpot_target, lora_request, len(rendered))
         return self._run(rendered, sampling_params, use_tqdm, claims, single)
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
@@ -339,7 +347,7 @@ class LLM:
                     if error is not None:
                         raise error
                     self.llm_engine.add_request(request_id, prompt, param, streaming=False, **claim)
-                except InvalidRequestError as e:
+                except (InvalidRequestError, AdapterError) as e:
                     if single:
                         raise
                     outputs[request_id] = _refused(request_id, prompt, e)
@@ -415,14 +423,17 @@ def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) 
     raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {given}")
 
 
-def _claims(priority: Any, user: Any, ttft_target: Any, tpot_target: Any, count: int) -> list[dict[str, Any]]:
-    """What each of ``count`` requests brings for the scheduling policy, by keyword of ``LLMEngine.add_request``."""
+def _claims(
+    priority: Any, user: Any, ttft_target: Any, tpot_target: Any, lora_request: Any, count: int
+) -> list[dict[str, Any]]:
+    """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
     numbers = (int, float, type(None))
     columns = {
         "priority": _one_each("priority", priority or 0, (int, float), count),
         "user": _one_each("user", user, (str, type(None)), count),
         "ttft_target": _one_each("ttft_target", ttft_target, numbers, count),
         "tpot_target": _one_each("tpot_target", tpot_target, numbers, count),
+        "lora_request": _one_each("lora_request", lora_request, (LoRARequest, type(None)), count),
     }
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, memory_errors
@@ -13,6 +14,7 @@ from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
+from octavo.engine.adapters import make_registry
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.output_processor import OutputProcessor, check_increments
@@ -48,6 +50,8 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.inputs = self._new_inputs(default_sampling or {})
         self._outputs = OutputProcessor(tokenizer)
+        #: The adapters that requests may name.
+        self.adapters = make_registry(core.options, core.model_config)
         self._prefixes = SharedPrefixes(core.options, self.inputs)
 
     def _new_inputs(self, default_sampling: Mapping[str, Any]) -> InputProcessor:
@@ -106,6 +110,7 @@ class LLMEngine:
         user: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
+        lora_request: LoRARequest | None = None,
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
@@ -116,10 +121,12 @@ class LLMEngine:
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
         ``user``: whose request it is, for policies that look at it. ``ttft_target``, ``tpot_target``: seconds to the
         first token and between those after it, refused under a policy that does not look at them.
+        ``lora_request``: the adapter that it runs with, which is loaded if it is not yet.
         ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
+            AdapterError: the adapter cannot be used; likewise.
             EngineStateError: the engine is sleeping.
         """
         if self.core.is_sleeping:
@@ -128,6 +135,7 @@ class LLMEngine:
             check_increments(params)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
+        adapter = None if lora_request is None else self.adapters.load(lora_request)
         request = self.inputs.process(
             request_id,
             prompt,
@@ -138,11 +146,14 @@ class LLMEngine:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
+            adapter=adapter,
         )
         if not self.core.executor.in_process:
             check_sendable(request.group)
         self._outputs.open(request, streaming=streaming)
         self.core.scheduler.add(request.group)
+        if adapter is not None:
+            self.adapters.begin(request.group.group_id, adapter)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
@@ -156,6 +167,10 @@ class LLMEngine:
         ready, stopped = self._outputs.process(outputs)
         for group_id, index in stopped:
             self.core.stop(group_id, index)
+        if self.adapters.in_use:
+            for request in ready:
+                if request.finished:
+                    self.adapters.end(request.group_id)
         return [request.take() for request in ready]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -164,7 +179,46 @@ class LLMEngine:
         if request is None:
             return None
         self.core.abort(request.group_id)
+        self.adapters.end(request.group_id)
         return request.take()
+
+    def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
+        """Reads and checks an adapter, so that requests may name it; false if it was loaded with the same content.
+
+        ``load_inplace``: a name that is taken means this content from now on.
+
+        Raises:
+            AdapterError: it cannot be used with this model, or ``enable_lora`` is off.
+            AdapterConflictError: its name or number is taken.
+        """
+        return self.adapters.add(lora_request, self.adapters.read(lora_request), in_place=load_inplace)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets the adapter of this ``lora_int_id``; false if there is none.
+
+        Raises:
+            AdapterConflictError: requests use it.
+        """
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is not None:
+            self.adapters.remove(adapter.name)
+        return adapter is not None
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
+
+        Raises:
+            AdapterError: so many are pinned that no other could run.
+        """
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is not None:
+            self.core.pin_adapter(adapter.ref)
+            adapter.pinned = True
+        return adapter is not None
+
+    def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each adapter that requests may name."""
+        return {adapter.number for adapter in self.adapters}
 
     def collective_rpc(
         self,

@@ -223,6 +223,7 @@ class OutputProcessor:
             for completion in request.completions:
                 if not completion.finished:
                     completion.output.error, completion.output.outgrown = update.error, update.outgrown
+                    completion.output.adapter_failed = update.adapter_failed
                     self._finish(request, completion, update.finish_reason)
             return
         stops = request.source.group.task.stop_token_ids

@@ -18,6 +18,7 @@ from octavo.core.errors import ConfigError, EngineDeadError, reported_error
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
+from octavo.executor.adapter_loads import AdapterLoads
 from octavo.executor.broadcast import SLOTS, Broadcast
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.pipeline import SampledTokens
@@ -54,6 +55,7 @@ class RemoteExecutor(Executor):
         self._received = [0] * self._layout.world_size
         self._answers: list[dict[int, tuple[int, bytes]]] = [{} for _ in self._received]
         self._sampled = SampledTokens(self.num_stages)
+        self._loads = AdapterLoads(self._layout.world_size)
         self._lost: EngineDeadError | None = None
 
     @abstractmethod
@@ -100,7 +102,12 @@ class RemoteExecutor(Executor):
                 raise _error(content)
             if kind == FAILED:
                 raise self._lose(f"worker {rank} failed: {_error(content)}")
-        result = self._results.decode(answers[self._layout.output_rank][1])
+        reporter = self._layout.output_rank
+        result = self._results.decode(answers[reporter][1])
+        if len(answers) > 1:
+            reports = [(i, self._results.decode(data)) for i, (_, data) in enumerate(answers) if data and i != reporter]
+            if reports or result.loaded_adapters or result.adapter_errors:
+                self._loads.combine(result, reports, reporter)
         self._sampled.add(result)
         return result
 

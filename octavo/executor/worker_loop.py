@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.core.errors import OctavoError
 from octavo.core.plan import StepPlan
+from octavo.executor.adapter_loads import loads_of
 from octavo.executor.broadcast import Receiver
 from octavo.executor.worker import LocalConnections, Worker, WorkerSpec
 
@@ -125,7 +126,9 @@ class WorkerLoop:
             self._fail(e)
             return
         # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
-        self._answer(DONE, self._encoder.encode(result) if self._answers_steps else b"")
+        # But each loads adapters.
+        answer = result if self._answers_steps else loads_of(result)
+        self._answer(DONE, b"" if answer is None else self._encoder.encode(answer))
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, OctavoError):

@@ -85,17 +85,35 @@ class ForwardBatch:
     seq_lens: Annotated[Tensor, Array("S", torch.int32, advance=1)]
     #: int32 [G, S, B]; entries past a sequence's last block, or outside a group's window, are never read.
     block_tables: Annotated[Tensor, Array("GSB", torch.int32)]
+    #: int32 [T]: slot of each token's adapter; -1: none.
+    adapters: Annotated[Tensor, Array("T", torch.int32, padding=-1)]
     #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
     #: Whether ``sampled_rows`` are all tokens in order.
     all_sampled: bool
+    #: Whether a token has an adapter.
+    has_adapters: bool = False
 
     @classmethod
-    def of(cls, arrays: Sequence[Tensor], *, num_decodes: int, max_seq_len: int, all_sampled: bool) -> ForwardBatch:
+    def of(
+        cls,
+        arrays: Sequence[Tensor],
+        *,
+        num_decodes: int,
+        max_seq_len: int,
+        all_sampled: bool,
+        has_adapters: bool = False,
+    ) -> ForwardBatch:
         """A batch from arrays in the order of ``ARRAYS``."""
         named: dict[str, Any] = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
-        return cls(**named, num_decodes=num_decodes, max_seq_len=max_seq_len, all_sampled=all_sampled)
+        return cls(
+            **named,
+            num_decodes=num_decodes,
+            max_seq_len=max_seq_len,
+            all_sampled=all_sampled,
+            has_adapters=has_adapters,
+        )
 
     def arrays(self) -> list[Tensor]:
         """In the order of ``ARRAYS``."""
@@ -141,6 +159,7 @@ def make_batch(
     *,
     starts: Sequence[int] | None = None,
     token_ids: Tensor | None = None,
+    adapters: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
@@ -154,6 +173,7 @@ def make_batch(
         block_size: tokens per block.
         starts: position of each sequence's first token to compute; by default its last tokens are computed.
         token_ids: [T]; zeros by default.
+        adapters: slot of each sequence's adapter, -1 without one; by default none has one.
         device: of the arrays.
     """
     tables = block_tables if block_tables.dim() == 3 else block_tables[None]
@@ -164,6 +184,7 @@ def make_batch(
     sequence = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(query_lens, dtype=torch.int64))
     blocks = tables[:, sequence, positions // block_size].long()
     one_each = all(count == 1 for count in query_lens)
+    slots = torch.tensor(adapters or [-1] * len(first), dtype=torch.int32)
     batch = ForwardBatch(
         token_ids=torch.zeros_like(positions) if token_ids is None else token_ids,
         positions=positions,
@@ -172,9 +193,11 @@ def make_batch(
         query_start_loc=torch.tensor(offsets, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_tables=tables.to(torch.int32),
+        adapters=slots[sequence],
         num_decodes=next((i for i, count in enumerate(query_lens) if count != 1), len(first)),
         max_seq_len=max(seq_lens, default=0),
         all_sampled=one_each,
+        has_adapters=bool((slots >= 0).any()),
     )
     for array in ARRAYS:
         setattr(batch, array.name, getattr(batch, array.name).to(device))

@@ -18,6 +18,7 @@ from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.lora import AdapterRows, LowRank, LowRankEmbedding, PlainLowRank, PlainLowRankEmbedding
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, PlainHeads
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
@@ -67,6 +68,8 @@ class Kernels(ABC):
     copies_weights = False
     #: The tensor-parallel group, if there are several ranks.
     group: Communicator | None = None
+    #: The slots of the current step's rows, outside of recorded steps; None: no row has an adapter.
+    adapter_rows: AdapterRows | None = None
 
     def describe(self) -> str:
         """The backend and its settings, for logs."""
@@ -220,6 +223,47 @@ class Kernels(ABC):
                 section 2.1.2).
         """
         return plain_route(logits, spec, bias)
+
+    def make_low_rank(
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        sampled: bool = False,
+    ) -> LowRank:
+        """Empty slots for the low-rank products of a linear layer.
+
+        Args:
+            inputs: of this rank.
+            outputs: of this rank, of each part.
+            slots: how many adapters are held at once.
+            max_rank: the greatest rank of one.
+            dtype: of the network.
+            sampled: whether the rows of x are the step's sampled rows, not its tokens.
+        """
+        return PlainLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+
+    def make_low_rank_embedding(
+        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
+    ) -> LowRankEmbedding:
+        """Empty slots for the low-rank products of a token embedding, of which this rank has so many rows."""
+        return PlainLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
+
+    def begin_adapters(self, batch: ForwardBatch) -> None:
+        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
+        if not batch.has_adapters:
+            self.adapter_rows = None
+            return
+        tokens = batch.adapters
+        sampled = tokens if batch.all_sampled else tokens.index_select(0, batch.sampled_rows)
+        self.adapter_rows = AdapterRows(tokens, sampled)
+
+    def use_adapters(self, slots: Tensor | None) -> None:
+        """As ``begin_adapters``, for products of other rows than a step's: int32 [n], or None without adapters."""
+        self.adapter_rows = None if slots is None else AdapterRows(slots, slots)
 
     def pack_heads(self, weight: Tensor) -> PackedHeads:
         """Packs a matrix for each head, weight [H, N, K] of the activations' type; the caller then drops it."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.layers.lora import LoraLayer
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -64,6 +65,16 @@ class Layer:
             yield weight._replace(name=f"{prefix}{weight.name}")
         for name, child in self._children:
             yield from child.weights(f"{prefix}{name}." if name else prefix)
+
+    def lora_layers(self, prefix: str = "") -> Iterator[tuple[str, LoraLayer]]:
+        """The layers with slots for adapters of this rank in this tree, and their dotted names.
+
+        A part of a layer is called as the layer, a dot and the part's name, unless that is empty.
+        """
+        if isinstance(self, LoraLayer) and self.low_rank is not None:
+            yield prefix.removesuffix("."), self
+        for name, child in self._children:
+            yield from child.lora_layers(f"{prefix}{name}." if name else prefix)
 
     def load(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Loads one whole tensor of the checkpoint, of any floating type or in a checkpoint's own bits.

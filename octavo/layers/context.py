@@ -29,6 +29,9 @@ class LayerContext:
     tp_size: int = 1
     #: Indices of the network's layers that this pipeline stage computes; None: all.
     layers: range | None = None
+    #: Slots for adapters' low-rank products, and the greatest rank of one; 0: layers have none.
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

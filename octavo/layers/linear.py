@@ -6,17 +6,19 @@ and the unpacked one is freed, so at most one layer is in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.lora import LowRank, LowRankPart, PackedAdapter
 from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.lora import LoraLayer, LoraMatrices
 
 #: Outputs and inputs that ranks cannot share equally are shared in this unit: values with a scale of quantised formats.
 _UNIT = 32
@@ -47,13 +49,14 @@ class Part:
         return f"{self.name}.{kind}" if self.name else kind
 
 
-class ParallelLinear(Layer):
+class ParallelLinear(Layer, LoraLayer):
     """One matrix product; the matrix is the rows of one or more checkpoint matrices."""
 
     #: Whether the two matrices are gate and up projections.
     _gated = False
     #: Prefix of the stacked matrix's name in ``weights``, with a dot, if the layer is attached without a name.
     prefix = ""
+    low_rank: LowRank | None = None
 
     def __init__(
         self,
@@ -87,10 +90,34 @@ class ParallelLinear(Layer):
         self._weight: Tensor | None = None
         self._blocks: dict[str, QuantizedRows] = {}
         self._bias: Tensor | None = None
+        self._lora_shares = parts
+        self.lora_parts = {part.name: (part.full_rows, in_features) for part in parts}
+        if context.max_loras:
+            sizes = [part.size for part in parts]
+            self.low_rank = context.kernels.make_low_rank(
+                local_in_features, sizes, context.max_loras, context.max_lora_rank, context.dtype
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in], of the network's type or float32, to [T, out] of the network's type."""
-        return self.packed(x, self._context.dtype)
+        return self.packed(x, self._context.dtype, self.with_adapters(x))
+
+    def with_adapters(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
+        """What the product is to add: ``add`` and the low-rank products of x, both [T, out]; perhaps nothing."""
+        return add if self.low_rank is None else self.low_rank(x, add)
+
+    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
+        """See ``LoraLayer``."""
+        assert self.low_rank is not None
+        whole = self.check_lora(weights, self.low_rank.max_rank)
+        return self.low_rank.pack(
+            [
+                LowRankPart(whole[part.name].down[:, part.columns], whole[part.name].up[part.rows])
+                if part.name in whole
+                else None
+                for part in self._lora_shares
+            ]
+        )
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
@@ -152,7 +179,7 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """activation(x W^T + b): x [T, in] to [T, out], [T, out / 2] of gate and up."""
-        return self.packed(x, self._context.dtype, activation=self._activation)
+        return self.packed(x, self._context.dtype, self.with_adapters(x), self._activation)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
@@ -229,13 +256,13 @@ class RowParallelLinear(ParallelLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's columns of x [T, in] to float32 [T, out]."""
-        return self.kernels.all_reduce(self.packed(x, torch.float32), self._late_bias)
+        return self.kernels.all_reduce(self.packed(x, torch.float32, self.with_adapters(x)), self._late_bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
         if self._context.tp_size == 1:
-            return self.packed(x, torch.float32, add=residual)
-        return self.kernels.all_reduce(self.packed(x, torch.float32), self._late_bias, residual)
+            return self.packed(x, torch.float32, self.with_adapters(x, residual))
+        return self.kernels.all_reduce(self.packed(x, torch.float32, self.with_adapters(x)), self._late_bias, residual)
 
     def complete(self) -> None:
         """Packs the matrix, of several ranks without the bias."""

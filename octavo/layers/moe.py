@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,7 @@ class SparseMoE(Layer):
         self._experts: PackedExperts
         self._rows: dict[str, Tensor] = {}
         self._bias: Tensor | None = None
+        context = replace(context, max_loras=0)  # adapters of experts are refused
         #: Gate and up, and down, of each expert, until they are packed together.
         self._gate_up = [GateUpParallelLinear(context, hidden, inner, bias=False) for _ in range(num_experts)]
         self._down = [RowParallelLinear(context, inner, hidden, bias=False) for _ in range(num_experts)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, PackedAdapter
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.lora import LoraLayer, LoraMatrices
 
 
 class _VocabularyShare(Layer):
@@ -38,8 +42,10 @@ class _VocabularyShare(Layer):
         return table
 
 
-class VocabParallelEmbedding(_VocabularyShare):
-    """Token embedding, multiplied by ``scale``, which a network may set."""
+class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
+    """Token embedding, multiplied by ``scale``, which a network may set before adapters are packed."""
+
+    low_rank: LowRankEmbedding | None = None
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__(context, vocab_size, hidden_size)
@@ -50,6 +56,11 @@ class VocabParallelEmbedding(_VocabularyShare):
         #: The matrix of a tied head, if it can serve in place of the table.
         self._shared: PackedWeight | None = None
         self._heads: list[ParallelLMHead] = []
+        self.lora_parts = {"": (hidden_size, vocab_size)}
+        if context.max_loras:
+            self.low_rank = self.kernels.make_low_rank_embedding(
+                self.rows, hidden_size, context.max_loras, context.max_lora_rank, context.dtype
+            )
 
     def tie(self, head: ParallelLMHead) -> None:
         """Makes this table the matrix of ``head``, once it is loaded."""
@@ -62,7 +73,17 @@ class VocabParallelEmbedding(_VocabularyShare):
         else:
             assert self.table is not None
             rows = self.kernels.embedding(ids, self.table, self.start, scale=self.scale)
+        if self.low_rank is not None:
+            rows = self.low_rank(ids, rows, self.start)
         return self.kernels.all_reduce(rows)
+
+    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
+        """See ``LoraLayer``; of the matrices [rank, vocab] and [E, rank]."""
+        assert self.low_rank is not None
+        part = self.check_lora(weights, self.low_rank.max_rank)[""]
+        down = part.down.new_zeros((len(part.down), self.rows))
+        down[:, : self.end - self.start] = part.down[:, self.start : self.end]
+        return self.low_rank.pack(LowRankPart(down, part.up.float() * self.scale))
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows, unless a tied head has the very same; the table itself is never quantised."""
@@ -97,8 +118,10 @@ class PositionEmbedding(Layer):
         self.table.copy_(tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor)
 
 
-class ParallelLMHead(_VocabularyShare):
+class ParallelLMHead(_VocabularyShare, LoraLayer):
     """The language-model head; with ``tied`` its matrix is the embedding's, and no tensor is expected."""
+
+    low_rank: LowRank | None = None
 
     def __init__(
         self,
@@ -127,11 +150,25 @@ class ParallelLMHead(_VocabularyShare):
         if bias:
             self.expected["bias"] = (vocab_size,)
             self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
+        self.lora_parts = {"": (vocab_size, hidden_size)}
+        if context.max_loras:
+            self.low_rank = self.kernels.make_low_rank(
+                hidden_size, [self.rows], context.max_loras, context.max_lora_rank, context.dtype, sampled=True
+            )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
-        logits = self.kernels.all_gather(self.packed(hidden, torch.float32))
+        add = None if self.low_rank is None else self.low_rank(hidden)
+        logits = self.kernels.all_gather(self.packed(hidden, torch.float32, add))
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
+
+    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
+        """See ``LoraLayer``; the rows past the vocabulary are zero."""
+        assert self.low_rank is not None
+        part = self.check_lora(weights, self.low_rank.max_rank)[""]
+        up = part.up.new_zeros((self.rows, part.up.shape[1]))
+        up[: self.end - self.start] = part.up[self.start : self.end]
+        return self.low_rank.pack([LowRankPart(part.down, up)])
 
     def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
         """Copies this rank's rows."""

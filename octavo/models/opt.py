@@ -6,7 +6,7 @@ after each residual sum, none after the last layer, and a narrower embedding, pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -72,6 +72,7 @@ class OPTForCausalLM(GPTDecoder):
         super().__init__(config, context)
         hidden, width = config.hidden_size, config.embedding_size
         self.project_in = self.project_out = None
+        context = replace(context, max_loras=0)  # adapters of the projections are refused
         if hidden != width and self.is_first:
             self.project_in = self.attach("model.project_in", RowParallelLinear(context, width, hidden, bias=False))
         if hidden != width and self.is_last:

@@ -30,6 +30,8 @@ class Device(ABC):
         """``name`` is torch's; ``share`` is the worker's of its machine."""
         self.torch_device = torch.device(name)
         self._options, self._config, self._share = options, config, share
+        #: Bytes of host memory that are kept for adapters.
+        self.reserved = 0
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -52,7 +54,7 @@ class Device(ABC):
         return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
-        return memory.free_for_caches(self._config, self._options, self._share)
+        return max(0, memory.free_for_caches(self._config, self._options, self._share) - self.reserved)
 
     def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:
         return memory.num_host_blocks(layout, self._options, free, max_model_len, self._share.local_size)

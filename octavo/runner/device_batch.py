@@ -137,6 +137,7 @@ def to_device(inputs: StepInputs, pending: Sequence[SampledTokens], send: Send) 
         num_decodes=inputs.num_decodes,
         max_seq_len=inputs.max_seq_len,
         all_sampled=inputs.all_sampled,
+        has_adapters=inputs.has_adapters,
     )
     places = iter(sent[: len(indices)])
     for tokens in pending:

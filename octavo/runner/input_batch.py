@@ -27,6 +27,7 @@ class StepInputs:
     num_decodes: int
     max_seq_len: int
     all_sampled: bool
+    has_adapters: bool
     #: The sequences: those with one token first. How many further steps may differ from this one in nothing but one
     #: more token for each.
     seq_ids: list[int]
@@ -125,6 +126,9 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the row's sequence appends what it samples.
         self.appends = np.ones(max_num_seqs, dtype=bool)
+        #: Slot of the row's adapter, -1 without one; and how many of the rows in use have one.
+        self.adapters = np.full(max_num_seqs, -1, dtype=np.int32)
+        self._num_adapted = 0
         #: Sequences held that only compute their prompt.
         self._prompts: set[int] = set()
         #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
@@ -139,8 +143,8 @@ class InputBatch:
         """The row of a held sequence."""
         return self._rows[seq_id]
 
-    def add(self, sequence: NewSequence) -> int:
-        """Gives a new sequence its row."""
+    def add(self, sequence: NewSequence, slot: int = -1) -> int:
+        """Gives a new sequence its row; ``slot`` is that of its adapter, if it has one."""
         self._last = None
         row = self._free.pop()
         self._rows[sequence.seq_id] = row
@@ -150,6 +154,7 @@ class InputBatch:
         self.tokens.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = sequence.num_computed
         self.appends[row] = not isinstance(sequence.task, Beam)
+        self._set_adapter(row, slot)
         if not sequence.task.samples:
             self._prompts.add(sequence.seq_id)
         return row
@@ -165,7 +170,12 @@ class InputBatch:
         self.block_tables[:, row, :held] = self.block_tables[:, source, :held]
         for state in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.appends):
             state[row] = state[source]
+        self._set_adapter(row, int(self.adapters[source]))
         return row
+
+    def _set_adapter(self, row: int, slot: int) -> None:
+        self._num_adapted += (slot >= 0) - (int(self.adapters[row]) >= 0)
+        self.adapters[row] = slot
 
     def append(self, seq_id: int, token_ids: list[int]) -> None:
         """Adds known tokens."""
@@ -188,6 +198,7 @@ class InputBatch:
         if row is not None:
             self._prompts.discard(seq_id)
             self._last = None
+            self._set_adapter(row, -1)
             self._free.append(row)
             self._generation += 1
             self._row_generation[row] = self._generation
@@ -251,6 +262,7 @@ class InputBatch:
             sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
         all_sampled = one_each and len(sources) == len(positions)
+        adapters = self.adapters[token_rows]
         return StepInputs(
             arrays={
                 "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
@@ -261,10 +273,12 @@ class InputBatch:
                 "seq_lens": ends.astype(np.int32),
                 # Indexing may leave the groups innermost.
                 "block_tables": np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)]),
+                "adapters": adapters,
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,
             all_sampled=all_sampled,
+            has_adapters=self._num_adapted > 0 and bool((adapters >= 0).any()),
             seq_ids=seq_ids,
             repeats=self._repeats(positions) if all_sampled else 0,
             rows=rows,

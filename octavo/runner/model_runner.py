@@ -33,6 +33,7 @@ from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
 from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
+from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
@@ -106,6 +107,8 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            max_loras=options.max_loras if options.enable_lora else 0,
+            max_lora_rank=options.max_lora_rank,
         )
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
@@ -118,6 +121,8 @@ class ModelRunner:
         with self._timed("reading and packing weights"):
             #: Absent while a sleep of level 2 lasts.
             self.model = self._load_model()
+        self._adapters = make_adapter_store(options, config, self.model)
+        self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
@@ -152,6 +157,7 @@ class ModelRunner:
             on_device,
             on_host,
             dict(self._startup_seconds),
+            describe_adapters(self.options, self.model),
         )
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
@@ -225,6 +231,7 @@ class ModelRunner:
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """This stage's part of the network; hidden states come from the stage before and go to the one after."""
         ranks, kernels = self._ranks, self._kernels
+        kernels.begin_adapters(batch)
         if ranks.incoming is None:
             residual = self.model.embed(batch.token_ids)
         else:
@@ -308,6 +315,8 @@ class ModelRunner:
             return 0
         freed = 0 if self._weights_asleep else weight_bytes(self.model)
         self._weights_asleep = None
+        if self._adapters is not None:
+            self._adapters.detach()
         del self.model
         return freed
 
@@ -323,6 +332,8 @@ class ModelRunner:
         if not hasattr(self, "model"):
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
+            if self._adapters is not None:
+                self._adapters.attach(self.model)
         if self._weights_asleep is not None:
             wake_up(self._weights_asleep)
             self._weights_asleep = None
@@ -352,10 +363,13 @@ class ModelRunner:
         with self._mode():
             if sampled:
                 self._batch.append_sampled(sampled)
+            result = StepResult(step=plan.step)
             self._forget(plan.forget)
+            if self._adapters is not None:
+                self._adapters.apply(plan, result)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
-            step = QueuedStep(StepResult(step=plan.step), self._batch, self._in_flight)
+            step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
             if inputs is not None:
                 self._compute(inputs, step)
@@ -404,7 +418,7 @@ class ModelRunner:
 
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
-            row = self._batch.add(sequence)
+            row = self._batch.add(sequence, self._slot_of(sequence.adapter))
             self._sampler.add(row, sequence)
             if sequence.task.prompt_logprobs is not None:
                 self._wants_prompt_logprobs[sequence.seq_id] = sequence.task.prompt_logprobs
@@ -419,6 +433,13 @@ class ModelRunner:
             self._batch.append(seq_id, token_ids)
         for change in plan.table_changes:
             self._batch.change_table(change)
+
+    def _slot_of(self, adapter: str | None) -> int:
+        if adapter is None:
+            return -1
+        if self._adapters is None:
+            raise RuntimeError("a plan names an adapter, but enable_lora is false")
+        return self._adapters.slot_of(adapter)
 
     def _require_known(self, seq_ids: list[int]) -> None:
         """Refuses a change that needs tokens of these sequences that are still on the device only."""
@@ -457,9 +478,12 @@ class ModelRunner:
             row, start = int(inputs.rows[i]), int(inputs.starts[i])
             stop = min(int(inputs.ends[i]), int(table.num_prompt[row]) - 1)  # the last one's successor is generated
             scored = []
+            slot = int(self._batch.adapters[row])
             for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
                 first = int(offsets[i]) + low - start
+                slots = torch.full((high - low,), slot, dtype=torch.int32, device=self.device) if slot >= 0 else None
+                self._kernels.use_adapters(slots)
                 logits = self.model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:

@@ -81,7 +81,7 @@ class Admission:
         if not self._queues.num_not_running:
             return None
         eligible, held_back = self._first_waiting(now)
-        swapped = self._queues.swapped.peek(now)
+        swapped = self._queues.peek(self._queues.swapped, now)
         return self._first_in_order([*eligible, swapped] if swapped is not None else eligible, held_back)
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
@@ -91,7 +91,7 @@ class Admission:
     def _first_waiting(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """The first short and the first long prompt: (those that may start, those held back by a limit)."""
         options, queues = self._options, self._queues
-        short, long = queues.waiting.peek(now), queues.waiting_long.peek(now)
+        short, long = queues.peek(queues.waiting, now), queues.peek(queues.waiting_long, now)
         candidates = [g for g in (short, long) if g is not None]
         limit = options.max_num_partial_prefills
         if limit is not None and len(queues.prefilling) >= limit:
@@ -241,7 +241,10 @@ class Admission:
             ]
             if not lower:
                 break
-            self._preemption.preempt(self._preemption.choose_victim(lower, step.now), step)
+            victim = self._preemption.choose_victim(lower, step.now)
+            if queues.has_aged(victim, step.now) and victim is not queues.running[-1]:
+                break  # later ones would go on before it
+            self._preemption.preempt(victim, step)
         return group if step.blocked_on_memory else None
 
     def _would_fit(self, group: SequenceGroup) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,31 @@ _Entry = tuple[Any, tuple[float, int], int, SequenceGroup]
 _SLACK = 64
 
 
-class GroupQueue:
+class Ordered(ABC):
+    """Groups of which the first goes first: the oldest if it is urgent, else the first in the policy's order."""
+
+    def __init__(self, aging_limit: float | None) -> None:
+        self._aging_limit = aging_limit
+
+    def peek(self, now: float) -> SequenceGroup | None:
+        """The first group, or None if there is none; ``now`` on the clock of the arrival times."""
+        if self._aging_limit is not None:
+            oldest = self.earliest()
+            if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
+                oldest.urgent = True
+                return oldest
+        return self.first_by_key()
+
+    @abstractmethod
+    def earliest(self) -> SequenceGroup | None:
+        """The group that arrived first, or None if there is none."""
+
+    @abstractmethod
+    def first_by_key(self) -> SequenceGroup | None:
+        """The first in the policy's order, however long others wait; None if there is none."""
+
+
+class GroupQueue(Ordered):
     """Groups that do not run, in the policy's order; the cost of its methods does not grow with its length.
 
     With an ``aging_limit``, a group that arrived longer ago becomes *urgent*: urgent groups go before all others, in
@@ -25,8 +50,8 @@ class GroupQueue:
 
     def __init__(self, policy: Policy, aging_limit: float | None) -> None:
         """``aging_limit`` in seconds; None: no group becomes urgent."""
+        super().__init__(aging_limit)
         self._policy = policy
-        self._aging_limit = aging_limit
         self._by_key: list[_Entry] = []
         # Under first come, first served both orders are the same.
         self._by_arrival: list[_Entry] = self._by_key if type(policy) is FirstComeFirstServed else []
@@ -48,18 +73,17 @@ class GroupQueue:
         if self._by_arrival is not self._by_key:
             heapq.heappush(self._by_arrival, (group.arrival, *entry[1:]))
 
-    def peek(self, now: float) -> SequenceGroup | None:
-        """The first group, or None if the queue is empty; ``now`` on the clock of the arrival times."""
-        if self._aging_limit is not None:
-            oldest = self.earliest()
-            if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
-                oldest.urgent = True
-                return oldest
-        return self._first_by_key()
-
     def earliest(self) -> SequenceGroup | None:
-        """The group that arrived first, or None if the queue is empty."""
+        """As ``Ordered``."""
         return self._first(self._by_arrival)
+
+    def first_by_key(self) -> SequenceGroup | None:
+        """As ``Ordered``."""
+        return self._first(self._by_key)
+
+    def groups(self) -> list[SequenceGroup]:
+        """All groups, in no order."""
+        return [entry[3] for entry in self._by_arrival if self._is_present(entry)]
 
     def remove(self, group: SequenceGroup) -> None:
         """Removes a group from any position; its entries become stale and are skipped later."""
@@ -68,9 +92,6 @@ class GroupQueue:
             if len(heap) > 2 * len(self._stamps) + _SLACK:  # some may never be reached
                 heap[:] = [entry for entry in heap if self._is_present(entry)]
                 heapq.heapify(heap)
-
-    def _first_by_key(self) -> SequenceGroup | None:
-        return self._first(self._by_key)
 
     def _first(self, heap: list[_Entry]) -> SequenceGroup | None:
         while heap:
@@ -136,7 +157,8 @@ class LaneQueue(GroupQueue):
         arrival, _, stamp, group = lane.groups[0]
         return self._policy.key(group), arrival, stamp, group
 
-    def _first_by_key(self) -> SequenceGroup | None:
+    def first_by_key(self) -> SequenceGroup | None:
+        """As ``Ordered``."""
         heap = self._by_key
         while heap:
             entry = heap[0]

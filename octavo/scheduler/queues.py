@@ -9,9 +9,14 @@ from typing import Any
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.adapter_queue import AdapterQueue
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, load_policy
+
+#: A queue of groups that wait or are swapped.
+AnyQueue = GroupQueue | AdapterQueue
 
 
 class Queues:
@@ -23,19 +28,28 @@ class Queues:
     """
 
     def __init__(
-        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, plans_on_results: bool = False
+        self,
+        options: SchedulerOptions,
+        blocks: BlockManager,
+        max_model_len: int,
+        plans_on_results: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self.blocks = blocks
+        self.adapters = adapters
         self.policy = load_policy(options.scheduling_policy, options)
         self._threshold = options.long_prefill_token_threshold
         self._max_model_len = max_model_len
         self._aging_limit = options.aging_limit
         self._plans_on_results = plans_on_results
         self._by_arrival = type(self.policy) is FirstComeFirstServed
-        self.waiting = make_queue(self.policy, options.aging_limit)
+        self.waiting = self._make_queue()
         #: Prompts above ``long_prefill_token_threshold`` wait apart, so that short ones pass them without a search.
-        self.waiting_long = make_queue(self.policy, options.aging_limit)
-        self.swapped = make_queue(self.policy, options.aging_limit)
+        self.waiting_long = self._make_queue()
+        self.swapped = self._make_queue()
+        self.not_running = [self.waiting, self.waiting_long, self.swapped]
+        for pool in adapters.pools if adapters is not None else ():
+            pool.watchers = [queue.on_change for queue in self.not_running if isinstance(queue, AdapterQueue)]
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0
@@ -51,6 +65,11 @@ class Queues:
         self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
         self._numbers = itertools.count()
+
+    def _make_queue(self) -> AnyQueue:
+        if self.adapters is None:
+            return make_queue(self.policy, self._aging_limit)
+        return AdapterQueue(self.policy, self._aging_limit, self.adapters, self.order)
 
     @property
     def num_waiting(self) -> int:
@@ -103,9 +122,24 @@ class Queues:
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
         self.policy.on_arrival(group)
 
-    def waiting_queue(self, group: SequenceGroup) -> GroupQueue:
+    def waiting_queue(self, group: SequenceGroup) -> AnyQueue:
         """The queue in which this group waits."""
         return self.waiting_long if group.is_long else self.waiting
+
+    def peek(self, queue: AnyQueue, now: float) -> SequenceGroup | None:
+        """The first group of a queue that may be admitted, as far as adapters are concerned; None if there is none.
+
+        Groups whose adapter cannot be used yet are passed over. When the first of them is urgent, no later group with
+        an adapter is admitted: so slots become free for it, as those that run end.
+        """
+        first = queue.peek(now)
+        if self.adapters is None or first is None or first.request.adapter is None:
+            return first
+        blocked = [q.peek_blocked(now) for q in self.not_running if isinstance(q, AdapterQueue)]
+        if all(g is None or self.order(first) < self.order(g) for g in blocked):
+            return first
+        assert isinstance(queue, AdapterQueue)
+        return queue.base.peek(now)
 
     def order(self, group: SequenceGroup) -> tuple[Any, ...]:
         """Compares groups; the lower goes first: urgent ones by arrival, then the others as the policy says."""
@@ -136,6 +170,8 @@ class Queues:
     def start_running(self, group: SequenceGroup) -> None:
         """From waiting or swapped to running."""
         (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_queue(group)).remove(group)
+        if self.adapters is not None and (adapter := group.request.adapter) is not None:
+            self.adapters.pool(adapter).acquire(adapter)
         _set_status(group, SequenceStatus.RUNNING)
         group.chain = None  # when it resumes, its first sequence may be another one, and longer
         self.policy.on_admit(group)
@@ -249,6 +285,8 @@ class Queues:
         if group.prefilling:
             self.prefilling.remove(group)
         self.num_running_seqs -= group.num_seqs
+        if self.adapters is not None and (adapter := group.request.adapter) is not None:
+            self.adapters.pool(adapter).release(adapter.key)
 
     def _insert(self, groups: list[SequenceGroup], group: SequenceGroup) -> None:
         if not groups or self.order(groups[-1]) <= self.order(group):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.config import SchedulerOptions
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
+from octavo.core.errors import AdapterError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats, sum_groups
 from octavo.memory.block_manager import AllocStatus, BlockManager
+from octavo.scheduler.adapter_loading import AdapterLoading
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
@@ -35,12 +39,15 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         num_stages: int = 1,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A ``drafter`` proposes tokens that a step then verifies.
 
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
+
+        Without ``adapters``, requests that name one end as ignored.
 
         Raises:
             ValueError: ``max_model_len`` tokens do not fit the blocks.
@@ -49,12 +56,16 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        self.queues = Queues(options, blocks, max_model_len, plans_on_results=drafter is not None or num_stages > 1)
+        self.queues = Queues(
+            options, blocks, max_model_len, plans_on_results=drafter is not None or num_stages > 1, adapters=adapters
+        )
         self._stats = SchedulerStats()
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, drafter, num_stages)
         self._results = Results(self.queues, max_model_len)
+        self.adapters = adapters
+        self._loading = AdapterLoading(self.queues, adapters) if adapters is not None else None
         self._num_stages = num_stages
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
         self._clock = clock
@@ -78,11 +89,26 @@ class Scheduler:
 
         The prompt must be shorter than ``max_model_len``; as long at most if nothing is sampled.
         """
+        if request.adapter is not None and (error := self._adapter_error(request.adapter)) is not None:
+            self._pending_outputs.append(
+                GroupOutput(request.group_id, SequenceStatus.FINISHED_IGNORED.value, str(error))
+            )
+            return
         group = self.queues.add(request)
         rejection_reason = self._admission.rejection_reason(group)
         if rejection_reason is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
             self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
+
+    def _adapter_error(self, adapter: AdapterRef) -> AdapterError | None:
+        """Why requests with this adapter cannot run, or None if they can."""
+        if self.adapters is None:
+            return AdapterError(f"adapter {adapter.name!r} needs the option enable_lora or enable_prompt_adapter")
+        try:
+            self.adapters.pool(adapter)
+        except AdapterError as e:
+            return e
+        return None
 
     def receive(self, request: EngineCoreRequest) -> bool:
         """Queues a group of one sequence whose prompt, but for its last token, another engine has computed.
@@ -117,9 +143,15 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
-        if self._num_stages > 1 and self.queues.num_waiting:
+        if self._num_stages > 1 and self.queues.num_waiting and (self.adapters is None or self._may_admit):
             return True
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a waiting group could be admitted, as far as adapters are concerned."""
+        queues, now = self.queues, self._clock()
+        return any(queues.peek(queue, now) is not None for queue in (queues.waiting, queues.waiting_long))
 
     def schedule(self) -> StepPlan:
         """Plans the next step.
@@ -131,6 +163,8 @@ class Scheduler:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
         step = Step(self._clock(), self.options.token_budget)
         self.queues.reorder(step.now)
+        if self.adapters is not None:
+            self.adapters.place_pinned()
         preempting = self._admission.preempt_for_waiting(step) if self._displaces else None
         if self.options.batching == "prefill_first":
             self._schedule_prefill_first(step, preempting)
@@ -139,10 +173,21 @@ class Scheduler:
         self._end_unservable(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
+        if self._loading is not None:
+            self._add_adapters(plan, step)
         advance(self.queues, step)
         self._in_flight[plan.step] = step
         self._count_totals(step, plan)
         return plan
+
+    def _add_adapters(self, plan: StepPlan, step: Step) -> None:
+        """Begins loads, and puts into the plan what becomes of adapters."""
+        assert self.adapters is not None and self._loading is not None
+        self._loading.start_loads(step.now)
+        self.adapters.add_to(plan)
+        # Behind a step in flight, waiting would delay those that follow its result.
+        idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
+        plan.awaits_adapter = idle and self.adapters.num_loading > 0
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):
@@ -167,7 +212,7 @@ class Scheduler:
         if step.prefills or step.decodes:
             return
         self._schedule_running(step)
-        while not step.blocked_on_memory and (group := self.queues.swapped.peek(step.now)) is not None:
+        while not step.blocked_on_memory and (group := self._first_swapped(step.now)) is not None:
             first = self._admission.next_group(step.now)
             overtakes = first is None or (first is not group and first.urgent)
             if overtakes or not self._admission.admit_swapped(group, step):
@@ -175,10 +220,13 @@ class Scheduler:
 
     def _next_waiting(self, now: float) -> SequenceGroup | None:
         """The waiting group that goes before the swapped ones: if there are any, only an urgent one."""
-        if not len(self.queues.swapped):
+        if self._first_swapped(now) is None:
             return self._admission.next_waiting(now)
         first = self._admission.next_group(now)
         return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
+
+    def _first_swapped(self, now: float) -> SequenceGroup | None:
+        return self.queues.peek(self.queues.swapped, now)
 
     def _passed_delay(self, now: float) -> bool:
         """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds.
@@ -195,7 +243,7 @@ class Scheduler:
         """Ends a group of several sequences that does not fit although no other holds a block: it never will."""
         if self.queues.running or step.blocked_on_memory or step.ended:
             return
-        swapped = self.queues.swapped.peek(step.now) if self.options.batching == "prefill_first" else None
+        swapped = self._first_swapped(step.now) if self.options.batching == "prefill_first" else None
         group = self._next_waiting(step.now) if swapped is not None else None
         group = group or swapped or self._admission.next_group(step.now)
         # Tokens in flight may end some or all of its sequences.
@@ -229,6 +277,12 @@ class Scheduler:
         self._last_update = now
         self._observe_costs(step, plan, result)
         outputs = self._results.update(step, result)
+        if self._loading is not None:
+            for group, message in self._loading.update(result):
+                self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
+                self._pending_outputs.append(
+                    GroupOutput(group.group_id, group.status.value, message, adapter_failed=True)
+                )
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
@@ -242,6 +296,8 @@ class Scheduler:
         outputs = EngineCoreOutputs(groups=self._pop_pending_outputs())
         scheduled = [s.group for s in step.decodes] + [s.group for s, _ in step.drafted] + step.prefill_groups
         groups = {g.group_id: g for g in scheduled + step.swapped_groups}
+        if self.adapters is not None:
+            self.adapters.repeat(plan)
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
@@ -280,6 +336,8 @@ class Scheduler:
         stats.blocks_pinned, stats.host_blocks_used = total.pinned, total.host_used
         if len(groups) > 1:
             stats.groups = groups
+        if self.adapters is not None:
+            stats.adapters = self.adapters.counts()
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 

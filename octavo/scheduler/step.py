@@ -248,4 +248,6 @@ def _new_sequence(seq: Sequence) -> NewSequence:
     task = seq.group.request.task
     if isinstance(task, Generate) and seq.index:
         task = msgspec.structs.replace(task, seed=_seed(seq))
-    return NewSequence(seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed, task)
+    adapter = seq.group.request.adapter
+    key = adapter.key if adapter is not None else None
+    return NewSequence(seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed, task, key)

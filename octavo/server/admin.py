@@ -7,7 +7,7 @@ from starlette.requests import Request
 from octavo.core.errors import EngineDeadError, OctavoError
 from octavo.server.errors import ApiError
 from octavo.server.protocol import Sleeping
-from octavo.server.service import Service, service_of
+from octavo.server.service import operator_service, service_of
 
 
 async def sleep(request: Request, level: int = 1) -> Sleeping:
@@ -15,7 +15,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
 
     Level 1 keeps the weights at hand and frees the KV cache, level 2 drops the weights too, to be read again.
     """
-    service = _service(request)
+    service = operator_service(request)
     if level not in (1, 2):
         raise ApiError(400, f"level must be 1 or 2, not {level}", param="level", code="invalid_value")
     try:
@@ -29,7 +29,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
 
 async def wake_up(request: Request) -> Sleeping:
     """Restores weights and KV cache; nothing happens if the engine is not sleeping."""
-    service = _service(request)
+    service = operator_service(request)
     await service.llm.wake_up()
     return Sleeping(is_sleeping=service.llm.is_sleeping)
 
@@ -37,13 +37,3 @@ async def wake_up(request: Request) -> Sleeping:
 async def is_sleeping(request: Request) -> Sleeping:
     """Whether the engine sleeps."""
     return Sleeping(is_sleeping=service_of(request).llm.is_sleeping)
-
-
-def _service(request: Request) -> Service:
-    """The service, unless a web page of another origin sends the request, which browsers let it do without a body."""
-    service = service_of(request)
-    origin = request.headers.get("origin")
-    if origin is not None and origin not in service.options.origins:
-        raise ApiError(403, f"pages of {origin[:100]!r} may not do this (allowed_origins)", code="origin_not_allowed")
-    service.llm.check_alive()
-    return service

@@ -9,10 +9,11 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from octavo import __version__
-from octavo.server import admin, chat, completions, operation, tokenization
+from octavo.server import adapters, admin, chat, completions, operation, tokenization
 from octavo.server.errors import handle_errors
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
 from octavo.server.protocol import (
+    AdapterStatus,
     ChatCompletion,
     Completion,
     Detokenized,
@@ -54,6 +55,8 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     _add_other_routes(app)
     if service.options.enable_admin_routes:
         _add_admin_routes(app)
+    if service.options.enable_lora_routes:
+        _add_adapter_routes(app)
     handle_errors(app)
     options = service.options
     # The middleware added last is the outermost.
@@ -116,6 +119,12 @@ def _add_admin_routes(app: FastAPI) -> None:
         )
 
 
+def _add_adapter_routes(app: FastAPI) -> None:
+    refused = {403: "A web page.", 404: "There is no such adapter.", 409: "The name is taken, or in use."}
+    for path, endpoint in (("load", adapters.load_adapter), ("unload", adapters.unload_adapter)):
+        _add(app, "POST", f"/v1/{path}_lora_adapter", endpoint, AdapterStatus, "Server", errors=refused)
+
+
 def _add(
     app: FastAPI,
     method: str,
@@ -128,7 +137,7 @@ def _add(
     errors: dict[int, str] | None = None,
 ) -> None:
     """Adds a route with the description of its responses."""
-    known = {**_ALWAYS, **(errors or {}), **(_WITH_BODY if method == "POST" else {}), **(_BUSY if stream else {})}
+    known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if stream else {})}
     responses: dict[int | str, dict[str, Any]] = _errors(known)
     if stream:
         responses[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}

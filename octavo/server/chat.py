@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
-    model = service.model_name(body.model)
+    model = await service.model(body.model)
     check_fields(service, body)
     top = _top_logprobs(body)
     text = await render_chat(service, body.messages, body)

@@ -18,7 +18,7 @@ from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.prompts import TokenizedPrompt, read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from octavo.server.service import Service, service_of
+from octavo.server.service import ServedModel, Service, service_of
 from octavo.server.streaming import DONE, EventStream, event
 
 
@@ -26,7 +26,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     """Completes prompts: texts or token ids, one or many; as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
-    model = service.model_name(body.model)
+    model = await service.model(body.model)
     check_fields(service, body)
     prompts = await read_prompts(service, body)
     pending = _PendingResponse(body, _generation(service, request, body, model, prompts))
@@ -37,7 +37,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 def _generation(
-    service: Service, request: Request, body: CompletionRequest, model: str, prompts: list[TokenizedPrompt]
+    service: Service, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokenizedPrompt]
 ) -> Generation:
     max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS) if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs

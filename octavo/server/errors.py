@@ -13,7 +13,16 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, OctavoError, TokenizerError
+from octavo.core.errors import (
+    AdapterConflictError,
+    AdapterError,
+    AdapterNotFoundError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    OctavoError,
+    TokenizerError,
+)
 
 logger = logging.getLogger("octavo.server")
 
@@ -61,6 +70,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, (InvalidRequestError, TokenizerError)):
         return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
+    if isinstance(error, AdapterError):
+        return _adapter_error(error)
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
@@ -105,6 +116,14 @@ def _http_error(error: HTTPException) -> ApiError:
     message = messages.get(error.status_code) or str(error.detail)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return ApiError(error.status_code, message, kind=kind, headers=error.headers)
+
+
+def _adapter_error(error: AdapterError) -> ApiError:
+    if isinstance(error, AdapterNotFoundError):
+        return ApiError(404, str(error), code="adapter_not_found")
+    if isinstance(error, AdapterConflictError):
+        return ApiError(409, str(error), code="adapter_conflict")
+    return ApiError(400, str(error), param=_param(str(error)), code="invalid_adapter")
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

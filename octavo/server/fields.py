@@ -39,7 +39,7 @@ class Unsupported(NamedTuple):
 
 _FORMAT = "output cannot be constrained to a format yet"
 _TOOLS = "tools are not supported yet"
-_ADAPTER = "adapters are not supported yet"
+_ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
 _REASONING = "reasoning is not separated from the answer; it stays in its content"
 _EXCHANGE = "KV caches are not exchanged with other servers"
 _SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the penalties are supported"

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.errors import AdapterConflictError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.cancellation import cancel_tasks
@@ -25,7 +26,7 @@ from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
 from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
-from octavo.server.service import Service
+from octavo.server.service import ServedModel, Service
 
 #: Logprobs at each position where the engine's ``max_logprobs`` is not given: as many as OpenAI's API has.
 DEFAULT_MAX_LOGPROBS = 20
@@ -40,8 +41,8 @@ class Generation:
     service: Service
     request: Request
     body: GenerationRequest
-    #: Name of the model in the response.
-    model: str
+    #: The model or adapter, with its name in the response.
+    model: ServedModel
     #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
     response_id: str
     prompts: list[TokenizedPrompt]
@@ -73,6 +74,8 @@ class Generation:
         finally:
             for run in runs:
                 await run.aclose()
+            if self.model.adapter is not None:
+                log_fields(self.request.scope)["adapter"] = self.model.name
             log_fields(self.request.scope).update(
                 prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
                 completion_tokens=self.completion_tokens,
@@ -124,7 +127,7 @@ class Generation:
         return {
             "id": self.response_id,
             "created": self.created,
-            "model": self.model,
+            "model": self.model.name,
             "system_fingerprint": f"octavo-{__version__}",
         }
 
@@ -140,9 +143,10 @@ class Generation:
             user=self.body.user,
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
+            lora_request=self.model.adapter,
             streaming=bool(self.body.stream),
         )
-        observer = RequestObserver(service.metrics)
+        observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):
                 async for output in stream:
@@ -153,10 +157,26 @@ class Generation:
                         service.queue.observe(output)
                         if service.tracer is not None:
                             service.tracer.record(output, observer, self.request.headers)
-                    _raise_if_failed(output)
+                    self._raise_if_failed(output)
                     yield output
         finally:
             observer.close()
+
+    def _raise_if_failed(self, output: RequestOutput) -> None:
+        """Raises if a completion was ignored, aborted or failed."""
+        for completion in output.outputs:
+            if completion.finish_reason == "ignored":
+                raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
+            if completion.finish_reason == "abort":
+                message = "the request was ended as the server shuts down"
+                raise ApiError(503, message, kind="server_error", code="aborted")
+            if completion.adapter_failed and self.model.adapter is not None:
+                raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
+            if completion.outgrown:
+                raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
+            if completion.finish_reason == "error":
+                logger.error("request %s failed: %s", output.request_id, completion.error)
+                raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")
 
 
 def check_fields(service: Service, body: GenerationRequest) -> None:
@@ -175,7 +195,7 @@ def make_generation(
     service: Service,
     request: Request,
     body: GenerationRequest,
-    model: str,
+    model: ServedModel,
     prompts: list[TokenizedPrompt],
     *,
     prefix: str,
@@ -283,17 +303,3 @@ async def _merge_outputs(
 
 async def _next(run: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
     return await anext(run, None)
-
-
-def _raise_if_failed(output: RequestOutput) -> None:
-    """Raises if a completion was ignored, aborted or failed."""
-    for completion in output.outputs:
-        if completion.finish_reason == "ignored":
-            raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
-        if completion.finish_reason == "abort":
-            raise ApiError(503, "the request was ended as the server shuts down", kind="server_error", code="aborted")
-        if completion.outgrown:
-            raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
-        if completion.finish_reason == "error":
-            logger.error("request %s failed: %s", output.request_id, completion.error)
-            raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -13,7 +14,7 @@ from octavo import __version__
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
-    from octavo.core.stats import SchedulerState, StepStats
+    from octavo.core.stats import AdapterStats, SchedulerState, StepStats
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -21,6 +22,9 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
 
+#: Adapters with series of their own, so that clients cannot make any number of them; the others share one.
+MAX_ADAPTER_LABELS = 256
+OTHER_ADAPTERS = "(others)"
 #: Finish reasons of complete requests; only these enter the histogram of request durations.
 COMPLETE = ("stop", "length")
 #: Finish reasons exported as zero from the start; others appear once they occur.
@@ -43,16 +47,21 @@ class Metrics:
         #: Functions from label values to metrics, of the families with a series for each replica.
         self._by_replica: dict[str, Any] = {}
         self._replicas: dict[int, _ReplicaMetrics] = {}
+        #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
+        self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
+        self._adapter_labels: set[str] = set()
         self._make_requests()
         self._make_latencies()
         self._make_cache()
         self._make_steps()
+        self._make_adapters()
         self._make_http()
         self._replica(0)
 
     def render(self) -> tuple[bytes, str]:
         """The page that Prometheus scrapes, and its content type."""
         self._log_lines_dropped.set_total(self._dropped_logs())
+        self._show_adapter_requests()
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def log(self, stats: StepStats) -> None:
@@ -155,6 +164,55 @@ class Metrics:
             "step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["replica", "phase"]
         )
 
+    def _make_adapters(self) -> None:
+        """The series of an adapter begin with its first request; those of places, where adapters are served."""
+        families = self._by_replica
+        self._adapter_requests = self._gauge(
+            "adapter_requests",
+            "Requests in the engine now, by adapter and state.",
+            ["adapter", "state"],
+        )
+        self.adapter_finished = self._counter("adapter_requests_finished", "Requests that ended.", ["adapter"])
+        self.adapter_prompt_tokens = self._counter(
+            "adapter_prompt_tokens", "Tokens of the prompts of requests that started.", ["adapter"]
+        )
+        self.adapter_generation_tokens = self._counter("adapter_generation_tokens", "Tokens generated.", ["adapter"])
+        families["adapters"] = self._gauge(
+            "adapters", "Adapters now: in slots on the device, in host memory, being loaded.", ["replica", "place"]
+        )
+        families["adapter_loads"] = self._counter("adapter_loads", "Loads of adapters from files.", ["replica"])
+        families["adapter_failures"] = self._counter("adapter_failed_loads", "Loads that failed.", ["replica"])
+        families["adapter_evictions"] = self._counter(
+            "adapter_evictions", "Adapters that lost their place to others.", ["replica", "place"]
+        )
+        families["adapter_lookups"] = self._counter(
+            "adapter_admissions",
+            "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).",
+            ["replica", "slot"],
+        )
+        families["adapter_seconds"] = self._counter(
+            "adapter_stall_seconds", "Time in which steps placed adapters or waited for one.", ["replica"]
+        )
+        families["adapter_longest"] = self._gauge(
+            "adapter_longest_stall", "The longest of these times in one step.", ["replica"], unit="seconds"
+        )
+
+    def adapter_label(self, name: str) -> str:
+        """The label of an adapter: its name, of the first ``MAX_ADAPTER_LABELS``; ``OTHER_ADAPTERS`` of all others."""
+        if name in self._adapter_labels:
+            return name
+        label = name if len(self._adapter_labels) < MAX_ADAPTER_LABELS else OTHER_ADAPTERS
+        self._adapter_labels.add(label)
+        return label
+
+    def _show_adapter_requests(self) -> None:
+        counts: Counts[tuple[str, str]] = Counts()
+        for name, state in self.adapter_states():
+            counts[self.adapter_label(name), state] += 1
+        for label in self._adapter_labels:
+            for state in ("running", "waiting"):
+                self._adapter_requests(label, state).set(counts[label, state])
+
     def _make_http(self) -> None:
         self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()
         self._http_responses = self._counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
@@ -204,6 +262,8 @@ class _ReplicaMetrics:
             "prefix_queried_tokens": _Total(families["queried"](replica)),
             "prefix_hit_tokens": _Total(families["hits"](replica)),
         }
+        self._adapters = lambda: _AdapterMetrics(families, replica)
+        self._shown_adapters: _AdapterMetrics | None = None
         self.prefill_tokens, self.decode_tokens = tokens(replica, "prefill"), tokens(replica, "decode")
 
     def show(self, stats: SchedulerState) -> None:
@@ -216,13 +276,47 @@ class _ReplicaMetrics:
                 self._group_blocks(str(number), window, state).set(getattr(group, state))
         for name, total in self._totals.items():
             total.set_total(getattr(stats, name))
+        if stats.adapters is not None:
+            self._shown_adapters = self._shown_adapters or self._adapters()
+            self._shown_adapters.show(stats.adapters)
+
+
+class _AdapterMetrics:
+    """The series of one engine core that serves adapters."""
+
+    def __init__(self, families: dict[str, Any], replica: str) -> None:
+        places, evictions, lookups = (families[f"adapter{name}"] for name in ("s", "_evictions", "_lookups"))
+        self._gauges = {
+            "in_slots": places(replica, "slot"),
+            "in_host": places(replica, "host"),
+            "loading": places(replica, "loading"),
+            "longest_seconds": families["adapter_longest"](replica),
+        }
+        self._totals = {
+            "loads": _Total(families["adapter_loads"](replica)),
+            "failed_loads": _Total(families["adapter_failures"](replica)),
+            "slot_evictions": _Total(evictions(replica, "slot")),
+            "host_evictions": _Total(evictions(replica, "host")),
+            "slot_hits": _Total(lookups(replica, "hit")),
+            "slot_misses": _Total(lookups(replica, "miss")),
+            "seconds": _Total(families["adapter_seconds"](replica)),
+        }
+
+    def show(self, stats: AdapterStats) -> None:
+        """Takes counts and totals."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(stats, name))
+        for name, total in self._totals.items():
+            total.set_total(getattr(stats, name))
 
 
 class RequestObserver:
     """Counts the tokens and latencies of one request from its outputs."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, adapter: str | None = None) -> None:
+        """``adapter``: the name of the request's, if it has one."""
         self._metrics = metrics
+        self._adapter = None if adapter is None else metrics.adapter_label(adapter)
         #: Tokens of all its completions so far.
         self.num_tokens = 0
         #: Finish reasons of its completions, by index.
@@ -237,6 +331,8 @@ class RequestObserver:
         if not self._started:
             self._started = True
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            if self._adapter is not None:
+                metrics.adapter_prompt_tokens(self._adapter).inc(len(output.prompt_token_ids))
             if times.time_in_queue is not None:
                 metrics.queue.observe(times.time_in_queue)
             if times.first_token_time is not None:
@@ -247,7 +343,7 @@ class RequestObserver:
             if count := len(completion.token_ids):
                 self._count(completion.index, count, times.first_token_time or now, now)
         if output.finished:
-            self._ended = True
+            self._end()
             reason = self.finish_reasons.get(0, "abort")
             metrics.finished(reason).inc()
             if reason in COMPLETE:
@@ -256,12 +352,19 @@ class RequestObserver:
     def close(self) -> None:
         """Counts the request as aborted if it has not ended."""
         if not self._ended:
-            self._ended = True
+            self._end()
             self._metrics.finished("abort").inc()
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._adapter is not None:
+            self._metrics.adapter_finished(self._adapter).inc()
 
     def _count(self, index: int, count: int, first_token_time: float, now: float) -> None:
         self.num_tokens += count
         self._metrics.generation_tokens.inc(count)
+        if self._adapter is not None:
+            self._metrics.adapter_generation_tokens(self._adapter).inc(count)
         last = self._last.get(index)
         if last is None:  # the prefill gives the first token of every completion
             last, count = first_token_time, count - 1
@@ -275,8 +378,8 @@ class _Total:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._last = 0
+        self._last = 0.0
 
-    def set_total(self, total: int) -> None:
+    def set_total(self, total: float) -> None:
         self._counter.inc(max(total - self._last, 0))
         self._last = total

@@ -8,19 +8,21 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server.errors import ApiError
 from octavo.server.protocol import Model, ModelList, Version
-from octavo.server.service import Service, service_of
+from octavo.server.service import ServedModel, Service, service_of
 
 
 async def list_models(request: Request) -> ModelList:
-    """The names that the model is served under."""
+    """The names that the model is served under, and its adapters."""
     service = service_of(request)
-    return ModelList(object="list", data=[_model(service, name) for name in service.model_names])
+    models = [_model(service, ServedModel(name)) for name in service.model_names]
+    models += [_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
+    return ModelList(object="list", data=models)
 
 
 async def retrieve_model(request: Request, model: str) -> Model:
-    """One name that the model is served under."""
+    """One name that the model is served under, or an adapter."""
     service = service_of(request)
-    return _model(service, service.model_name(model))
+    return _model(service, await service.model(model))
 
 
 async def health(request: Request) -> Response:
@@ -51,11 +53,14 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response(b"{}", media_type="application/json")
 
 
-def _model(service: Service, name: str) -> Model:
+def _model(service: Service, model: ServedModel) -> Model:
+    base = service.model_names[0]
     return Model(
-        id=name,
+        id=model.name,
         created=service.created,
         object="model",
         owned_by="octavo",
         max_model_len=service.llm.max_model_len,
+        root=base if model.adapter is None else service.shown_path(service.llm.adapters.known(model.name).ref.path),
+        parent=None if model.adapter is None else base,
     )

@@ -299,6 +299,8 @@ class Model(ResponseModel):
     object: Literal["model"]
     owned_by: str
     max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
+    root: str = Field(description="The model's first name; of an adapter its path in lora_folder, or its last part.")
+    parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
 
 
 class ModelList(ResponseModel):
@@ -333,6 +335,38 @@ class Sleeping(ResponseModel):
     """A response of ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
 
     is_sleeping: bool
+
+
+class LoadAdapterRequest(RequestModel):
+    """Body of ``/v1/load_lora_adapter``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: Name = Field(description="What requests will call it, as their model.")
+    lora_path: Annotated[str, Field(max_length=4096)] = Field(
+        description="Its folder or GGUF file, within the server's lora_folder; relative to that, or absolute."
+    )
+    load_inplace: bool | None = Field(None, description="Replace an adapter of this name; running requests keep it.")
+    base_model_name: Name | None = Field(None, description="If given, it must be a name of the served model.")
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Body of ``/v1/unload_lora_adapter``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: Name = Field(description="Its name.")
+    lora_int_id: Int | None = Field(None, description="Accepted, without effect.")
+    wait: bool | None = Field(
+        None, description="Refuse new requests and wait until its running ones have ended; else they are refused for."
+    )
+
+
+class AdapterStatus(ResponseModel):
+    """A response of ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``."""
+
+    lora_name: str
+    status: Literal["loaded", "loaded already", "unloaded"]
 
 
 class Health(ResponseModel):

@@ -170,12 +170,11 @@ async def _serve_engine(
     from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
-    from octavo.server.queue_limit import QueueLimit
-    from octavo.server.service import Service
+    from octavo.server.service import make_service
 
     metrics = Metrics(names[0], lambda: writer.dropped)
-    limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
-    service = Service(llm, options, metrics, names, limit, tracer)
+    service = make_service(llm, options, metrics, names, tracer)
+    await service.load_modules()
     for replica, stats in enumerate(await llm.replica_stats()):
         metrics.on_state(stats, replica)
     llm.stat_loggers.append(metrics)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
+from octavo.core.adapters import LoRARequest
+from octavo.core.errors import AdapterError, ConfigError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
+from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
+from octavo.engine.adapters import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
@@ -19,6 +27,15 @@ from octavo.server.tracing import Tracer
 MAX_UNKNOWN_FIELDS = 100
 
 logger = logging.getLogger("octavo.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request names as its model: the model itself, or an adapter of it."""
+
+    #: As the response says it.
+    name: str
+    adapter: LoRARequest | None = None
 
 
 @dataclass(slots=True)
@@ -32,33 +49,92 @@ class Service:
     model_names: list[str]
     queue: QueueLimit
     tracer: Tracer | None = None
+    #: Finds adapters that are not loaded yet.
+    resolver: AdapterResolver | None = None
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
     #: Unknown fields of requests that were logged.
     unknown_fields: set[str] = field(default_factory=set)
     #: Set during shutdown: open requests may finish, new ones are refused.
     closing: bool = False
+    #: By name: held while an adapter is looked for.
+    _resolving: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     @property
     def max_prompt_chars(self) -> int:
         """Longest prompt in characters; a longer one is refused without being tokenized."""
         return self.options.max_prompt_chars or CHARS_PER_TOKEN * self.llm.max_model_len
 
-    def model_name(self, wanted: str | None) -> str:
-        """The model name for the response to a request.
+    async def model(self, wanted: str | None) -> ServedModel:
+        """The model that a request names; an adapter that is not loaded yet is, if the resolver finds it.
 
         Raises:
             ApiError: 404, the name is not served; 503, the server shuts down.
+            AdapterError: the adapter that the resolver found cannot be used.
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
         self.llm.check_alive()
         if wanted is None or wanted in self.model_names:
-            return wanted or self.model_names[0]
-        names = ", ".join(self.model_names)
+            return ServedModel(wanted or self.model_names[0])
+        adapter = self.llm.adapters.get(wanted)
+        if adapter is None and self.resolver is not None:
+            adapter = await self._resolve(self.resolver, wanted)
+        if adapter is not None:
+            return ServedModel(wanted, adapter.request)
+        names = listed([*self.model_names, *(adapter.name for adapter in self.llm.adapters)])
         raise ApiError(
             404, f"the model {wanted!r} does not exist here; served: {names}", param="model", code="model_not_found"
         )
+
+    async def _resolve(self, resolver: AdapterResolver, name: str) -> Adapter | None:
+        """The adapter that a resolver finds by this name, loaded; one search serves all requests that wait for it."""
+        async with self._resolving.setdefault(name, asyncio.Lock()):
+            if (known := self.llm.adapters.get(name)) is not None:
+                return known
+            path = await asyncio.to_thread(find_by_name, resolver, name)
+            if path is None:
+                return None
+            await self.load_adapter(name, path)
+            return self.llm.adapters.get(name)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> bool:
+        """Gives an adapter its name; false if it is loaded already, with the same content.
+
+        Raises:
+            AdapterError: see ``AsyncLLM.add_lora``.
+        """
+        known = self.llm.adapters.get(name)
+        number = self.llm.adapters.new_number() if known is None else known.number
+        try:
+            added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+        except AdapterError as e:
+            raise type(e)(str(e).replace(path, self.shown_path(path))) from None
+        logger.info(
+            "adapter %s %s", name, "loaded" if added else "was loaded already", extra={"fields": {"path": path}}
+        )
+        return added
+
+    def shown_path(self, path: str) -> str:
+        """The path of an adapter as clients may know it: within ``lora_folder``, or its last part."""
+        folder = self.options.lora_folder
+        if folder is not None and Path(path).is_relative_to(real := Path(os.path.realpath(folder))):
+            return str(Path(path).relative_to(real))
+        return Path(path).name
+
+    def without_path(self, message: str, name: str) -> str:
+        """A message about an adapter for clients, who shall not see where the server keeps it."""
+        path = self.llm.adapters.known(name).ref.path
+        return message.replace(path, self.shown_path(path))
+
+    async def load_modules(self) -> None:
+        """Loads the adapters of the option ``lora_modules``.
+
+        Raises:
+            AdapterError: naming the first that cannot be used.
+        """
+        for name, path in (self.options.lora_modules or {}).items():
+            await self.load_adapter(name, path)
 
     def default_max_tokens(self, otherwise: int | None) -> int | None:
         """``max_tokens`` of a request that names none: the model's own default, or ``otherwise``."""
@@ -72,7 +148,42 @@ class Service:
             logger.info("requests bring a field that is unknown here and ignored: %.100r", name)
 
 
+def make_service(
+    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, model_names: list[str], tracer: Tracer | None = None
+) -> Service:
+    """The service of an engine that is ready; ``load_modules`` comes next.
+
+    Raises:
+        ConfigError: an option is for adapters, which the engine does not serve, or there is no such resolver.
+    """
+    if options.uses_adapters and not (llm.config.enable_lora or llm.config.enable_prompt_adapter):
+        raise ConfigError(
+            "lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora or "
+            "enable_prompt_adapter"
+        )
+    limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
+    llm.adapters.reserved += model_names
+    metrics.adapter_states = llm.adapter_requests
+    resolver = make_resolver(options.lora_resolver, options.lora_folder)
+    return Service(llm, options, metrics, model_names, limit, tracer, resolver)
+
+
 def service_of(request: Request) -> Service:
     """The ``Service`` of the application that received the request."""
     service: Service = request.app.state.service
+    return service
+
+
+def operator_service(request: Request) -> Service:
+    """The ``Service`` for a route that changes the server.
+
+    Raises:
+        ApiError: 403, a web page of another origin sends the request, which browsers let it do without a body.
+        EngineDeadError: the engine has died.
+    """
+    service = service_of(request)
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in service.options.origins:
+        raise ApiError(403, f"pages of {origin[:100]!r} may not do this (allowed_origins)", code="origin_not_allowed")
+    service.llm.check_alive()
     return service

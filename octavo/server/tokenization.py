@@ -20,7 +20,7 @@ _SHORT = 1000
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = service_of(request)
-    service.model_name(body.model)
+    await service.model(body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
@@ -38,7 +38,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
-    service.model_name(body.model)
+    await service.model(body.model)
     vocab_size = service.llm.model_config.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:

@@ -28,6 +28,10 @@ TEXTS = {
     "unknown_fields": "ignore",
     "trust_request_chat_template": "1",
     "enable_admin_routes": "true",
+    "lora_modules": "a=/a b=/b",
+    "lora_folder": "/adapters",
+    "enable_lora_routes": "true",
+    "lora_resolver": "folder",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
 }
 TEXTS = {name: "64" for name in ServerOptions.model_fields} | TEXTS
@@ -62,6 +66,10 @@ def test_each_source_wins_over_the_one_before_it(tmp_path: Path) -> None:
         ("prot: 1\n", {}, ["'prot'", "'port'"]),
         ("", {"OCTAVO_PROT": "1"}, ["OCTAVO_PROT", "OCTAVO_PORT"]),
         ("", {"OCTAVO_PORT": "70000"}, ["OCTAVO_PORT", "65535"]),
+        ("enable_lora_routes: true\n", {}, ["enable_lora_routes needs lora_folder", "octavo.yaml"]),
+        ("lora_modules: [a=b, a=c]\n", {}, ["lora_modules", "'a' is given twice", "octavo.yaml"]),
+        ("lora_modules: [a]\n", {}, ["lora_modules", "NAME=PATH"]),
+        ("", {"OCTAVO_LORA_MODULES": "{"}, ["OCTAVO_LORA_MODULES", "JSON"]),
         ("tls_cert: a\n", {}, ["tls_cert needs tls_key too", "tls_cert from", "octavo.yaml"]),
     ],
 )
@@ -73,3 +81,18 @@ def test_what_is_wrong_is_named_with_its_source(
     with pytest.raises(ConfigError) as caught:
         resolve_server_options({}, config_file=file, environ=environ)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["a=/x", "b=/y=z"],
+        ['{"name": "a", "path": "/x", "base_model_name": "m"}', "b=/y=z"],
+        [{"name": "a", "path": "/x"}, {"name": "b", "path": "/y=z"}],
+        {"a": "/x", "b": "/y=z"},
+        "a=/x b=/y=z",
+        '[{"name": "a", "path": "/x"}, {"name": "b", "path": "/y=z"}]',
+    ],
+)
+def test_adapters_are_words_or_objects(given: object) -> None:
+    assert resolve_server_options({"lora_modules": given}, environ={}).lora_modules == {"a": "/x", "b": "/y=z"}

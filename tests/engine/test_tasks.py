@@ -136,9 +136,7 @@ def test_salts_separate_what_is_found(make: MakeEngine) -> None:
     assert [cached(salt) for salt in ("", "x", "", "x", "y")] == [0, 0, len(prompt) - 1, len(prompt) - 1, 0]
 
 
-def test_adapters_and_features_are_refused_by_name(make: MakeEngine) -> None:
+def test_features_are_refused_by_name(make: MakeEngine) -> None:
     inputs = make().inputs
-    with pytest.raises(InvalidRequestError, match="no adapter 'french' is loaded"):
-        inputs.process("a", "x", GREEDY, adapter="french")
     with pytest.raises(InvalidRequestError, match=r"features \(images or audio\): 1 of them"):
         inputs.process("a", "x", GREEDY, features=[Feature(0, 1, b"cat")])

@@ -25,10 +25,12 @@ from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.running import Drafter
 from octavo.scheduler.scheduler import Scheduler
+from tests.scheduler.fake_adapters import FakeAdapters
 
 EOS = 0
 #: Tokens that the fake model knows: the end, and a few others.
@@ -41,12 +43,16 @@ def extend_print(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def print_of(token_ids: list[int]) -> int:
-    """The print of the last token."""
-    value = _START
+def print_of(token_ids: list[int], adapter: str | None = None) -> int:
+    """The print of the last token, computed with an adapter."""
+    value = _start(adapter)
     for token in token_ids:
         value = extend_print(value, token)
     return value
+
+
+def _start(adapter: str | None) -> int:
+    return _START if adapter is None else hash((_START, adapter))
 
 
 def sample(context: int, seed: int) -> int:
@@ -72,13 +78,17 @@ def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> 
     tokens, task = list(request.prompt_token_ids), request.task
     assert isinstance(task, Generate)
     limit = max_model_len if task.max_tokens is None else min(len(tokens) + task.max_tokens, max_model_len)
-    context = print_of(tokens)
+    context = print_of(tokens, _key(request))
     while len(tokens) < limit:
         tokens.append(sample(context, task.seed + index))
         context = extend_print(context, tokens[-1])
         if tokens[-1] in task.stop_token_ids:
             break
     return tokens[len(request.prompt_token_ids) :]
+
+
+def _key(request: EngineCoreRequest) -> str | None:
+    return None if request.adapter is None else request.adapter.key
 
 
 def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary: int = VOCABULARY) -> list[Hypothesis]:
@@ -89,7 +99,7 @@ def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary:
     count = min(task.num_candidates, vocabulary)
     beams: list[list[int]] = [[]]
     while True:
-        step = search.step([candidates(print_of(prompt + b), count) for b in beams], beams)
+        step = search.step([candidates(print_of(prompt + b, _key(request)), count) for b in beams], beams)
         if step.done:
             return search.hypotheses()
         beams = [[*beams[parent], token] for parent, token in step.survivors]
@@ -111,6 +121,7 @@ class Row:
     known: int
     #: Tokens at which the sequence ends.
     limit: int
+    adapter: str | None = None
 
     @property
     def appends(self) -> bool:
@@ -123,7 +134,7 @@ class Row:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        self.prints.append(extend_print(self.prints[-1] if self.prints else _START, token))
+        self.prints.append(extend_print(self.prints[-1] if self.prints else _start(self.adapter), token))
 
 
 class InjectedFailure(Exception):
@@ -158,7 +169,14 @@ class FakeWorker(Executor):
     A broken rule is in ``broken``: the step loop takes it for a step that failed.
     """
 
-    def __init__(self, blocks: BlockManager, options: SchedulerOptions, max_model_len: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        options: SchedulerOptions,
+        max_model_len: int,
+        adapters: FakeAdapters | None = None,
+    ) -> None:
+        self.adapters = adapters or FakeAdapters()
         self.max_model_len = max_model_len
         self.options = options
         self.max_in_flight = 2
@@ -211,6 +229,7 @@ class FakeWorker(Executor):
             self._forget(plan)
             if fail == "before moving":
                 self.has_failed = True
+                self.adapters.lose_report()
                 raise InjectedFailure(fail)
             if any(s.failure for s in self.in_flight):
                 step.failure = "after one that failed"
@@ -227,6 +246,7 @@ class FakeWorker(Executor):
     def _execute(self, step: FakeStep, fail: str) -> None:
         plan = step.plan
         self._move(plan)
+        self.adapters.apply(plan)
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
@@ -247,10 +267,12 @@ class FakeWorker(Executor):
         if fail == "before computing":
             self.has_failed = True
             step.failure = fail
+            self.adapters.lose_report()
             return
         forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
+        self.adapters.report(step.result)
 
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
@@ -282,7 +304,7 @@ class FakeWorker(Executor):
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
-        row = Row(task, seed, [], [], tables, new.num_computed, known, limit)
+        row = Row(task, seed, [], [], tables, new.num_computed, known, limit, new.adapter)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -300,6 +322,7 @@ class FakeWorker(Executor):
             row.num_computed,
             row.known,
             row.limit,
+            row.adapter,
         )
 
     def _forked_children(self, plan: StepPlan) -> dict[int, int]:
@@ -310,6 +333,7 @@ class FakeWorker(Executor):
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
         assert plan.total_tokens <= self.options.token_budget
         assert 0 not in plan.num_tokens, "something of each"
+        self.adapters.check_computes([self.rows[seq_id].adapter for seq_id in plan.seq_ids])
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
         self._check_contents(before)
@@ -443,12 +467,16 @@ class Engine:
         *,
         max_in_flight: int = 1,
         drafter: Drafter | None = None,
+        adapters: Adapters | None = None,
+        worker_adapters: FakeAdapters | None = None,
     ) -> None:
         self.now = 0.0
         self.blocks = blocks
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(blocks, options, max_model_len, drafter=drafter, clock=lambda: self.now)
-        self.worker = FakeWorker(blocks, options, max_model_len)
+        self.scheduler = Scheduler(
+            blocks, options, max_model_len, drafter=drafter, adapters=adapters, clock=lambda: self.now
+        )
+        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._record_plan
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)

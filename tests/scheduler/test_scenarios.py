@@ -8,16 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
+from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
+from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -37,6 +41,8 @@ def make(
     prefix_caching: bool = False,
     host_cache: bool = False,
     depth: int = 1,
+    adapters: AdapterOptions | None = None,
+    steps_per_load: int = 0,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -48,7 +54,14 @@ def make(
         host_cache=host_cache,
     )
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
+    return Engine(
+        manager,
+        SchedulerOptions(**{**defaults, **options}),
+        blocks * BLOCK,
+        max_in_flight=depth,
+        adapters=Adapters(adapters) if adapters else None,
+        worker_adapters=FakeAdapters(adapters, steps_per_load),
+    )
 
 
 def request(
@@ -61,6 +74,7 @@ def request(
     arrival: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    adapter: AdapterRef | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """Does not stop by itself; prompts given as a length have nothing in common."""
@@ -75,6 +89,7 @@ def request(
         arrival_time=arrival,
         priority=priority,
         cache_salt=salt,
+        adapter=adapter,
     )
 
 
@@ -786,7 +801,7 @@ def test_a_prefix_that_was_computed_is_found_counted_and_separated_by_salt() -> 
 
 
 def test_equal_placeholders_of_different_features_or_adapters_share_nothing() -> None:
-    engine = make(prefix_caching=True)
+    engine = make(prefix_caching=True, adapters=adapter_options(1))
     prompt = [1, 2, *[7] * 9, 3, 4, 5]
 
     def found(**what: Any) -> int:
@@ -795,6 +810,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
         engine.run()
         return engine.answers[source.group_id].group.num_cached_tokens
 
+    adapter = AdapterRef("a", "a", "a", 0)
     cat, dog, late = Feature(2, 9, b"cat"), Feature(2, 9, b"dog"), Feature(6, 5, b"cat")
     assert found() == 0
     assert found(features=[cat]) == 2, "the tokens before it"
@@ -802,14 +818,15 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
     assert found(features=[cat]) == 13
     assert found(features=[Feature(2, 9, b"dog", b"an image")]) == 13, "the key names the content"
     assert found(features=[late]) == 6, "the tokens before it, as of the first request"
-    assert found(adapter="a", features=[dog]) == 0
-    assert found(adapter="a", cache_salt="x", features=[dog]) == 0
-    assert found(adapter="a", features=[dog]) == found() == 13
+    assert found(adapter=adapter, features=[dog]) == 0
+    assert found(adapter=adapter, cache_salt="x", features=[dog]) == 0
+    assert found(adapter=adapter, features=[dog]) == found() == 13
 
 
 def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
     texts = ["", "a", "/", "/a", "1:a", "0:", "\ud800", "a/a", "1:a/a"]
-    pairs = [(salt, adapter) for salt in texts for adapter in [None, *texts]]
+    adapters = [None, *(AdapterRef(text, "a", "a", 8) for text in texts)]
+    pairs = [(salt, adapter) for salt in texts for adapter in adapters]
     plain = request(1, 1)
     contexts = {msgspec.structs.replace(plain, cache_salt=s, adapter=a).cache_context for s, a in pairs}
     assert len(contexts) == len(pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, replace
 
@@ -9,12 +10,15 @@ import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
+from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import GroupBlocks, window_blocks
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy
+from tests.scheduler.fake_adapters import FakeAdapters, adapter_options, lora, prompt_adapter
 from tests.scheduler.fake_worker import (
     EOS,
     VOCABULARY,
@@ -57,6 +61,8 @@ class Case:
     failure_rate: float
     #: Most steps in flight.
     depth: int
+    #: Of LoRA adapters: slots, and places in host memory; None: requests have none.
+    slots: tuple[int, int] | None = None
     #: Window of each group of KV layers, and its blocks as a share of those it could use at most.
     groups: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
 
@@ -133,7 +139,18 @@ class Run:
             max_num_batched_tokens=in_flight,
             cuts_prompts=case.options.cuts_prompts,
         )
-        self.engine = Engine(blocks, case.options, case.max_model_len, max_in_flight=case.depth)
+        self.adapter_rng = random.Random(case.seed + 3)
+        adapters = adapter_options(*case.slots) if case.slots else None
+        self.engine = Engine(
+            blocks,
+            case.options,
+            case.max_model_len,
+            max_in_flight=case.depth,
+            adapters=Adapters(adapters) if adapters else None,
+            worker_adapters=FakeAdapters(adapters, self.adapter_rng.choice([0, 0, 1, 3])),
+        )
+        #: Adapters that requests name, and those of them whose loads fail now.
+        self.refs = [*map(lora, "ABCDE"), *map(prompt_adapter, "PQR")]
         # Sometimes there are so few candidates that beams become fewer.
         self.own_rng = random.Random(case.seed)
         self.engine.worker.vocabulary = self.own_rng.choice([VOCABULARY, 2])
@@ -178,6 +195,7 @@ class Run:
             user=self.own_rng.choice("abc"),
             ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
             tpot_target=self.own_rng.choice([None, 1.0]),
+            adapter=self.adapter_rng.choice([None, None, *self.refs]) if self.case.slots else None,
         )
 
     def share_prefix(self) -> None:
@@ -203,6 +221,18 @@ class Run:
             )
             self.pinned[name] = request
             self.engine.add(request)
+
+    def disturb_adapters(self) -> None:
+        """Pins and unpins adapters; makes loads fail for a while."""
+        rng, scheduler = self.adapter_rng, self.engine.scheduler
+        assert scheduler.adapters is not None
+        if rng.random() < 0.05:
+            ref = rng.choice(self.refs)
+            with contextlib.suppress(AdapterError):
+                scheduler.adapters.pin(ref)
+        if rng.random() < 0.1:
+            scheduler.adapters.unpin(rng.choice(self.refs).key)
+        self.engine.worker.adapters.failing = {rng.choice(self.refs).key: "unreadable"} if rng.random() < 0.1 else {}
 
     def check_pinned(self) -> None:
         """A pinned prefix is found whole, until it is released."""
@@ -241,6 +271,8 @@ class Run:
                 break
             self.disturb()
             self.share_prefix()
+            if self.case.slots:
+                self.disturb_adapters()
             self.step()
             self.check_pinned()
             engine.now += rng.choice([0.1, 1.0, 5.0])
@@ -275,9 +307,13 @@ class Run:
                 continue
             for other_id in running:
                 other, was = before[other_id]
+                if group.request.adapter is not None and other.request.adapter is None:
+                    continue  # goes on while slots become free
                 if other.arrival > group.arrival:
                     kept = status is SequenceStatus.RUNNING
                     came_in = was is not SequenceStatus.RUNNING
+                    if group.request.adapter is not None and not came_in:
+                        continue  # ends first, if it has the slot that the group waits for
                     assert not came_in and not kept, f"{other_id} went before {group.group_id}"
 
     def check_answer(self, answer: Answer) -> None:
@@ -286,6 +322,9 @@ class Run:
         if answer.group_reason is not None and answer.hypotheses is None:
             assert answer.group_reason in ("abort", "ignored", "error") or not request.task.samples
             assert (answer.error is None) == (answer.group_reason in ("abort", "length"))
+            if answer.error == "unreadable":
+                assert request.adapter is not None and answer.group_reason == "error"
+                return
         if request.task.num_sequences == 1 and not self.case.failure_rate and request.pin_as is None:
             assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
@@ -312,7 +351,13 @@ WITH_WINDOWS: list[tuple[tuple[int | None, float], ...]] = [
 ]
 
 
-def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float], ...]] | None = None) -> None:
+def run_cases(
+    first: int,
+    count: int,
+    groups: list[tuple[tuple[int | None, float], ...]] | None = None,
+    *,
+    adapters: bool = False,
+) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
         if groups is not None:
@@ -321,6 +366,10 @@ def run_cases(first: int, count: int, groups: list[tuple[tuple[int | None, float
             case = replace(case, block_size=size, num_blocks=count, groups=groups[seed // 2 % len(groups)])
         if seed % 3 == 0:  # leaves room for pinned blocks
             case = replace(case, max_model_len=-(-case.max_model_len // 2))
+        if adapters:
+            rng = random.Random(seed)
+            slots = rng.randint(1, 3)
+            case = replace(case, slots=(slots, slots + rng.choice([0, 0, 1, 2, 5])))
         try:
             Run(case, shares_prefixes=True)()
         except Exception as e:
@@ -335,6 +384,17 @@ def test_generated_traffic(part: int) -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_generated_traffic_with_windows(part: int) -> None:
     run_cases(part * 1000, 200, WITH_WINDOWS)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_generated_traffic_with_adapters(part: int) -> None:
+    run_cases(part * 1000, 150, adapters=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_much_generated_traffic_with_adapters(part: int) -> None:
+    run_cases(200_000 + part * 1000, 1000, WITH_WINDOWS if part % 4 == 0 else None, adapters=True)
 
 
 @pytest.mark.slow

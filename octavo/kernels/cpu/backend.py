@@ -33,6 +33,7 @@ from octavo.kernels.cpu.linear import (
     codes_of_tensor,
     keeps_bits,
 )
+from octavo.kernels.cpu.lora import CpuLowRank, CpuLowRankEmbedding
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.experts import RoutingSpec
@@ -106,6 +107,25 @@ class CpuKernels(Kernels):
         if self._recording is None:
             return torch.empty(shape, dtype=dtype)
         return self._recording.new(shape, dtype, self._recording.rows_of(like))
+
+    def _new_delta(self, like: Tensor, columns: int) -> Tensor:
+        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters."""
+        out = self._new(like, (like.shape[0], columns), torch.float32)
+        if self._recording is not None:
+            self._recording.mark_delta(out)
+        return out
+
+    def _take_recorded_delta(self, x: Tensor | None) -> bool:
+        return x is not None and self._recording is not None and self._recording.take_delta(x)
+
+    def _adapters_step(self, rows: int, *, sampled: bool = False, token_ids: int = 0) -> Any:
+        """The argument of an operation of adapters; None if no row has one. A recorded operation gets each step's."""
+        if self._recording is not None:
+            return _cpu.Step(rows)
+        if self.adapter_rows is None:
+            return None
+        slots = self.adapter_rows.sampled if sampled else self.adapter_rows.tokens
+        return _cpu.Step(rows, token_ids=token_ids, adapters=slots.data_ptr())
 
     def _do(self, op: Any, step: Any, x: Tensor) -> None:
         """Runs an operation over the rows of x, or records it."""
@@ -203,6 +223,25 @@ class CpuKernels(Kernels):
     def pack_heads(self, weight: Tensor) -> DenseHeads:
         """Packs each head's matrix for the register tiles."""
         return DenseHeads(self, weight)
+
+    def make_low_rank(
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        sampled: bool = False,
+    ) -> CpuLowRank:
+        """Each adapter with its own rank."""
+        return CpuLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+
+    def make_low_rank_embedding(
+        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
+    ) -> CpuLowRankEmbedding:
+        """Each adapter with its own rank."""
+        return CpuLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0

@@ -52,7 +52,10 @@ class CpuWeight(PackedWeight):
             out = add
         else:
             out = self._kernels._new(x, (x.shape[0], self.width), out_dtype)
-        self._kernels._do(self.operation(x, out, add, activation), _cpu.Step(x.shape[0]), x)
+        op = self.operation(x, out, add, activation)
+        if self._kernels._take_recorded_delta(add):
+            op = _cpu.if_adapters(op, self.operation(x, out, None, activation))
+        self._kernels._do(op, _cpu.Step(x.shape[0]), x)
         return out
 
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,8 @@ class Recording:
         self._sampled = largest.sampled
         #: By the address of a buffer; others (made by the caller) have a row for each token.
         self._rows: dict[int, Any] = {}
+        #: Addresses of buffers that hold what adapters add to a product.
+        self._deltas: set[int] = set()
 
     def record(self, forward: Forward) -> ForwardOutput:
         """Calls ``forward`` and records its operations.
@@ -58,8 +60,20 @@ class Recording:
     def new(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Any) -> Tensor:
         """A buffer with these rows as its first dimension."""
         out = self._arena.take(shape, dtype)
+        self._deltas.discard(out.untyped_storage().data_ptr())
         self._rows[out.untyped_storage().data_ptr()] = rows
         return out
+
+    def mark_delta(self, x: Tensor) -> None:
+        """Says that a buffer holds what adapters add, and nothing in steps without adapters."""
+        self._deltas.add(x.untyped_storage().data_ptr())
+
+    def take_delta(self, x: Tensor) -> bool:
+        """Whether it is such a buffer; from now on it is one like others, which may get the product's result."""
+        address = x.untyped_storage().data_ptr()
+        found = address in self._deltas
+        self._deltas.discard(address)
+        return found
 
     def new_sampled(self, like: Tensor) -> Tensor:
         """A buffer for the sampled rows of ``like``."""
@@ -101,6 +115,7 @@ def step_of(batch: ForwardBatch) -> Any:
         slots.stride(0),
         len(batch.sampled_rows),
         batch.sampled_rows.data_ptr(),
+        adapters=batch.adapters.data_ptr() if batch.has_adapters else 0,
     )
 
 

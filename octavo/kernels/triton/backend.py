@@ -18,6 +18,7 @@ from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
+from octavo.kernels.triton.lora import RowTiles, TritonLowRank, TritonLowRankEmbedding
 from octavo.kernels.triton.quantize import quantize
 from octavo.kernels.triton.sampling_backend import TritonSampling
 
@@ -50,6 +51,9 @@ class TritonKernels(Kernels):
         self._graphed = self.device.type == "cuda" and not enforce_eager
         self._capture_at_start = graph_capture == "start"
         self._graph_sizes = cudagraph_capture_sizes
+        #: Of the layers made so far, which all have as many; 0: none has any.
+        self._adapter_slots = 0
+        self._tiles: dict[bool, RowTiles] = {}
 
     def describe(self) -> str:
         """Name, device and order."""
@@ -72,6 +76,7 @@ class TritonKernels(Kernels):
             device=self.device,
             at_start=self._capture_at_start,
             sizes=self._graph_sizes,
+            adapters=self._adapter_slots > 0,
         )
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
@@ -139,6 +144,48 @@ class TritonKernels(Kernels):
     ) -> PackedExperts:
         """Stacked, for grouped products; shared experts apart."""
         return experts.pack_experts(gate_up, down, shared, deterministic=self.deterministic)
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def make_low_rank(
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        sampled: bool = False,
+    ) -> TritonLowRank:
+        """Matrices of ``max_rank`` for each slot, on the device."""
+        self._adapter_slots = slots
+        return TritonLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+
+    def make_low_rank_embedding(
+        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
+    ) -> TritonLowRankEmbedding:
+        """Matrices of ``max_rank`` for each slot, on the device."""
+        self._adapter_slots = slots
+        return TritonLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
+
+    def begin_adapters(self, batch: ForwardBatch) -> None:
+        """Drops the tiles of the step before."""
+        super().begin_adapters(batch)
+        self._tiles = {}
+
+    def use_adapters(self, slots: Tensor | None) -> None:
+        """Drops the tiles of the step before."""
+        super().use_adapters(slots)
+        self._tiles = {}
+
+    def row_tiles(self, *, sampled: bool) -> RowTiles | None:
+        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
+        if self.adapter_rows is None:
+            return None
+        if sampled not in self._tiles:
+            slots = self.adapter_rows.sampled if sampled else self.adapter_rows.tokens
+            self._tiles[sampled] = RowTiles.of(slots, self._adapter_slots, deterministic=self.deterministic)
+        return self._tiles[sampled]
 
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 

@@ -49,15 +49,18 @@ class GraphedForward:
         device: torch.device | str,
         at_start: bool = False,
         sizes: Sequence[int] | None = None,
+        adapters: bool = False,
     ) -> None:
         """Captures all graphs now if ``at_start``, else each at the first batch of its size.
 
-        ``sizes``: the batch sizes with a graph, by default ``graph_sizes`` of the most sequences.
+        ``sizes``: the batch sizes with a graph, by default ``graph_sizes`` of the most sequences. ``adapters``: whether
+        steps may have them, for which there are graphs of their own.
         """
         self._forward = forward
         self._record = record
         self._sizes = sorted(set(sizes)) if sizes else graph_sizes(largest.sequences)
-        self._graphs: dict[int, tuple[Callable[[], None], ForwardOutput]] = {}
+        #: By size, and whether the step has adapters.
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], ForwardOutput]] = {}
         self._filled = 0
         rows = largest.sequences
         self._inputs = padding_batch(replace(largest, tokens=rows, sampled=rows), device)
@@ -66,8 +69,9 @@ class GraphedForward:
         if at_start:
             # The largest first, so that the others fit into its memory.
             for size in reversed(self._sizes):
-                self._capture(size)
-            logger.info("captured %d CUDA graphs in %.1f s", len(self._sizes), self.capture_seconds)
+                for has_adapters in (True, False) if adapters else (False,):
+                    self._capture(size, has_adapters)
+            logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), self.capture_seconds)
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         """The network's output for the step."""
@@ -76,15 +80,15 @@ class GraphedForward:
         if not decodes_alone or not 0 < rows <= self._sizes[-1]:
             return self._forward(batch)
         size = self._sizes[bisect_left(self._sizes, rows)]
-        if size not in self._graphs:
-            self._capture(size)
+        if (size, batch.has_adapters) not in self._graphs:
+            self._capture(size, batch.has_adapters)
             logger.debug(
                 "captured the CUDA graph of decode steps of up to %d; %d graphs in %.1f s so far",
                 size,
                 len(self._graphs),
                 self.capture_seconds,
             )
-        replay, output = self._graphs[size]
+        replay, output = self._graphs[size, batch.has_adapters]
         self._fill(batch, rows)
         replay()
         return output.first(rows, rows)
@@ -114,15 +118,15 @@ class GraphedForward:
         """A view of these rows."""
         return buffer[tuple(rows if dim in _ROWS else slice(None) for dim in dims)]
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, has_adapters: bool) -> None:
         """Records a step of ``size`` padding rows, which read and write no block."""
         start = time.perf_counter()
         self._clear(0)
-        batch = replace(self._inputs, num_decodes=size)
+        batch = replace(self._inputs, num_decodes=size, has_adapters=has_adapters)
         for array, buffer in zip(ARRAYS, self._inputs.arrays(), strict=True):
             view = buffer[: size + 1] if array.dims == "s" else self._rows(array.dims, buffer, slice(size))
             setattr(batch, array.name, view)
-        self._graphs[size] = self._record(lambda: self._forward(batch))
+        self._graphs[size, has_adapters] = self._record(lambda: self._forward(batch))
         self.capture_seconds += time.perf_counter() - start
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,12 +14,17 @@ import torch
 
 from tests.kernels.triton.compiling import Compiled, compiled, tell
 
+if TYPE_CHECKING:
+    from octavo.kernels.lora import LowRank, LowRankEmbedding
+    from octavo.kernels.triton.backend import TritonKernels
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
     from octavo.kernels.triton import activation, experts, matmul, norm, quant, quantize
+    from octavo.kernels.triton.backend import TritonKernels
 
     half = torch.bfloat16
     x = torch.empty(2048, 4096, dtype=half)
@@ -61,6 +67,16 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             torch.empty(8, 1024, 4096, dtype=half), torch.empty(8, 4096, 512, dtype=half), (), False
         )
         yield f"experts {rows}", partial(group, x[:rows], chosen, weights, residual[:rows])
+    kernels = TritonKernels("cpu")
+    for rank in (16, 64):
+        qkv = kernels.make_low_rank(4096, [4096, 1024, 1024], 8, rank, half)
+        for rows in (1, 2048):
+            yield f"adapters of rank {rank} {rows}", partial(_low_rank, kernels, qkv, x[:rows])
+    table = kernels.make_low_rank_embedding(32000, 4096, 8, 16, half)
+    yield (
+        "adapters of an embedding",
+        partial(_low_rank, kernels, table, torch.zeros(8, dtype=torch.int64), residual[:8]),
+    )
     wide = torch.randn(28672, 512, generator=torch.Generator().manual_seed(0)).to(half)
     packed_wide = quantize.quantize(wide, "int8")
     yield "matmul wide 1", lambda: matmul.matmul(x[:1, :512], wide)
@@ -69,6 +85,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "int8 gated fixed wide 1", lambda: quant.quantized_gated(x[:1, :512], packed_wide)
     small = quantize.quantize(weight[:576, :576], "int4")
     yield "int4 groups of 32", lambda: quant.quantized_matmul(x[:1, :576], small)
+
+
+def _low_rank(kernels: TritonKernels, low_rank: LowRank | LowRankEmbedding, *args: torch.Tensor) -> object:
+    kernels.use_adapters(torch.zeros(len(args[0]), dtype=torch.int32))
+    return low_rank(*args)
 
 
 @pytest.fixture(scope="module")

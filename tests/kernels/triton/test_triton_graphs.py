@@ -156,6 +156,20 @@ def test_all_graphs_at_start_the_largest_first() -> None:
     assert (graphs.recorded[6:], graphs.replayed) == ([], [8])
 
 
+@pytest.mark.parametrize("at_start", [False, True])
+def test_steps_with_adapters_have_graphs_of_their_own(at_start: bool) -> None:
+    graphs, network, rng = FakeGraphs(), Network(), random.Random(0)
+    forward = make(network, graphs, at_start=at_start, sizes=[2, 8], adapters=True)
+    for slots in ([-1] * 7, [0, -1, 3], [-1] * 6, [2] * 8, [1] * 5):
+        batch = decodes(rng, len(slots))
+        batch.adapters, batch.has_adapters = torch.tensor(slots, dtype=torch.int32), max(slots) >= 0
+        forward(batch)
+        seen = network.calls[-1]
+        assert seen.adapters.tolist() == slots + [-1] * (8 - len(slots))
+        assert seen.has_adapters == batch.has_adapters
+    assert graphs.recorded == ([8, 8, 2, 2] if at_start else [8, 8])
+
+
 def test_a_step_with_a_prompt_is_not_replayed() -> None:
     graphs, network = FakeGraphs(), Network()
     forward = make(network, graphs)

@@ -1,0 +1,308 @@
+"""The adapters of an engine by the names that requests give them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.config import EngineConfig
+from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
+from octavo.core.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from octavo.loader.adapters.targets import AdapterTargets
+
+#: Most adapters that have a name at once, and most characters of a name.
+MAX_ADAPTERS = 65536
+MAX_NAME = 256
+#: Names that a message lists.
+_LISTED = 10
+
+#: Reads config and headers of the adapter of this name at this path, and the digest of its content.
+Check = Callable[[str, str], AdapterRef]
+
+
+@dataclass(slots=True)
+class Adapter:
+    """An adapter that requests may name."""
+
+    ref: AdapterRef
+    #: ``LoRARequest.lora_int_id``.
+    number: int
+    #: Its path as it was given.
+    path: str
+    #: Open requests that use it.
+    num_requests: int = 0
+    #: It keeps its place in memory.
+    pinned: bool = False
+    #: It takes no new requests, and is forgotten when its last one ends.
+    leaving: bool = False
+    #: Called when it is forgotten.
+    when_gone: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+        return self.ref.name
+
+    @property
+    def request(self) -> LoRARequest:
+        """What names it in a call."""
+        return LoRARequest(self.name, self.number)
+
+
+class AdapterRegistry:
+    """Owns which names mean which adapters, and which open requests use them.
+
+    A name belongs to one adapter until it is removed, which is not while requests use it. Reading files (``read``) is
+    for any thread; the rest is for one.
+    """
+
+    def __init__(self, check: Check, *, enabled: bool, reserved: Sequence[str] = ()) -> None:
+        """``enabled``: whether the engine serves adapters; ``reserved``: names of the model itself."""
+        self._check = check
+        self._enabled = enabled
+        #: Names that no adapter may have.
+        self.reserved = list(reserved)
+        self._adapters: dict[str, Adapter] = {}
+        self._by_number: dict[int, str] = {}
+        #: The name that each open request with an adapter gave, by group.
+        self._open: dict[int, str] = {}
+        self._last_number = 0
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(list(self._adapters.values()))
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def get(self, name: str) -> Adapter | None:
+        """The adapter of this name, if there is one.
+
+        Raises:
+            AdapterConflictError: it is being unloaded.
+        """
+        adapter = self._adapters.get(name)
+        if adapter is not None and adapter.leaving:
+            raise AdapterConflictError(f"adapter {adapter.name!r} is being unloaded and takes no new requests")
+        return adapter
+
+    def numbered(self, number: int) -> Adapter | None:
+        """The adapter of this ``lora_int_id``."""
+        name = self._by_number.get(number)
+        return None if name is None else self._adapters[name]
+
+    def find(self, request: LoRARequest) -> AdapterRef | None:
+        """The adapter that a request names; None if it must be read from its path first.
+
+        Raises:
+            AdapterError: adapters are off, the request is no ``LoRARequest``, or its number is that of another name.
+            AdapterNotFoundError: none of this name is loaded, and there is no path.
+            AdapterConflictError: it is being unloaded.
+        """
+        self._check_request(request)
+        adapter = self.get(request.lora_name)
+        if adapter is None:
+            if request.lora_path is None:
+                raise self._unknown(request.lora_name)
+            return None
+        if adapter.number != request.lora_int_id:
+            raise AdapterError(
+                f"adapter {adapter.name!r} has lora_int_id {adapter.number}, not {request.lora_int_id}: each name has "
+                "one number"
+            )
+        same = request.lora_path is None or os.fspath(request.lora_path) == adapter.path
+        return adapter.ref if same else None
+
+    def read(self, request: LoRARequest) -> AdapterRef:
+        """Reads config and headers of the adapter at ``lora_path``, and the digest of its files.
+
+        Raises:
+            AdapterError: as ``find``; or there is no usable adapter for this model.
+        """
+        self._check_request(request)
+        if request.lora_path is None:
+            raise AdapterError(f"adapter {request.lora_name!r} cannot be loaded without a lora_path")
+        if request.lora_name in self.reserved:
+            raise AdapterConflictError(
+                f"{request.lora_name!r} is a name of the model itself; give the adapter another name"
+            )
+        return self._check(request.lora_name, os.fspath(request.lora_path))
+
+    def add(self, request: LoRARequest, ref: AdapterRef, *, in_place: bool = False) -> bool:
+        """Gives a name to an adapter that was ``read``; false if the name has the same content already.
+
+        ``in_place``: a name that is taken means the new content from now on; requests that run keep the old one.
+
+        Raises:
+            AdapterConflictError: name or number are taken, or there are too many adapters.
+        """
+        name, number, path = request.lora_name, request.lora_int_id, os.fspath(request.lora_path or ref.path)
+        known = self.get(name)
+        if known is not None:
+            if known.ref.key == ref.key:
+                known.path = path  # a copy of it, or the same place written otherwise
+                return False
+            if not in_place:
+                raise AdapterConflictError(
+                    f"there is an adapter {name!r} already, with other content; unload it first, replace it with "
+                    "load_inplace, or choose another name"
+                )
+            known.ref, known.path = ref, path
+            return True
+        if number in self._by_number:
+            raise AdapterConflictError(f"lora_int_id {number} is that of adapter {self._by_number[number]!r}")
+        if len(self._adapters) >= MAX_ADAPTERS:
+            raise AdapterConflictError(f"there are {MAX_ADAPTERS} adapters, the most there may be; unload some")
+        self._adapters[name] = Adapter(ref, number, path)
+        self._by_number[number] = name
+        return True
+
+    def load(self, request: LoRARequest) -> AdapterRef:
+        """The adapter that a request names, read from its path if it is not loaded.
+
+        Raises:
+            AdapterError: see ``find``, ``read`` and ``add``.
+        """
+        ref = self.find(request)
+        if ref is None:
+            self.add(request, self.read(request))
+            ref = self._adapters[request.lora_name].ref
+        return ref
+
+    def new_number(self) -> int:
+        """A number that no adapter has, another one at each call."""
+        self._last_number = next(n for n in itertools.count(self._last_number + 1) if n not in self._by_number)
+        return self._last_number
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter that no request uses.
+
+        Raises:
+            AdapterNotFoundError: there is none of this name.
+            AdapterConflictError: requests use it.
+        """
+        adapter = self.known(name)
+        if adapter.num_requests:
+            raise AdapterConflictError(
+                f"adapter {name!r} is in use by {adapter.num_requests} open requests; wait for them, or unload it with "
+                "wait, which refuses new ones and returns when the last of them has ended"
+            )
+        self._forget(adapter)
+
+    def retire(self, name: str, when_gone: Callable[[], None]) -> None:
+        """Refuses new requests of an adapter, forgets it when the last open one has ended, and calls ``when_gone``.
+
+        Raises:
+            AdapterNotFoundError: there is none of this name.
+        """
+        adapter = self.known(name)
+        adapter.leaving = True
+        adapter.when_gone.append(when_gone)
+        if not adapter.num_requests:
+            self._forget(adapter)
+
+    def begin(self, group_id: int, ref: AdapterRef) -> None:
+        """A request that uses it is open."""
+        self._open[group_id] = ref.name
+        self._adapters[ref.name].num_requests += 1
+
+    def end(self, group_id: int) -> None:
+        """A request has ended; nothing happens if it has no adapter."""
+        name = self._open.pop(group_id, None)
+        if name is None:
+            return
+        adapter = self._adapters[name]
+        adapter.num_requests -= 1
+        if adapter.leaving and not adapter.num_requests:
+            self._forget(adapter)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any open request has an adapter."""
+        return bool(self._open)
+
+    def open_requests(self) -> Iterator[tuple[int, str]]:
+        """Group and adapter's name of each open request that has one."""
+        return iter(self._open.items())
+
+    def num_requests(self) -> Counter[str]:
+        """Open requests by adapter's name; those without one are not counted."""
+        return Counter(self._open.values())
+
+    def _forget(self, adapter: Adapter) -> None:
+        del self._adapters[adapter.name], self._by_number[adapter.number]
+        for call in adapter.when_gone:
+            call()
+
+    def known(self, name: str) -> Adapter:
+        """The adapter of this name, also one that is being unloaded.
+
+        Raises:
+            AdapterNotFoundError: there is none.
+        """
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise self._unknown(name)
+        return adapter
+
+    def _unknown(self, name: str) -> AdapterNotFoundError:
+        near = difflib.get_close_matches(name, self._adapters, n=1) if len(self._adapters) <= 1000 else []
+        hint = f"did you mean {near[0]!r}?" if near else f"loaded: {listed(list(self._adapters))}"
+        return AdapterNotFoundError(f"no adapter {name!r} is loaded; {hint}")
+
+    def _check_request(self, request: LoRARequest) -> None:
+        if not isinstance(request, LoRARequest):
+            raise AdapterError(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path), not {request!r}"
+            )
+        check_name(request.lora_name)
+        number = request.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
+            raise AdapterError(f"lora_int_id must be an integer of at least 1, one for each name, not {number!r}")
+        if request.lora_path is not None and not isinstance(request.lora_path, (str, os.PathLike)):
+            raise AdapterError(f"lora_path must be a path, not {request.lora_path!r}")
+        if not self._enabled:
+            raise AdapterError("lora_request needs an engine that serves adapters: set enable_lora=True")
+
+
+def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
+    """The names of adapters of an engine, of which none is loaded. Libraries are imported by the first check."""
+
+    @functools.cache
+    def targets() -> AdapterTargets:
+        from octavo.loader.adapters.targets import AdapterTargets
+
+        return AdapterTargets(config)
+
+    def check(name: str, path: str) -> AdapterRef:
+        from octavo.loader.adapters.check import check_adapter
+
+        if not options.enable_lora:
+            raise AdapterError(f"adapter {name!r} is one of LoRA, which needs an engine with enable_lora=True")
+        return check_adapter(path, name, targets(), options.max_lora_rank)
+
+    return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)
+
+
+def check_name(name: str) -> None:
+    """Refuses what cannot be an adapter's name.
+
+    Raises:
+        AdapterError: it is no text, empty, longer than ``MAX_NAME``, or not printable.
+    """
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        raise AdapterError(f"an adapter's name must be 1 to {MAX_NAME} printable characters, not {name!r:.300}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of the names, and how many there are besides."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more if names else "none"

@@ -1,0 +1,398 @@
+"""Low-rank products of adapters on a GPU: two launches for a layer, whatever the adapters of its rows.
+
+The rows of a step are sorted by slot once, in tiles of one slot each (as pairs of experts are), and a program
+multiplies a tile of rows by a block of its slot's matrices. The number of programs depends on that of the rows alone,
+so that a step can be captured. ``_shrink_kernel`` computes down(x), K in pieces so that few rows have enough programs;
+the pieces are added in order, whether programs do one each or one does all. ``_expand_kernel`` adds up(down(x)). Blocks
+past an adapter's own rank are not computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, check_part
+from octavo.kernels.pinned import host_empty
+from octavo.kernels.triton.experts import sort_pairs
+from octavo.kernels.triton.rounding import rounded
+from octavo.kernels.triton.tiles import dot
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.backend import TritonKernels
+
+#: Rows of a tile where a slot has few, and where it has many.
+_FEW, _MANY = 16, 64
+_COLUMNS = 128
+#: Blocks of inputs in a piece of K, and the most pieces.
+_PIECE_BLOCKS, _MOST_PIECES = 4, 16
+#: From so many rows on, a program computes all pieces.
+_MANY_ROWS = 512
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """The rows of a step in tiles of one slot each."""
+
+    #: Of a tile.
+    rows: int
+    #: int32 [tiles * rows]: the row in the step; the number of rows in the step where a tile has none.
+    places: Tensor
+    #: int32 [tiles]: its slot; the number of slots for rows without an adapter; -1 of tiles without rows.
+    slots: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, count: int, *, deterministic: bool) -> RowTiles:
+        """The tiles of rows with these slots, int32 [T], -1 without one, of so many."""
+        rows = _FEW if deterministic or len(slots) <= _FEW * count else _MANY
+        own = torch.where((slots < 0) | (slots >= count), count, slots)
+        return cls(rows, *sort_pairs(own.unsqueeze(1), count + 1, rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _shrink_kernel(
+    x_ptr,
+    down_ptr,
+    ranks_ptr,
+    partial_ptr,
+    places_ptr,
+    slots_ptr,
+    rows,
+    depth,
+    x_stride,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """partial[piece, row, part * RANK + r] = one piece of down(x), without SPLIT all of it in piece 0.
+
+    down [slots + 1, PARTS, RANK, depth], ranks [slots + 1, PARTS].
+    """
+    tile, blocks = tl.program_id(0), RANK // BLOCK
+    part, start_rank = tl.program_id(1) // blocks, tl.program_id(1) % blocks * BLOCK
+    slot = tl.load(slots_ptr + tile)
+    if (slot >= 0) & (start_rank < tl.load(ranks_ptr + tl.maximum(slot, 0) * PARTS + part)):
+        place = tl.load(places_ptr + tile * ROWS + tl.arange(0, ROWS))
+        inside = place < rows
+        k = tl.arange(0, DEPTH)
+        rank = (slot * PARTS + part).to(tl.int64) * RANK + start_rank + tl.arange(0, BLOCK)
+        x_ptrs = x_ptr + place.to(tl.int64)[:, None] * x_stride + k[None, :]
+        down_ptrs = down_ptr + rank[None, :] * depth + k[:, None]
+        if SPLIT:
+            total = _piece(x_ptrs, down_ptrs, inside, k, depth, tl.program_id(2) * PIECE, ROWS, BLOCK, DEPTH, PIECE)
+        else:
+            total = _piece(x_ptrs, down_ptrs, inside, k, depth, 0, ROWS, BLOCK, DEPTH, PIECE)
+            for piece in range(1, PIECES):
+                total += _piece(x_ptrs, down_ptrs, inside, k, depth, piece * PIECE, ROWS, BLOCK, DEPTH, PIECE)
+        row = tl.program_id(2).to(tl.int64) * rows + place
+        column = part * RANK + start_rank + tl.arange(0, BLOCK)
+        tl.store(partial_ptr + row[:, None] * (PARTS * RANK) + column[None, :], total, inside[:, None])
+
+
+@triton.jit
+def _piece(
+    x_ptrs,
+    down_ptrs,
+    inside,
+    k,
+    depth,
+    first,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """The product over inputs first to first + PIECE."""
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(first, tl.minimum(first + PIECE, depth), DEPTH):
+        left = k < depth - start
+        x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
+        down = tl.load(down_ptrs + start, left[:, None], other=0.0)
+        total = dot(x, down, total)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _expand_kernel(
+    partial_ptr,
+    up_ptr,
+    ranks_ptr,
+    tiles_ptr,
+    add_ptr,
+    out_ptr,
+    places_ptr,
+    slots_ptr,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = add + up(partial's sum over the pieces); without ``add``, -0.0 where there is no product.
+
+    up [slots + 1, columns, RANK]; tiles [column tiles, 3]: the part, its first column, and one past its last.
+    """
+    tile, column_tile = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + tile)
+    if slot >= 0:
+        part = tl.load(tiles_ptr + column_tile * 3)
+        column = tl.load(tiles_ptr + column_tile * 3 + 1) + tl.arange(0, COLUMNS)
+        end = tl.load(tiles_ptr + column_tile * 3 + 2)
+        place = tl.load(places_ptr + tile * ROWS + tl.arange(0, ROWS))
+        inside = (place < rows)[:, None] & (column < end)[None, :]
+        at = place.to(tl.int64)[:, None] * columns + column[None, :]
+        rank = tl.load(ranks_ptr + slot * PARTS + part)
+        if rank > 0:
+            up_row = slot.to(tl.int64) * columns + tl.minimum(column, end - 1)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in range(0, rank, BLOCK):
+                r = start + tl.arange(0, BLOCK)
+                shrunk_ptrs = partial_ptr + place.to(tl.int64)[:, None] * (PARTS * RANK) + (part * RANK + r)[None, :]
+                shrunk = tl.load(shrunk_ptrs, (place < rows)[:, None], other=0.0)
+                for piece in tl.static_range(1, PIECES):
+                    further = piece * rows.to(tl.int64) * (PARTS * RANK)
+                    shrunk += tl.load(shrunk_ptrs + further, (place < rows)[:, None], other=0.0)
+                up = tl.load(up_ptr + up_row[None, :] * RANK + r[:, None])
+                total = dot(rounded(shrunk, up_ptr.dtype.element_ty), up, total)
+            if add_ptr is not None:
+                total = tl.load(add_ptr + at, inside, other=0.0) + total
+            tl.store(out_ptr + at, total, inside)
+        elif add_ptr is None:
+            tl.store(out_ptr + at, tl.zeros((ROWS, COLUMNS), tl.float32) * -1.0, inside)
+
+
+@triton.jit
+def _lookup_kernel(
+    ids_ptr,
+    down_ptr,
+    up_ptr,
+    ranks_ptr,
+    slots_ptr,
+    out_ptr,
+    first,
+    table_rows,
+    columns,
+    num_slots,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out += up(down's row); down [slots, table_rows, RANK], up [slots, columns, RANK]."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    row = tl.load(ids_ptr + token) - first
+    if (slot >= 0) & (slot < num_slots) & (row >= 0) & (row < table_rows):
+        rank = tl.load(ranks_ptr + slot)
+        if rank > 0:
+            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            inside = column < columns
+            total = tl.zeros((COLUMNS,), tl.float32)
+            for start in range(0, rank, BLOCK):
+                r = start + tl.arange(0, BLOCK)
+                x = tl.load(down_ptr + (slot * table_rows + row) * RANK + r).to(tl.float32)
+                up_ptrs = up_ptr + (slot * columns + column)[:, None] * RANK + r[None, :]
+                up = tl.load(up_ptrs, inside[:, None], other=0.0).to(tl.float32)
+                total += tl.sum(up * x[None, :], axis=1)
+            out_ptrs = out_ptr + token * columns + column
+            tl.store(out_ptrs, tl.load(out_ptrs, inside, other=0.0) + total, inside)
+
+
+@dataclass(frozen=True)
+class TritonAdapter:
+    """The matrices of an adapter in pinned host memory, each part padded to whole blocks of the rank."""
+
+    parts: list[LowRankPart | None]
+    ranks: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
+
+
+def _rank_blocks(max_rank: int) -> tuple[int, int]:
+    """(the rank that matrices have room for, ranks that a tile takes at once)."""
+    block = 16 if max_rank <= 16 else 32
+    return triton.cdiv(max_rank, block) * block, block
+
+
+def _pad(part: LowRankPart, dtype: torch.dtype, block: int) -> LowRankPart:
+    """Both in pinned memory, with zeros up to a multiple of ``block``."""
+    (rank, inputs), outputs = part.down.shape, len(part.up)
+    padded = triton.cdiv(rank, block) * block
+    down, up = host_empty((padded, inputs), dtype).zero_(), host_empty((outputs, padded), dtype).zero_()
+    down[:rank], up[:, :rank] = part.down, part.up
+    return LowRankPart(down, up)
+
+
+class TritonLowRank(LowRank):
+    """Slots of equal size on the device."""
+
+    def __init__(
+        self,
+        kernels: TritonKernels,
+        inputs: int,
+        outputs: Sequence[int],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        sampled: bool = False,
+    ) -> None:
+        """See ``Kernels.make_low_rank``."""
+        super().__init__(inputs, outputs, slots, max_rank, dtype)
+        self._kernels, self._sampled = kernels, sampled
+        self._starts = [0, *itertools.accumulate(self.outputs)]
+        self._rank, self._block = _rank_blocks(max_rank)
+        device, parts = kernels.device, len(self.outputs)
+        self._down = torch.zeros((slots, parts, self._rank, inputs), dtype=dtype, device=device)
+        self._up = torch.zeros((slots, self._starts[-1], self._rank), dtype=dtype, device=device)
+        #: Of each slot's parts, 0 where it has none; the last row is that of rows without an adapter.
+        self._ranks = torch.zeros((slots + 1, parts), dtype=torch.int32, device=device)
+        tiles = [
+            (part, column, end)
+            for part, (start, end) in enumerate(itertools.pairwise(self._starts))
+            for column in range(start, end, _COLUMNS)
+        ]
+        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
+
+    def pack(self, parts: Sequence[LowRankPart | None]) -> TritonAdapter:
+        """Pads ranks to the blocks that tiles take."""
+        self.check(parts)
+        ranks = [0 if part is None else len(part.down) for part in parts]
+        return TritonAdapter([part and _pad(part, self.dtype, self._block) for part in parts], ranks)
+
+    def place(self, slot: int, packed: TritonAdapter | None) -> None:
+        """Queues copies on the current stream."""
+        if packed is None:
+            self._ranks[slot].zero_()
+            return
+        self._ranks[slot].copy_(torch.tensor(packed.ranks, dtype=torch.int32))
+        for i, part in enumerate(packed.parts):
+            if part is not None:
+                self._down[slot, i, : len(part.down)].copy_(part.down, non_blocking=True)
+                columns = slice(self._starts[i], self._starts[i + 1])
+                self._up[slot, columns, : part.up.shape[1]].copy_(part.up, non_blocking=True)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
+        """Two launches."""
+        tiles = self._kernels.row_tiles(sampled=self._sampled)
+        if tiles is None:
+            return add
+        rows, columns, parts = len(x), self._starts[-1], len(self.outputs)
+        out = torch.empty((rows, columns), dtype=torch.float32, device=x.device) if add is None else add
+        if not rows:
+            return out
+        x = x.to(self.dtype)
+        depth = 64 if self.dtype.itemsize == 2 else 32
+        blocks = triton.cdiv(self.inputs, depth)
+        piece = triton.cdiv(blocks, min(_MOST_PIECES, triton.cdiv(blocks, _PIECE_BLOCKS)))
+        pieces = triton.cdiv(blocks, piece)
+        split = pieces if rows < _MANY_ROWS else 1
+        shape = {"ROWS": tiles.rows, "PARTS": parts, "RANK": self._rank, "BLOCK": self._block}
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        partial = torch.empty((split, rows, parts * self._rank), dtype=torch.float32, device=x.device)
+        _shrink_kernel[(len(tiles.slots), parts * self._rank // self._block, split)](
+            x,
+            self._down,
+            self._ranks,
+            partial,
+            tiles.places,
+            tiles.slots,
+            rows,
+            self.inputs,
+            x.stride(0),
+            DEPTH=depth,
+            PIECE=piece * depth,
+            PIECES=pieces,
+            SPLIT=split > 1,
+            **shape,
+            **options,
+        )
+        _expand_kernel[(len(tiles.slots), len(self._tiles))](
+            partial,
+            self._up,
+            self._ranks,
+            self._tiles,
+            add,
+            out,
+            tiles.places,
+            tiles.slots,
+            rows,
+            columns,
+            COLUMNS=_COLUMNS,
+            PIECES=split,
+            **shape,
+            **options,
+        )
+        return out
+
+
+class TritonLowRankEmbedding(LowRankEmbedding):
+    """Slots of equal size on the device; of ``down`` the transposed matrix."""
+
+    def __init__(
+        self, kernels: TritonKernels, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
+        """See ``Kernels.make_low_rank_embedding``."""
+        super().__init__(rows, outputs, slots, max_rank, dtype)
+        self._kernels = kernels
+        self._rank, self._block = _rank_blocks(max_rank)
+        self._down = torch.zeros((slots, rows, self._rank), dtype=dtype, device=kernels.device)
+        self._up = torch.zeros((slots, outputs, self._rank), dtype=dtype, device=kernels.device)
+        self._ranks = torch.zeros(slots, dtype=torch.int32, device=kernels.device)
+
+    def pack(self, part: LowRankPart) -> TritonAdapter:
+        """Pads the rank to the block that tiles take."""
+        check_part(part, self.rows, self.outputs, self.max_rank)
+        return TritonAdapter([_pad(part, self.dtype, self._block)], [len(part.down)])
+
+    def place(self, slot: int, packed: TritonAdapter | None) -> None:
+        """Queues copies on the current stream."""
+        self._ranks[slot] = 0 if packed is None else packed.ranks[0]
+        if packed is not None:
+            (part,) = packed.parts
+            assert part is not None
+            rank = len(part.down)
+            self._down[slot, :, :rank].copy_(part.down.T)
+            self._up[slot, :, :rank].copy_(part.up, non_blocking=True)
+
+    def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
+        """One launch."""
+        rows = self._kernels.adapter_rows
+        if rows is None or not len(ids):
+            return add
+        columns = 64
+        _lookup_kernel[(len(ids), triton.cdiv(self.outputs, columns))](
+            ids,
+            self._down,
+            self._up,
+            self._ranks,
+            rows.tokens,
+            add,
+            first,
+            self.rows,
+            self.outputs,
+            self.slots,
+            RANK=self._rank,
+            BLOCK=self._block,
+            COLUMNS=columns,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return add

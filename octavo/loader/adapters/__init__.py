@@ -1,0 +1,1 @@
+"""Adapters on disk: folders of PEFT and GGUF files, checked against a network and read."""

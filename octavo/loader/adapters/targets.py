@@ -1,0 +1,88 @@
+"""The matrices of a network that adapters may change, and how a checkpoint's names lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import AdapterError, WeightError
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.context import LayerContext
+from octavo.models.checkpoint import Entry, Pairs, is_transposed
+from octavo.models.sizes import outline_network
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A part of a layer: a matrix [outputs, inputs], of all ranks together; of an embedding [width, vocabulary]."""
+
+    #: Name of the layer in the network, and of the part below it, as in ``LoraLayer.lora_parts``.
+    layer: str
+    part: str
+    outputs: int
+    inputs: int
+
+
+class AdapterTargets:
+    """All of a network's matrices that take low-rank products.
+
+    An adapter names a module of transformers' network. Where that is stored as other matrices than the network has
+    (fused, of reordered rows, transposed), ``Network.checkpoint_map`` does to the rows of the product's second matrix
+    what it does to the rows of the weight; the first matrix concerns the inputs, which are the same.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        """``config`` is that of the whole network.
+
+        Raises:
+            UnsupportedModelError, ConfigError: as ``make_network``.
+        """
+        context = LayerContext(ReferenceKernels("meta"), torch.float32, max_loras=1, max_lora_rank=1)
+        network = outline_network(config, context)
+        self.config = config
+        self._entries: tuple[Entry, ...] = network.checkpoint_map
+        self._targets: dict[str, Target] = {}
+        for layer, lora in network.lora_layers():
+            for part, (outputs, inputs) in lora.lora_parts.items():
+                name = f"{layer}.{part}.weight" if part else f"{layer}.weight"
+                self._targets[name] = Target(layer, part, outputs, inputs)
+        self._shapes = {name: (target.outputs, target.inputs) for name, target in self._targets.items()}
+        self._tensors = {name for name, _, _ in network.tensors()}
+
+    def __iter__(self) -> Iterator[Target]:
+        return iter(self._targets.values())
+
+    def find(self, module: str, rows: Tensor) -> list[tuple[Target, Tensor]]:
+        """The matrices that a module of a checkpoint consists of, each with its rows of ``rows`` [outputs, any].
+
+        Raises:
+            AdapterError: the network has no such matrix, or it takes no adapters; or the number of rows is wrong.
+        """
+        name = f"{module}.weight"
+        pairs: Pairs = [(name, rows.t() if is_transposed(name, self._entries) else rows)]
+        for entry in self._entries:
+            pairs = entry.apply(pairs, self._shapes)
+        try:
+            found = [(name, part) for name, part in pairs if isinstance(part, Tensor)]
+        except WeightError as e:
+            raise AdapterError(f"it does not fit {module!r}: {e}") from None
+        if not found:
+            raise AdapterError(self._refusal(module, name))
+        for target, part in found:
+            if target not in self._targets:
+                raise AdapterError(self._refusal(module, target))
+            if len(part) != self._targets[target].outputs:
+                raise AdapterError(f"it has {len(part)} rows, but {module!r} has {self._targets[target].outputs}")
+        return [(self._targets[target], part) for target, part in found]
+
+    def _refusal(self, module: str, tensor: str) -> str:
+        last = {target.part or target.layer.rpartition(".")[2] for target in self}
+        if tensor in self._tensors:
+            why = "which takes no adapters"
+        else:
+            why = f"which a {self.config.architecture} of {self.config.num_layers} layers does not have"
+        return f"it adapts {module!r}, {why}; matrices that do: {', '.join(sorted(last))}"

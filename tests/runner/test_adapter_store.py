@@ -1,0 +1,240 @@
+"""Adapters of a worker: loads beside steps, slots, and what the results say."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.core.adapters import AdapterRef
+from octavo.core.errors import InsufficientMemoryError
+from octavo.core.plan import NewSequence, StepResult, TableChange
+from octavo.core.request import Generate
+from octavo.core.sampling_params import SamplingParams
+from octavo.loader.adapters.check import check_adapter
+from octavo.loader.adapters.targets import AdapterTargets
+from octavo.models.config import read_model_config
+from octavo.runner import adapters
+from tests.runner.test_model_runner import PROMPT, Samples, Worker, samples
+
+PARAMS = SamplingParams(temperature=0.0, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def targets(network: Path) -> AdapterTargets:
+    return AdapterTargets(read_model_config(network))
+
+
+def make_adapter(folder: Path, targets: AdapterTargets, seed: int, rank: int = 4) -> AdapterRef:
+    """An adapter of all matrices whose effect is plain to see."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for target in targets:
+        kinds = (
+            ("lora_embedding_A", "lora_embedding_B") if "embed" in target.layer else ("lora_A.weight", "lora_B.weight")
+        )
+        module = f"base_model.model.{target.layer}{'.' if target.part else ''}{target.part}"
+        tensors[f"{module}.{kinds[0]}"] = torch.randn(rank, target.inputs, generator=generator) * 0.2
+        tensors[f"{module}.{kinds[1]}"] = torch.randn(target.outputs, rank, generator=generator) * 0.2
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return check_adapter(folder, folder.name, targets, 16)
+
+
+@pytest.fixture
+def refs(tmp_path: Path, targets: AdapterTargets) -> list[AdapterRef]:
+    return [make_adapter(tmp_path / f"adapter-{seed}", targets, seed) for seed in range(3)]
+
+
+@pytest.fixture
+def worker(network: Path) -> Worker:
+    return Worker(network, kernels="reference", enable_lora=True, max_loras=2, max_cpu_loras=4)
+
+
+def load(worker: Worker, *refs: AdapterRef) -> StepResult:
+    """Waits for the adapters as an idle engine does; the result that says that the last of them has ended."""
+    known: set[str] = set()
+    result = worker.step(adapters_to_load=list(refs), awaits_adapter=True)
+    while True:
+        known |= {*result.loaded_adapters, *result.adapter_errors}
+        if known >= {ref.key for ref in refs}:
+            return result
+        result = worker.step(awaits_adapter=True)
+
+
+def run(worker: Worker, *keys: str | None, count: int = 3) -> list[Samples]:
+    """What sequences of these adapters sample side by side; then they are forgotten."""
+    ids = list(range(len(keys)))
+    new = [NewSequence(i, PROMPT, len(PROMPT), 0, Generate(PARAMS, 0), key) for i, key in enumerate(keys)]
+    tables = [TableChange(i, 0, list(range(4 * i, 4 * i + 4))) for i in ids]
+    results = [worker.step(new=new, table_changes=tables, seq_ids=ids, num_tokens=[len(PROMPT)] * len(ids))]
+    results += [worker.step(seq_ids=ids, num_tokens=[1] * len(ids)) for _ in range(count - 1)]
+    worker.step(forget=ids)
+    return [[samples(result)[i] for result in results] for i in ids]
+
+
+def test_a_batch_mixes_adapters_and_none(worker: Worker, refs: list[AdapterRef]) -> None:
+    assert load(worker, *refs[:2]).adapter_errors == {}
+    placed = worker.step(adapters_to_place=[(0, refs[0].key), (1, refs[1].key)])
+    assert placed.adapter_seconds > 0
+    mixed = run(worker, refs[0].key, None, refs[1].key, refs[0].key)
+    alone = [run(worker, key)[0] for key in (refs[0].key, None, refs[1].key)]
+    for ours, expected in zip(mixed, [*alone, alone[0]], strict=True):
+        worker.assert_same(ours, expected)
+    assert len({str([token for token, _ in one]) for one in alone}) == 3, "adapters change the answer"
+
+
+def test_after_eviction_and_reload_an_adapter_is_the_same(worker: Worker, refs: list[AdapterRef]) -> None:
+    load(worker, *refs)
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+    before = run(worker, refs[0].key)
+    worker.step(adapters_to_place=[(0, refs[1].key), (1, refs[2].key)])
+    other = run(worker, refs[1].key)
+    worker.step(adapters_to_place=[(1, refs[0].key)])
+    assert run(worker, refs[0].key) == before != other
+    worker.step(adapters_to_drop=[refs[0].key])
+    with pytest.raises(RuntimeError, match="has no slot"):
+        run(worker, refs[0].key)
+    load(worker, refs[0])
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+    assert run(worker, refs[0].key) == before
+
+
+def test_a_plan_that_comes_again_does_no_harm(worker: Worker, refs: list[AdapterRef]) -> None:
+    assert load(worker, refs[0]).loaded_adapters == [refs[0].key]
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+    before = run(worker, refs[0].key)
+    again = worker.step(
+        adapters_to_drop=[refs[1].key], adapters_to_load=[refs[0]], adapters_to_place=[(0, refs[0].key)]
+    )
+    assert again.loaded_adapters == [refs[0].key]
+    assert run(worker, refs[0].key) == before
+
+
+def test_an_adapter_that_cannot_be_loaded_is_an_error_of_its_own(worker: Worker, refs: list[AdapterRef]) -> None:
+    bad = refs[1]
+    file = Path(bad.path) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    result = load(worker, bad, refs[0])
+    seen = {**result.adapter_errors}
+    assert set(seen) <= {bad.key}
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+    run(worker, refs[0].key, None)
+    assert "changed on disk after it was loaded" in load(worker, bad).adapter_errors[bad.key]
+    with pytest.raises(RuntimeError, match="is not in host memory"):
+        worker.step(adapters_to_place=[(1, bad.key)])
+
+
+class SlowReads:
+    """Reads wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go = threading.Semaphore(0)
+        self._read: Callable[..., Any] = adapters.read_adapter
+        monkeypatch.setattr(adapters, "read_adapter", self)
+
+    def __call__(self, *args: Any) -> Any:
+        assert self._go.acquire(timeout=60)
+        return self._read(*args)
+
+    def let_go(self, count: int = 1) -> None:
+        self._go.release(count)
+
+
+def test_steps_go_on_while_an_adapter_is_read(
+    worker: Worker, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(worker, None)
+    reads = SlowReads(monkeypatch)
+    result = worker.step(adapters_to_load=[refs[0]])
+    assert result.loaded_adapters == []
+    assert run(worker, None) == expected
+    assert worker.step(awaits_adapter=True).loaded_adapters == [], "a step waits for a while, not for ever"
+    reads.let_go()
+    assert load(worker, refs[0]).loaded_adapters == [refs[0].key]
+
+
+def test_what_is_dropped_while_it_is_read_is_not_kept(
+    worker: Worker, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = SlowReads(monkeypatch)
+    worker.step(adapters_to_load=[refs[0], refs[1]])
+    worker.step(adapters_to_drop=[refs[0].key])
+    worker.step(adapters_to_load=[refs[0]])  # the same adapter again
+    reads.let_go(3)
+    seen: list[str] = []
+    while len(seen) < 2:
+        result = worker.step(awaits_adapter=True)
+        assert not result.adapter_errors
+        seen += result.loaded_adapters
+    assert sorted(seen) == sorted([refs[0].key, refs[1].key])
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+    run(worker, refs[0].key)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_keep_their_slots_through_a_sleep(worker: Worker, refs: list[AdapterRef], level: int) -> None:
+    load(worker, refs[0], refs[1])
+    worker.step(adapters_to_place=[(1, refs[0].key)])
+    before = run(worker, refs[0].key, None)
+    worker.runner.sleep(level)
+    worker.runner.wake_up()
+    assert run(worker, refs[0].key, None) == before
+    worker.step(adapters_to_place=[(0, refs[1].key)])
+    assert run(worker, refs[0].key, None) == before
+
+
+def test_prompts_are_scored_with_their_adapter(worker: Worker, refs: list[AdapterRef]) -> None:
+    load(worker, refs[0])
+    worker.step(adapters_to_place=[(0, refs[0].key)])
+
+    def scores(key: str | None) -> list[float]:
+        task = Generate(SamplingParams(temperature=0.0, prompt_logprobs=0), 0)
+        new = NewSequence(7, PROMPT, len(PROMPT), 0, task, key)
+        table = TableChange(7, 0, [0, 1, 2, 3])
+        result = worker.step(new=[new], table_changes=[table], seq_ids=[7], num_tokens=[len(PROMPT)])
+        worker.step(forget=[7])
+        return [position.logprob for position in result.extras[7].prompt_logprobs]
+
+    assert scores(refs[0].key) != scores(None)
+
+
+def test_memory_of_adapters_is_reserved(network: Path) -> None:
+    plain = Worker(network, kernels="reference")
+    with_adapters = Worker(
+        network, kernels="reference", enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8
+    )
+    network_bytes = adapters.adapter_bytes(with_adapters.runner.model)
+    # Both matrices of seven in each of two layers, of embedding and head, in float32 and of a rank of 16.
+    qkvo = 2 * (32 + 32) + 2 * (32 + 16)
+    assert network_bytes == 4 * 16 * (2 * (qkvo + 3 * (32 + 64)) + 2 * (32 + 64))
+    assert (
+        adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, 1 << 40) == 4 * network_bytes
+    )
+    assert adapters.reserved_bytes(plain.runner.options, plain.runner.model, 0) == 0
+    with pytest.raises(InsufficientMemoryError, match=r"4 adapters of rank 8 take up to .* lower max_cpu_loras"):
+        adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, network_bytes)
+    assert with_adapters.runner.startup_facts().adapters.startswith(
+        "2 slots, at most 4 in host memory, of ranks up to 8"
+    )
+    assert plain.runner.startup_facts().adapters == ""
+
+
+def test_the_thread_that_reads_ends_with_the_worker(network: Path, refs: list[AdapterRef]) -> None:
+    worker: Worker | None = Worker(network, kernels="reference", enable_lora=True)
+    assert worker is not None
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("adapters")}
+    load(worker, refs[0])
+    (thread,) = {thread for thread in threading.enumerate() if thread.name.startswith("adapters")} - before
+    del worker
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

@@ -1,0 +1,359 @@
+"""What the scheduler does with adapters: slots, host memory, passing over, ageing, preemption, loads that fail."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.core.adapters import AdapterRef
+from octavo.core.errors import AdapterError
+from octavo.core.plan import StepResult
+from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats
+from octavo.executor.adapter_loads import AdapterLoads
+from octavo.scheduler.adapters import AdapterState
+from tests.scheduler.fake_adapters import adapter_options, lora, prompt_adapter
+from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
+from tests.scheduler.test_scenarios import make, request
+
+A, B, C, D = map(lora, "ABCD")
+BATCHINGS = pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+
+
+def engine_with(max_loras: int, max_cpu_loras: int | None = None, **options: Any) -> Engine:
+    return make(adapters=adapter_options(max_loras, max_cpu_loras), **options)
+
+
+def finish(engine: Engine) -> None:
+    """Every request ends with the tokens that it gets alone."""
+    engine.run()
+    check_nothing_held(engine)
+    for answer in engine.answers.values():
+        if answer.group_reason is None:
+            assert answer.tokens[0] == tokens_alone(answer.request, 0, engine.max_model_len)
+
+
+def stats(engine: Engine) -> AdapterStats:
+    found = engine.scheduler.counts().adapters
+    assert found is not None
+    return found
+
+
+def loaded_keys(engine: Engine) -> set[str]:
+    return set(engine.worker.adapters.host)
+
+
+@BATCHINGS
+def test_requests_of_different_adapters_and_none_share_steps(batching: str) -> None:
+    engine = engine_with(3, batching=batching)
+    for number, adapter in enumerate([A, B, None, C, A]):
+        engine.add(request(number, 5, 6, adapter=adapter))
+    engine.run()
+    assert any(len(engine.computed(plan)) == 5 for plan in engine.plans)
+    finish(engine)
+    assert (stats(engine).in_slots, stats(engine).in_host, stats(engine).loading) == (3, 3, 0)
+    assert (stats(engine).loads, stats(engine).slot_misses, stats(engine).slot_hits) == (3, 3, 1)
+
+
+@BATCHINGS
+def test_the_first_step_waits_for_its_adapter(batching: str) -> None:
+    engine = engine_with(1, batching=batching, steps_per_load=100)
+    engine.add(request(1, 5, 4, adapter=A))
+    first = engine.step()
+    assert first.awaits_adapter and first.adapters_to_load == [A] and not first.seq_ids
+    second = engine.step()
+    assert second.adapters_to_place == [(0, "A")] and second.new[0].adapter == "A" and not second.awaits_adapter
+    finish(engine)
+    assert engine.worker.adapters.num_waits == 1
+
+
+def test_others_go_on_while_an_adapter_is_loaded() -> None:
+    engine = engine_with(2, steps_per_load=5)
+    engine.add(request(1, 5, 40))
+    engine.step()
+    engine.add(request(2, 5, 4, adapter=A))
+    engine.add(request(3, 5, 4))
+    for _ in range(5):
+        plan = engine.step()
+        assert not plan.awaits_adapter and set(engine.computed(plan)) <= {1, 3} and 1 in engine.computed(plan)
+    assert engine.answers[3].finished
+    finish(engine)
+    assert engine.worker.adapters.num_waits == 0
+
+
+@BATCHINGS
+def test_a_group_without_a_slot_is_passed_over_and_keeps_its_place(batching: str) -> None:
+    engine = engine_with(1, 3, batching=batching, max_num_seqs=3)
+    engine.add(request(1, 5, 20, adapter=A))
+    engine.step()
+    engine.step()
+    for number, adapter in [(2, B), (3, C), (4, B), (5, A), (6, None)]:
+        engine.add(request(number, 5, 4, adapter=adapter))
+    engine.step()
+    engine.step()
+    assert engine.queues == ([2, 3, 4], [1, 5, 6], [])
+    assert loaded_keys(engine) == {"A", "B", "C"} and stats(engine).loads == 3, "loaded ahead"
+    engine.abort(1)
+    seen: list[int] = []
+    while engine.scheduler.has_work:
+        seen += [group for group in engine.computed(engine.step()) if group not in seen]
+    assert [group for group in seen if group in (2, 3, 4)] == [2, 4, 3], "B first, then both of it, then C"
+    finish(engine)
+
+
+def test_slots_and_host_memory_go_to_those_used_last() -> None:
+    engine = engine_with(2, 3)
+
+    def serve(number: int, adapter: AdapterRef) -> None:
+        engine.add(request(number, 5, 3, adapter=adapter))
+        engine.run()
+
+    serve(1, A)
+    serve(2, B)
+    serve(3, A)
+    serve(4, C)  # takes the slot of B
+    assert set(engine.worker.adapters.slots.values()) == {"A", "C"} and loaded_keys(engine) == {"A", "B", "C"}
+    serve(5, B)  # takes the slot of A, from host memory
+    assert set(engine.worker.adapters.slots.values()) == {"B", "C"} and stats(engine).loads == 3
+    serve(6, D)  # A goes from host memory
+    assert loaded_keys(engine) == {"B", "C", "D"}
+    assert (stats(engine).host_evictions, stats(engine).slot_evictions, stats(engine).slot_hits) == (1, 3, 1)
+
+
+def test_what_is_loaded_ahead_does_not_displace_what_is_needed_sooner() -> None:
+    engine = engine_with(1, 2)
+    for number, adapter in enumerate([A, B, C, D, A]):
+        engine.add(request(number, 5, 8, adapter=adapter))
+    engine.step()
+    engine.step()
+    engine.step()
+    assert loaded_keys(engine) == {"A", "B"} and stats(engine).loading == 0
+    finish(engine)
+    assert stats(engine).loads == 4, "none twice: the last request runs with the first"
+
+
+@BATCHINGS
+def test_an_urgent_group_lets_slots_drain(batching: str) -> None:
+    """Requests of A come without end; B is older than the ageing limit at some time, and then A comes to an end."""
+    engine = engine_with(1, 2, batching=batching, aging_limit=10.0, max_num_seqs=2)
+    answer = None
+    for now in range(60):
+        engine.now = float(now)
+        engine.add(request(now, 5, 4 + 3 * (now % 2), adapter=A, arrival=engine.now))
+        if now == 3:
+            answer = engine.add(request(1000, 5, 4, adapter=B, arrival=engine.now))
+        if batching == "mixed":  # prefill_first would compute nothing but these prompts
+            engine.add(request(2000 + now, 5, 1, arrival=engine.now))
+        engine.step()
+        check_accounting(engine)
+        if answer is not None and answer.tokens:
+            break
+    assert answer is not None
+    assert answer.group.first_scheduled_time is not None and 13 < answer.group.first_scheduled_time < 25
+    finish(engine)
+
+
+@BATCHINGS
+@pytest.mark.parametrize("policy", ["fcfs", "static", "sjf", "lcfs", "fair"])
+@pytest.mark.parametrize("limit", [None, 0.0, 5.0])
+def test_every_request_ends_under_every_policy(policy: str, batching: str, limit: float | None) -> None:
+    rng = random.Random(7)
+    engine = engine_with(
+        2,
+        3,
+        blocks=20,
+        host=8,
+        batching=batching,
+        scheduling_policy=policy,
+        aging_limit=limit,
+        preemption_mode="by_sequences",
+        steps_per_load=1,
+        max_num_seqs=4,
+    )
+    for number in range(30):
+        adapter = rng.choice([None, *map(lora, "ABCDEFG"), prompt_adapter("P"), prompt_adapter("Q")])
+        engine.add(request(number, rng.randint(1, 9), rng.randint(1, 20), n=rng.choice([1, 1, 2]), adapter=adapter))
+        engine.now += 1
+        engine.step()
+        check_accounting(engine)
+    finish(engine)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [1, 2])
+@BATCHINGS
+def test_a_preempted_group_gives_its_slot_up_and_gets_one_again(batching: str, depth: int, mode: str) -> None:
+    engine = engine_with(
+        2, 2, blocks=8, host=8, batching=batching, depth=depth, preemption_mode=mode, max_num_batched_tokens=64
+    )
+    first = engine.add(request(1, 8, 20, adapter=A))
+    second = engine.add(request(2, 8, 20, adapter=B))
+    while not second.num_preemptions:
+        engine.step()
+    pool = engine.scheduler.adapters.loras  # type: ignore[union-attr]
+    assert pool is not None and pool.adapters["B"].num_running == 0 and pool.adapters["B"].num_waiting == 1
+    third = engine.add(request(3, 2, 2, adapter=C))
+    finish(engine)
+    assert first.finished and second.finished and third.finished
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@BATCHINGS
+def test_a_preempted_group_whose_slot_is_lost_is_passed_over(batching: str, mode: str) -> None:
+    """B is preempted for A; when blocks are free again, C has taken the only other slot."""
+    engine = engine_with(1, 1, blocks=8, host=8, batching=batching, preemption_mode=mode)
+    a = engine.add(request(1, 8, 18))
+    b = engine.add(request(2, 8, 20, adapter=B))
+    while not b.num_preemptions:
+        engine.step()
+    pool = engine.scheduler.adapters.loras  # type: ignore[union-attr]
+    assert pool is not None and pool.can_place
+    finish(engine)
+    assert a.finished and b.finished
+
+
+def test_a_load_that_fails_ends_its_own_requests_alone() -> None:
+    engine = engine_with(2, 2, depth=2)
+    engine.worker.adapters.failing = {"B": "adapter 'name of B' has no config"}
+    engine.add(request(1, 5, 12, adapter=A))
+    engine.add(request(2, 5, 12, adapter=B))
+    engine.add(request(3, 5, 12, n=2, adapter=B))
+    engine.add(request(4, 5, 12))
+    engine.run()
+    for number in (2, 3):
+        assert engine.answers[number].group_reason == "error"
+        assert engine.answers[number].error == "adapter 'name of B' has no config"
+    assert len(engine.answers[1].tokens[0]) == len(engine.answers[4].tokens[0]) == 12
+    engine.worker.adapters.failing = {}
+    engine.add(request(5, 5, 12, adapter=B))
+    finish(engine)
+    assert len(engine.answers[5].tokens[0]) == 12, "a later request tries again"
+    assert stats(engine).failed_loads == 1
+
+
+@pytest.mark.parametrize("where", ["before moving", "before computing"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_failed_step_loses_no_adapter(where: str, depth: int) -> None:
+    engine = engine_with(2, 2, depth=depth, steps_per_load=1)
+    number = 0
+    for _ in range(12):
+        for adapter in (A, B, C, None):
+            number += 1
+            engine.add(request(number, 3, 3, adapter=adapter))
+        for step in range(3):
+            if engine.scheduler.has_work:
+                engine.step(fail=where if step == number // 4 % 3 else "")
+    finish(engine)
+    assert any(answer.group_reason == "error" for answer in engine.answers.values())
+    assert any(answer.group_reason is None for answer in engine.answers.values())
+
+
+def test_an_aborted_request_lets_its_load_end() -> None:
+    engine = engine_with(1, 1, steps_per_load=3)
+    engine.add(request(1, 5, 9))
+    engine.add(request(2, 5, 4, adapter=A))
+    engine.step()
+    engine.abort(2)
+    engine.run()
+    assert stats(engine).in_host == 1
+    engine.add(request(3, 5, 4, adapter=A))
+    finish(engine)
+    assert stats(engine).loads == 1
+
+
+def test_pinned_adapters_stay() -> None:
+    engine = engine_with(2, 2)
+    adapters = engine.scheduler.adapters
+    assert adapters is not None
+    adapters.pin(A)
+    adapters.pin(A)
+    with pytest.raises(AdapterError, match="'name of B' cannot be pinned: 1 adapters are"):
+        adapters.pin(B)
+    engine.add(request(1, 5, 3))
+    engine.run()
+    assert loaded_keys(engine) == {"A"}, "loaded beside other requests"
+    for number, adapter in enumerate([B, C, D, B, C], start=2):
+        engine.add(request(number, 5, 3, adapter=adapter))
+        engine.run()
+    assert "A" in engine.worker.adapters.slots.values() and "A" in loaded_keys(engine)
+    adapters.unpin("A")
+    for number, adapter in enumerate([B, C], start=10):
+        engine.add(request(number, 5, 3, adapter=adapter))
+        engine.run()
+    assert "A" not in loaded_keys(engine)
+    finish(engine)
+
+
+def test_a_pin_whose_load_fails_ends() -> None:
+    engine = engine_with(2, 2)
+    adapters = engine.scheduler.adapters
+    assert adapters is not None and adapters.loras is not None
+    engine.worker.adapters.failing = {"A": "gone"}
+    adapters.pin(A)
+    engine.add(request(1, 5, 9))
+    finish(engine)
+    assert not adapters.loras.adapters
+    adapters.pin(B)
+
+
+def test_prompt_adapters_need_no_slot() -> None:
+    engine = engine_with(1, 1)
+    engine.add(request(1, 5, 9, adapter=prompt_adapter("P")))
+    engine.add(request(2, 5, 9, adapter=prompt_adapter("Q")))
+    engine.add(request(3, 5, 9, adapter=A))
+    engine.run()
+    assert any(len(engine.computed(plan)) == 3 for plan in engine.plans)
+    assert (stats(engine).in_slots, stats(engine).in_host) == (1, 3)
+    engine.add(request(4, 5, 9, adapter=prompt_adapter("R")))
+    finish(engine)
+    assert loaded_keys(engine) == {"A", "Q", "R"}
+
+
+def test_adapters_of_a_kind_that_is_off_are_refused() -> None:
+    engine = make()
+    assert engine.add(request(1, 5, adapter=A)) and not engine.scheduler.queues.groups
+    options = adapter_options(1).model_copy(update={"enable_prompt_adapter": False})
+    other = make(adapters=options)
+    other.add(request(1, 5, adapter=prompt_adapter("P")))
+    for refusing, named in ((engine, "enable_lora"), (other, "enable_prompt_adapter")):
+        refusing.run()
+        answer = refusing.answers[1]
+        assert answer.group_reason == "ignored" and named in (answer.error or "")
+
+
+def test_a_load_is_done_when_all_workers_have_reported_it() -> None:
+    loads = AdapterLoads(3)
+
+    def combine(own: StepResult, *others: tuple[int, StepResult]) -> StepResult:
+        loads.combine(own, others, 2)
+        return own
+
+    def done(*keys: str, **errors: str) -> StepResult:
+        return StepResult(1, loaded_adapters=list(keys), adapter_errors=errors)
+
+    assert combine(done("a", "b"), (0, done("b"))) == done()
+    assert combine(done(), (1, done("a", "b"))) == done("b")
+    assert combine(done("c"), (0, done("a", c="gone")), (1, done())) == done("a")
+    assert combine(done(), (1, done("c"))) == done(c="gone")
+
+
+def test_statistics_of_replicas_are_added() -> None:
+    one, two = (
+        AdapterStats(1, 2, 3, seconds=1.0, longest_seconds=0.5),
+        AdapterStats(1, seconds=2.0, longest_seconds=2.0),
+    )
+    total = sum_stats([SchedulerStats(adapters=one), SchedulerStats(adapters=two), SchedulerStats()])
+    assert total.adapters == AdapterStats(2, 2, 3, seconds=3.0, longest_seconds=2.0)
+    assert sum_stats([SchedulerStats()]).adapters is None
+
+
+def test_plans_and_results_with_adapters_go_through_messages() -> None:
+    engine = engine_with(1)
+    engine.add(request(1, 5, 3, adapter=A))
+    plan = engine.step()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan)) == plan
+    finish(engine)
+    assert engine.scheduler.adapters is not None and engine.scheduler.adapters.loras is not None
+    assert engine.scheduler.adapters.loras.adapters["A"].state is AdapterState.READY
