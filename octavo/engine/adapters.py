@@ -76,6 +76,8 @@ class AdapterRegistry:
         #: The name that each open request with an adapter gave, by group.
         self._open: dict[int, str] = {}
         self._last_number = 0
+        #: Called with the key of content that was pinned, when no pinned adapter has it any more.
+        self.on_unpin: Callable[[str], None] = lambda key: None
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._adapters.values()))
@@ -139,7 +141,8 @@ class AdapterRegistry:
     def add(self, request: LoRARequest, ref: AdapterRef, *, in_place: bool = False) -> bool:
         """Gives a name to an adapter that was ``read``; false if the name has the same content already.
 
-        ``in_place``: a name that is taken means the new content from now on; requests that run keep the old one.
+        ``in_place``: a name that is taken means the new content from now on, which is not pinned; requests that run
+        keep the old one.
 
         Raises:
             AdapterConflictError: name or number are taken, or there are too many adapters.
@@ -155,6 +158,7 @@ class AdapterRegistry:
                     f"there is an adapter {name!r} already, with other content; unload it first, replace it with "
                     "load_inplace, or choose another name"
                 )
+            self._unpin(known)
             known.ref, known.path = ref, path
             return True
         if number in self._by_number:
@@ -237,8 +241,14 @@ class AdapterRegistry:
         """Open requests by adapter's name; those without one are not counted."""
         return Counter(self._open.values())
 
+    def _unpin(self, adapter: Adapter) -> None:
+        was_pinned, adapter.pinned = adapter.pinned, False
+        if was_pinned and not any(a.pinned and a.ref.key == adapter.ref.key for a in self):
+            self.on_unpin(adapter.ref.key)
+
     def _forget(self, adapter: Adapter) -> None:
         del self._adapters[adapter.name], self._by_number[adapter.number]
+        self._unpin(adapter)
         for call in adapter.when_gone:
             call()
 

@@ -52,6 +52,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(tokenizer)
         #: The adapters that requests may name.
         self.adapters = make_registry(core.options, core.model_config)
+        self.adapters.on_unpin = core.unpin_adapter
         self._prefixes = SharedPrefixes(core.options, self.inputs)
 
     def _new_inputs(self, default_sampling: Mapping[str, Any]) -> InputProcessor:
@@ -288,10 +289,13 @@ class LLMEngine:
         return self.core.is_sleeping
 
     def wake_up(self) -> None:
-        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
+        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
         was_sleeping = self.core.is_sleeping
         self.core.wake_up()
         if was_sleeping:
+            for adapter in self.adapters:
+                if adapter.pinned:
+                    self.core.pin_adapter(adapter.ref)
             for prefix in self._prefixes:
                 self._compute_prefix(prefix)
 

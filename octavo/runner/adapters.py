@@ -22,8 +22,8 @@ from octavo.loader.adapters.check import read_adapter
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.network import Network
 
-#: Of the thread that reads: it gets a third of what a thread of the kernels gets. More would slow down steps by as much as
-#: it takes; with less, the requests of an adapter wait for as long as others keep all processors busy.
+#: Of the thread that reads: it gets a third of what a thread of the kernels gets. More would slow down steps by as
+#: much as it takes; with less, the requests of an adapter wait for as long as others keep all processors busy.
 _NICENESS = 5
 #: Seconds that a step without other work waits for an adapter, after which the scheduler looks for new requests.
 _WAIT = 0.02

@@ -154,7 +154,7 @@ def check(adapted: Adapted, *, merged: bool = True, **options: Any) -> None:
         check_against(adapted.reference(name), prompt, answer_of(output))
         if name is not None and merged:
             check_against(adapted.merged(name), prompt, answer_of(output))
-    answers = {str(answer_of(output)[0]) for output in outputs}
+    answers = {str(answer_of(output)) for output in outputs}
     assert len(answers) == len(cases), "adapters that change no answer would hide errors"
 
 
