@@ -150,8 +150,9 @@ struct alignas(64) Share {
 // What a thread fetches while it waits, a little at a time, as it must see soon what it waits for.
 class Fetching {
  public:
-  explicit Fetching(const Share& share)
-      : at_(share.ahead.load(std::memory_order_relaxed)), end_(at_ + share.ahead_bytes.load(std::memory_order_relaxed)) {}
+  explicit Fetching(const Share& share) : at_(share.ahead.load(std::memory_order_relaxed)) {
+    end_ = at_ + share.ahead_bytes.load(std::memory_order_relaxed);
+  }
 
   bool is_done() const { return at_ >= end_; }
   // To the first level, from which lines go to the second: Zen 4 drops prefetches to the second alone.
