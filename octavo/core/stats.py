@@ -142,9 +142,11 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
 def _sum_adapters(replicas: list[AdapterStats]) -> AdapterStats | None:
     if not replicas:
         return None
-    *counts, longest = zip(*(msgspec.structs.astuple(replica) for replica in replicas), strict=True)
-    totals: list[float] = [*map(sum, counts), max(longest)]
-    return AdapterStats(*totals)
+    total = AdapterStats()
+    for name in AdapterStats.__struct_fields__:
+        setattr(total, name, sum(getattr(replica, name) for replica in replicas))
+    total.longest_seconds = max(replica.longest_seconds for replica in replicas)
+    return total
 
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.adapters import AdapterRef, LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
@@ -98,6 +99,7 @@ class AsyncLLM:
         self._loaded = False
         self._streams: dict[str, RequestStream] = {}
         self._queued = QueuedTokens()
+        self._unpinning: set[asyncio.Future[None]] = set()
         self._error: EngineDeadError | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
@@ -164,6 +166,8 @@ class AsyncLLM:
             defaults = default_sampling(config.generation_config, folder)
             replicas.start(config.model_dump(), str(folder), logger.getEffectiveLevel())
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
+            if config.enable_lora:  # what checks adapters, so that the first one holds up no request
+                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
             ready = await replicas.ready()
         except BaseException:
             replicas.kill()
@@ -180,6 +184,7 @@ class AsyncLLM:
         )
         self._prefixes = SharedPrefixes(config, self.inputs)
         self.adapters = make_registry(config, ready.model_config)
+        self.adapters.on_unpin = self._unpin_adapter
         self._adapter_locks = WeakValueDictionary()
         replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
 
@@ -210,6 +215,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -234,7 +240,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
@@ -256,6 +262,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -263,7 +270,8 @@ class AsyncLLM:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``: see ``LLMEngine.add_request``.
+        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``: see
+        ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -284,7 +292,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
 
     async def _submit(
@@ -421,6 +429,15 @@ class AsyncLLM:
         await self._replicas.call("pin_adapter", type(None), adapter.ref)
         adapter.pinned = True
         return True
+
+    def _unpin_adapter(self, key: str) -> None:
+        async def unpin() -> None:
+            with contextlib.suppress(EngineDeadError):
+                await self._replicas.call("unpin_adapter", type(None), key)
+
+        task = asyncio.ensure_future(unpin())
+        self._unpinning.add(task)  # the event loop itself keeps no task alive
+        task.add_done_callback(self._unpinning.discard)
 
     def adapter_requests(self) -> Iterator[tuple[str, str]]:
         """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
@@ -588,11 +605,14 @@ class AsyncLLM:
             raise
 
     async def wake_up(self) -> None:
-        """Restores weights and KV cache, and computes shared prefixes again; nothing happens if it is not sleeping."""
+        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
         await self.ready()
         await self._replicas.call("wake_up", type(None))
         was_sleeping, self.is_sleeping = self.is_sleeping, False
         if was_sleeping:
+            for adapter in self.adapters:
+                if adapter.pinned:
+                    await self._replicas.call("pin_adapter", type(None), adapter.ref)
             for prefix in self._prefixes:
                 await self._compute_prefix(prefix)
 

@@ -212,7 +212,8 @@ class CoreClient:
                 if error is None:
                     future.set_result(value)
                 else:
-                    future.set_exception(OctavoError(error))
+                    kind, _, reason = error.partition(": ")
+                    future.set_exception(errors.reported_error(kind, reason))
             case LogMessage(level, text):
                 logger.log(level, "%s", text)
             case Ready():

@@ -1,4 +1,4 @@
-"""Answers with LoRA adapters against transformers and peft, in float32: adapters of several ranks and none in a batch."""
+"""Answers with LoRA adapters against transformers and peft, in float32: several ranks and none in one batch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Adapted:
             for name, parameter in self.wrapped.named_parameters():
                 if "lora_" in name:
                     torch.nn.init.normal_(parameter, std=0.15)
-            self.wrapped.eval().save_pretrained(folder)
+            self.wrapped.eval().save_pretrained(str(folder))
         self.requests = {
             name: LoRARequest(name, number, str(folder / name)) for number, name in enumerate(configs, start=1)
         }
@@ -154,7 +154,7 @@ def check(adapted: Adapted, *, merged: bool = True, **options: Any) -> None:
         check_against(adapted.reference(name), prompt, answer_of(output))
         if name is not None and merged:
             check_against(adapted.merged(name), prompt, answer_of(output))
-    answers = {str(answer_of(output)[0]) for output in outputs}
+    answers = {str(answer_of(output)) for output in outputs}
     assert len(answers) == len(cases), "adapters that change no answer would hide errors"
 
 

@@ -59,7 +59,7 @@ def make(
         SchedulerOptions(**{**defaults, **options}),
         blocks * BLOCK,
         max_in_flight=depth,
-        adapters=adapters and Adapters(adapters),
+        adapters=Adapters(adapters) if adapters else None,
         worker_adapters=FakeAdapters(adapters, steps_per_load),
     )
 

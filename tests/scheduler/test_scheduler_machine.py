@@ -146,7 +146,7 @@ class Run:
             case.options,
             case.max_model_len,
             max_in_flight=case.depth,
-            adapters=adapters and Adapters(adapters),
+            adapters=Adapters(adapters) if adapters else None,
             worker_adapters=FakeAdapters(adapters, self.adapter_rng.choice([0, 0, 1, 3])),
         )
         #: Adapters that requests name, and those of them whose loads fail now.
