@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import Any
 from weakref import WeakValueDictionary
 
-from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.adapters import AdapterRef, LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
@@ -215,6 +215,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -239,7 +240,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
@@ -261,6 +262,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -268,7 +270,8 @@ class AsyncLLM:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``: see ``LLMEngine.add_request``.
+        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``: see
+        ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -289,7 +292,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
 
     async def _submit(

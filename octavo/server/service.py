@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import AdapterError, ConfigError
+from octavo.core.errors import AdapterError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapters import Adapter, listed
@@ -154,13 +154,8 @@ def make_service(
     """The service of an engine that is ready; ``load_modules`` comes next.
 
     Raises:
-        ConfigError: an option is for adapters, which the engine does not serve, or there is no such resolver.
+        ConfigError: there is no such resolver.
     """
-    if options.uses_adapters and not (llm.config.enable_lora or llm.config.enable_prompt_adapter):
-        raise ConfigError(
-            "lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora or "
-            "enable_prompt_adapter"
-        )
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
     metrics.adapter_states = llm.adapter_requests
