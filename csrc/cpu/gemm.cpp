@@ -301,6 +301,9 @@ void add_rows(const Product& p, int64_t row, int rows, int64_t group, float* sum
       if (columns >= kGroup && parts == 1) {
 #pragma GCC unroll 4
         for (int c = 0; c < kGroup; c += kLanes) store(to + c, load(to + c) + load(add + c));
+      } else if (columns >= kGroup / 2 && parts == 2) {
+#pragma GCC unroll 8
+        for (int c = 0; c < kGroup / 2; ++c) to[c] += add[c];  // a vector that the compiler makes
       } else {
         for (int c = 0; c < width && c < columns; ++c) to[c] += add[c];
       }

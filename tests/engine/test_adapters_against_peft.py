@@ -109,7 +109,7 @@ class Adapted:
             for name, parameter in self.wrapped.named_parameters():
                 if "lora_" in name:
                     torch.nn.init.normal_(parameter, std=0.15)
-            self.wrapped.eval().save_pretrained(folder)
+            self.wrapped.eval().save_pretrained(str(folder))
         self.requests = {
             name: LoRARequest(name, number, str(folder / name)) for number, name in enumerate(configs, start=1)
         }
