@@ -206,9 +206,11 @@ def test_other_families_answer_as_peft_does(tmp_path: Path, config: Callable[[],
     [
         {"max_num_seqs": 1, "enable_prefix_caching": False},
         {"max_num_batched_tokens": 16},
+        {"async_scheduling": True, "max_num_batched_tokens": 16},
+        {"batching": "prefill_first"},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 4},
     ],
-    ids=["alone", "chunks", "small chunks"],
+    ids=["alone", "chunks", "running ahead", "prefill first", "small chunks"],
 )
 def test_bits_do_not_depend_on_the_batch(
     adapted: Adapted, work: list[Any], mixed: list[Answer], options: dict[str, Any]
