@@ -114,4 +114,3 @@ class CpuLowRankEmbedding(LowRankEmbedding):
             op = _cpu.low_rank_lookup(self._held, self.outputs, first, add.data_ptr())
             self._kernels._do(op, step, ids)
         return add
-
