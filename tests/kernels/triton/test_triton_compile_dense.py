@@ -15,7 +15,6 @@ import torch
 from tests.kernels.triton.compiling import Compiled, compiled, tell
 
 if TYPE_CHECKING:
-    from octavo.kernels.lora import LowRank, LowRankEmbedding
     from octavo.kernels.triton.backend import TritonKernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -90,7 +89,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "int4 groups of 32", lambda: quant.quantized_matmul(x[:1, :576], small)
 
 
-def _low_rank(kernels: TritonKernels, low_rank: LowRank | LowRankEmbedding, *args: torch.Tensor) -> object:
+def _low_rank(kernels: TritonKernels, low_rank: Callable[..., object], *args: torch.Tensor) -> object:
     kernels.use_adapters(torch.zeros(len(args[0]), dtype=torch.int32))
     return low_rank(*args)
 
