@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.core.adapters import LoRARequest
+    from octavo.core.adapters import LoRARequest, PromptAdapterRequest
     from octavo.core.beam_search_params import BeamSearchParams
     from octavo.core.config import EngineConfig
     from octavo.core.errors import (
@@ -69,6 +69,7 @@ __all__ = [
     "Metric",
     "ModelNotFoundError",
     "OctavoError",
+    "PromptAdapterRequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -90,6 +91,7 @@ _ELSEWHERE = {
     "LLMEngine": "octavo.engine.llm_engine",
     "EngineConfig": "octavo.core.config",
     "LoRARequest": "octavo.core.adapters",
+    "PromptAdapterRequest": "octavo.core.adapters",
     "BeamSearchParams": "octavo.core.beam_search_params",
     "SamplingParams": "octavo.core.sampling_params",
     "StatLogger": "octavo.engine.stat_loggers",

@@ -128,7 +128,7 @@ def train(folder: Path, steps: int) -> None:
         if step % 10 == 0 or step == steps - 1:
             print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
     model.to(torch.bfloat16).peft_config["default"].base_model_name_or_path = MODEL
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     (folder / "README.md").unlink(missing_ok=True)
 
 

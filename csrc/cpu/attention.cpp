@@ -14,7 +14,8 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 // The computation of one item; T is the type of the cache's elements. `by_pairs`: products are those of pairs of
-// bfloat16, which queries and the cache's elements are exactly and weights are split into two of.
+// bfloat16, which queries and the cache's elements are exactly. Weights are rounded to it, before they are summed, so that
+// they sum to one: an error of 2^-9 of each term, as of GPU kernels (Dao 2023, arXiv 2307.08691) and of the result itself.
 template <typename T, bool by_pairs>
 class Tile {
  public:
@@ -72,8 +73,8 @@ class Tile {
 
  private:
   static constexpr bool kScaled = std::is_same_v<T, int8_t>;  // keys and values of a token have a scale
-  static constexpr Operand kQueries = by_pairs ? Operand::pairs : Operand::floats;
-  static constexpr Operand kWeights = by_pairs ? Operand::split_pairs : Operand::floats;
+  static constexpr Operand kQueries = by_pairs ? Operand::scaled_pairs : Operand::floats;
+  static constexpr Operand kWeights = by_pairs ? Operand::pairs : Operand::floats;
 
   const int32_t* table_of(const AttentionItem& item) const {
     return step_.block_tables + item.sequence * step_.block_table_stride;
@@ -206,9 +207,10 @@ class Tile {
       const float highest = largest(scores, first, end);
       top(states, row) = highest;
       for (int32_t i = first; i < end; i += kLanes) {
-        const F32 w = exp2_not_above_zero(load(scores + i) - highest);
+        F32 w = exp2_not_above_zero(load(scores + i) - highest);
+        if constexpr (by_pairs && !kScaled) w = rounded(w);
         sums += w;
-        store_weights(scores + i, kScaled ? w * load(value_scales_ + i) : w);
+        store_weights(scores + weight_offset(i), kScaled ? w * load(value_scales_ + i) : w);
       }
     } else {
       top(states, row) = -kInfinity;
@@ -218,11 +220,15 @@ class Tile {
     for (int64_t i = 0; i < width_; i += kLanes) store(result + i, F32{});
   }
 
+  // From a row's first weight to that of a position of the piece, an even one: in floats, or in words of two. Weights take
+  // the place of the scores: a pair's is written when its scores have been read.
+  static int64_t weight_offset(int64_t position) { return by_pairs ? position / 2 : position; }
+
   static void store_weights(float* weights, F32 w) {
-#if defined(OCTAVO_ISA_avx512_bf16)
-    if constexpr (by_pairs) return store_split(weights, w);
-#endif
-    store(weights, w);
+    if constexpr (by_pairs)
+      store_words(weights, w);
+    else
+      store(weights, w);
   }
 
   // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
@@ -285,7 +291,8 @@ class Tile {
       values[s] = panels_.values(index + s, s);
       next[s] = panels_.values_ahead(index + s, values[s]);
     }
-    multiply_values(values, next, count, kPanel / 2, scores_ + index * kPanel - piece_begin, item_.queries, states);
+    multiply_values(values, next, count, kPanel / 2, scores_ + weight_offset(index * kPanel - piece_begin), item_.queries,
+                    states);
   }
 
   // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
@@ -300,15 +307,15 @@ class Tile {
       const int64_t count = together ? all.end - query : 1;
       const Range tokens = cut(sight_.seen(query), {position, position + kPanel});
       add_tokens(values, next, {tokens.begin - position, tokens.end - position}, query, count,
-                 scores_ + position - piece_begin, states);
+                 scores_ + weight_offset(position - piece_begin), states);
       query += count;
     }
   }
 
   // Queries that see the same tokens of the panel: pairs of tokens, and a single one at either end.
-  void add_tokens(const T* values, const T* next, Range tokens, int64_t query, int64_t queries, const float* scores,
+  void add_tokens(const T* values, const T* next, Range tokens, int64_t query, int64_t queries, const float* rows,
                   float* states) {
-    const float* weights = scores + query * group_ * kPiece;
+    const float* weights = rows + query * group_ * kPiece;
     float* sums = states + query * group_ * state_floats(a_);
     int64_t token = tokens.begin;
     const auto add_one = [&] {
@@ -325,7 +332,7 @@ class Tile {
     if (pairs > 0) {
       const T* first = values + token * padded_;
       const T* ahead = next + token * padded_;
-      multiply_values(&first, &ahead, 1, pairs, weights + (by_pairs ? token / 2 : token), queries, sums);
+      multiply_values(&first, &ahead, 1, pairs, weights + weight_offset(token), queries, sums);
       token += 2 * pairs;
     }
     if (token < tokens.end) add_one();

@@ -57,12 +57,10 @@ struct Pairs<uint16_t> {
 };
 
 // What the rows are:
-//   floats       float32
-//   pairs        words of two bfloat16, and the sums are multiplied by a factor
-//   split_pairs  words of two bfloat16 for 16 elements of a row, which are their high halves, then 8 words with the low
-//                halves: the two bfloat16 together have 16 bits of a float32's 24
-enum class Operand { floats, pairs, split_pairs };
-constexpr int64_t kWords = kPanel / 2;  // of the elements of a row that a panel's tokens have
+//   floats        float32
+//   pairs         words of two bfloat16
+//   scaled_pairs  the same, and the sums are multiplied by a factor
+enum class Operand { floats, pairs, scaled_pairs };
 
 constexpr int kSegments = 4;
 
@@ -111,19 +109,16 @@ OCTAVO_INLINE void add_pair(F32 (&sums)[kRows][kColumns], int column, const T* p
 
 #if defined(OCTAVO_ISA_avx512_bf16)
 // The same with words of the rows: of the first panel and the second, if there is one.
-template <Operand operand, typename T, int kRows, int kPanels>
+template <typename T, int kRows, int kPanels>
 OCTAVO_INLINE void add_words(F32 (&sums)[kRows][kPanels], const T* first, const T* second, int64_t pair_stride,
                              const float* rows, int64_t row_stride) {
   const U32 y = Pairs<T>::words(first, pair_stride);
   const U32 z = kPanels > 1 ? Pairs<T>::words(second, pair_stride) : y;
-#pragma GCC unroll 2
-  for (int half = 0; half < (operand == Operand::split_pairs ? 2 : 1); ++half) {
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const U32 x = (U32)splat_anew(rows + r * row_stride + half * kWords);
-      add_pair_products(sums[r][0], y, x);
-      if constexpr (kPanels > 1) add_pair_products(sums[r][1], z, x);
-    }
+  for (int r = 0; r < kRows; ++r) {
+    const U32 x = (U32)splat_anew(rows + r * row_stride);
+    add_pair_products(sums[r][0], y, x);
+    if constexpr (kPanels > 1) add_pair_products(sums[r][1], z, x);
   }
 }
 #endif
@@ -187,7 +182,7 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
       Pairs<T>::prefetch(ahead, pair_stride);
       if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride);
 #if defined(OCTAVO_ISA_avx512_bf16)
-      if constexpr (operand != Operand::floats) add_words<operand>(sums, first, second, pair_stride, rows, row_stride);
+      if constexpr (operand != Operand::floats) add_words(sums, first, second, pair_stride, rows, row_stride);
 #endif
 #pragma GCC unroll 2
       for (int i = 0; operand == Operand::floats && i < kPanels; ++i) {
@@ -208,13 +203,12 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
       ahead += pair_stride;
       second_ahead += pair_stride;
     } while (--pairs > 0);
-    if (operand == Operand::split_pairs) rows += kPanel - p.pairs;
   } while (++segment < p.segments);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int c = 0; c < kColumns; ++c)
-      store(p.sums + r * p.sum_stride + c * kLanes, operand == Operand::pairs ? sums[r][c] * p.factor : sums[r][c]);
+      store(p.sums + r * p.sum_stride + c * kLanes, operand == Operand::scaled_pairs ? sums[r][c] * p.factor : sums[r][c]);
 }
 
 template <Operand operand, typename T, int kPanels, int kRows>
@@ -283,8 +277,8 @@ void add_token(const float* weights, int64_t weight_stride, int64_t rows, const 
 }
 
 #if defined(OCTAVO_ISA_avx512_bf16)
-// The same with words of the weights of the panel's tokens, in high and low halves. The other token of the pair counts as
-// zero, weight and value: what is in its slot may be anything.
+// The same with words of the weights of the panel's tokens. The other token of the pair counts as zero, weight and value:
+// what is in its slot may be anything.
 template <typename T>
 void add_token_of_pair(const float* weights, int64_t weight_stride, int64_t rows, const T* panel, int64_t token,
                        int64_t padded, int64_t width, float* sums, int64_t sum_stride) {
@@ -297,18 +291,22 @@ void add_token_of_pair(const float* weights, int64_t weight_stride, int64_t rows
       float* at = sums + r * sum_stride + c;
       F32 sum = load(at);
       add_pair_products(sum, y, (U32)splat_anew(word) & mask);
-      add_pair_products(sum, y, (U32)splat_anew(word + kWords) & mask);
       store(at, sum);
     }
   }
 }
 
-// 16 weights as words of two bfloat16 each: their high halves, then their low halves.
-OCTAVO_INLINE void store_split(float* words, F32 x) {
-  const U16 high = narrow_bf16(x), low = narrow_bf16(x - widen_bf16(high));
-  std::memcpy(words, &high, sizeof high);
-  std::memcpy(words + kWords, &low, sizeof low);
+OCTAVO_INLINE F32 rounded(F32 x) { return widen_bf16(narrow_bf16(x)); }
+
+// 16 elements as words of two bfloat16 each.
+OCTAVO_INLINE void store_words(float* words, F32 x) {
+  const U16 narrow = narrow_bf16(x);
+  std::memcpy(words, &narrow, sizeof narrow);
 }
+#else
+// Never called: only with that instruction set are products those of pairs.
+[[maybe_unused]] F32 rounded(F32 x);
+[[maybe_unused]] void store_words(float* words, F32 x);
 #endif
 
 }  // namespace

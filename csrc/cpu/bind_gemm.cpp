@@ -46,6 +46,16 @@ class Linear : public Op {
     for (int64_t row = 0; row < step.tokens; row += block) run_block(row, std::min(block, step.tokens - row), pairs);
   }
 
+  Bytes first_weights(const Step& step, int thread, int threads) const override {
+    const WeightView& weights = product_.weights;
+    if (weights.groups == 0) return {};
+    const int64_t chunks = chunks_of(weights, std::min(step.tokens, kRowsOfTask));
+    const int64_t bytes = weights.k * kGroup * (weights.dtype == Dtype::bf16 ? 2 : 4);  // of a group
+    const int64_t begin = weights.groups * (chunks * thread / threads) / chunks;
+    const int64_t end = weights.groups * (chunks * (thread + 1) / threads) / chunks;
+    return {static_cast<const char*>(weights.data) + begin * bytes, (end - begin) * bytes};
+  }
+
  private:
   static constexpr int64_t kBlockFloats = 64 * 1024;
   static constexpr int64_t kRowsOfTask = 72;

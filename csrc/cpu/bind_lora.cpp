@@ -1,12 +1,10 @@
 // Low-rank products of adapters as operations, and their Python names.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <numeric>
-#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -76,7 +74,7 @@ class LowRankProducts : public Op {
     Plan& plan = mine;  // the caller's, in all threads
     sort(step, plan);
     make_tasks(plan);
-    parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t i) { run_task(plan, plan.tasks[i]); });
+    parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t i) { run_task(plan, static_cast<size_t>(i)); });
   }
 
  private:
@@ -127,11 +125,20 @@ class LowRankProducts : public Op {
     if (b_.add == nullptr) add_rows(nullptr, 0, plan.ends[0], 1);
   }
 
-  void run_task(const Plan& plan, const Task& task) const {
+  // What the next task, most likely this thread's, begins to read.
+  static void fetch_next(const Plan& plan, size_t i) {
+    const LowRankAdapter* next = i + 1 < plan.tasks.size() ? plan.tasks[i + 1].adapter : nullptr;
+    if (next == nullptr || next == plan.tasks[i].adapter) return;
+    for (int64_t at = 0; at < std::min(kLowRankAhead, next->nbytes()); at += kLowRankLine) __builtin_prefetch(next->data() + at, 0, 2);
+  }
+
+  void run_task(const Plan& plan, size_t index) const {
+    const Task& task = plan.tasks[index];
     const int32_t* places = plan.places.data() + task.begin;
     const int64_t rows = task.end - task.begin;
     if (task.adapter == nullptr) return fill(places, rows, 0, columns_);
     thread_local Memory memory_of_x, memory_of_sums;
+    fetch_next(plan, index);
     const float* x = nullptr;
     const int64_t x_stride = padded(inputs_) + 16;  // rows must not share lines of the cache
     int64_t column = 0, first_group = 0;
@@ -139,13 +146,13 @@ class LowRankProducts : public Op {
       const int64_t begin = std::max<int64_t>(0, task.first_group - first_group);
       const int64_t end = std::min((outputs_[i] + kGroup - 1) / kGroup, task.last_group - first_group);
       if (begin >= end) continue;
-      const LowRankPart* part = (*task.adapter)[i].get();
-      if (part == nullptr) {
+      const LowRankView& part = task.adapter->part(i);
+      if (part.rank == 0) {
         if (b_.add == nullptr) fill(places, rows, column + begin * kGroup, std::min(outputs_[i], end * kGroup) + column);
         continue;
       }
-      if (x == nullptr) x = take_rows(part->view(), places, rows, memory_of_x.take(rows * x_stride), x_stride);
-      multiply(part->view(), x, x_stride, places, rows, begin, end, column, memory_of_sums);
+      if (x == nullptr) x = take_rows(part, places, rows, memory_of_x.take(rows * x_stride), x_stride);
+      multiply(part, x, x_stride, places, rows, begin, end, column, memory_of_sums);
     }
   }
 
@@ -193,7 +200,7 @@ class LowRankLookup : public TokenOp {
       const LowRankTable* table = slots_->at(slot_of(step, token));
       const int64_t row = step.token_ids[token] - first_;
       if (table == nullptr || row < 0 || row >= table->rows) continue;
-      const LowRankView& part = table->up.view();
+      const LowRankView& part = table->up.part(0);
       const auto place = static_cast<int32_t>(token);
       float* x = memory.take(padded(part.padded_rank));
       isa().gemm->prepare(table->down.data() + row * part.rank * part.bytes_of_value(), part.dtype, 0, part.rank,
@@ -234,10 +241,16 @@ OpPtr low_rank(LowRankProducts::Slots slots, int64_t inputs, std::vector<int64_t
   return std::make_shared<LowRankProducts>(std::move(slots), inputs, std::move(outputs), dtype, buffers);
 }
 
-std::shared_ptr<LowRankPart> low_rank_part(uintptr_t down, uintptr_t up, int64_t rank, int64_t inputs, int64_t outputs,
-                                           Dtype dtype) {
+std::shared_ptr<LowRankAdapter> low_rank_adapter(const std::vector<uintptr_t>& down, const std::vector<uintptr_t>& up,
+                                                 const std::vector<int64_t>& ranks, const std::vector<int64_t>& outputs,
+                                                 int64_t inputs, Dtype dtype) {
+  if (down.size() != ranks.size() || up.size() != ranks.size() || outputs.size() != ranks.size())
+    throw std::invalid_argument("each part has two matrices, a rank and outputs");
+  std::vector<LowRankAdapter::Source> parts;
+  for (size_t i = 0; i < ranks.size(); ++i)
+    parts.push_back({pointer<const void>(down[i]), pointer<const void>(up[i]), ranks[i], outputs[i]});
   nb::gil_scoped_release release;
-  return std::make_shared<LowRankPart>(pointer<const void>(down), pointer<const void>(up), rank, inputs, outputs, dtype);
+  return std::make_shared<LowRankAdapter>(parts, inputs, dtype);
 }
 
 std::shared_ptr<LowRankTable> low_rank_table(uintptr_t down, uintptr_t up, int64_t rank, int64_t rows, int64_t outputs,
@@ -246,24 +259,23 @@ std::shared_ptr<LowRankTable> low_rank_table(uintptr_t down, uintptr_t up, int64
   const char* data = pointer<const char>(down);
   return std::make_shared<LowRankTable>(
       LowRankTable{std::vector<char>(data, data + rows * rank * bytes_of(dtype)), rows,
-                   LowRankPart(nullptr, pointer<const void>(up), rank, 1, outputs, dtype)});
+                   LowRankAdapter({{nullptr, pointer<const void>(up), rank, outputs}}, 0, dtype)});
 }
 
 }  // namespace
 
 void bind_lora(nb::module_& m) {
-  nb::class_<LowRankPart>(m, "LowRankPart").def_prop_ro("nbytes", &LowRankPart::nbytes);
+  nb::class_<LowRankAdapter>(m, "LowRankAdapter").def_prop_ro("nbytes", &LowRankAdapter::nbytes);
   nb::class_<LowRankTable>(m, "LowRankTable").def_prop_ro("nbytes", [](const LowRankTable& table) {
     return static_cast<int64_t>(table.down.size()) + table.up.nbytes();
   });
   nb::class_<LowRankSlots<LowRankAdapter>>(m, "LowRankSlots")
       .def(nb::init<int64_t>(), "slots"_a)
       .def("place",
-           [](LowRankSlots<LowRankAdapter>& slots, int64_t slot,
-              std::optional<std::vector<std::shared_ptr<LowRankPart>>> parts) {
-             slots.place(slot, parts ? std::make_shared<const LowRankAdapter>(parts->begin(), parts->end()) : nullptr);
+           [](LowRankSlots<LowRankAdapter>& slots, int64_t slot, std::shared_ptr<LowRankAdapter> adapter) {
+             slots.place(slot, std::move(adapter));
            },
-           "slot"_a, "parts"_a.none());
+           "slot"_a, "adapter"_a.none());
   nb::class_<LowRankSlots<LowRankTable>>(m, "LowRankTableSlots")
       .def(nb::init<int64_t>(), "slots"_a)
       .def("place",
@@ -271,8 +283,9 @@ void bind_lora(nb::module_& m) {
              slots.place(slot, std::move(table));
            },
            "slot"_a, "table"_a.none());
-  m.def("low_rank_part", &low_rank_part, "down"_a, "up"_a, "rank"_a, "inputs"_a, "outputs"_a, "dtype"_a,
-        "A packed copy of down [rank, inputs] and up [outputs, rank], contiguous, given by address.");
+  m.def("low_rank_adapter", &low_rank_adapter, "down"_a, "up"_a, "ranks"_a, "outputs"_a, "inputs"_a, "dtype"_a,
+        "Packed copies of down [rank, inputs] and up [outputs, rank] of each part, contiguous, given by address; of rank "
+        "0 where the adapter has no such part.");
   m.def("low_rank_table", &low_rank_table, "down"_a, "up"_a, "rank"_a, "rows"_a, "outputs"_a, "dtype"_a,
         "The same of an embedding: down, transposed, is [rows, rank].");
   m.def("low_rank", &low_rank, "slots"_a, "inputs"_a, "outputs"_a, "dtype"_a, "x"_a, "x_stride"_a, "x_dtype"_a, "add"_a,

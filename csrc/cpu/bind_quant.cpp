@@ -87,6 +87,16 @@ class LinearQuant : public Op {
     tasks_ = gated ? panels / 2 : panels;
   }
 
+  Bytes first_weights(const Step& step, int thread, int threads) const override {
+    const int64_t chunk = panels_of_task(std::min(step.tokens, kRowsAtOnce)), chunks = (tasks_ + chunk - 1) / chunk;
+    const int64_t first = std::min(tasks_, chunks * thread / threads * chunk);
+    const int64_t end = std::min(tasks_, chunks * (thread + 1) / threads * chunk);
+    if (first == end) return {};
+    const size_t part = part_of(first);
+    const int64_t own = first - first_panel_[part], most = parts_[part]->panels - own;
+    return {parts_[part]->panel(own), std::min(end - first, most) * parts_[part]->panel_bytes};
+  }
+
   void run(const Step& step) override {
     thread_local RowBuffer buffer;
     for (int64_t first = 0; first < step.tokens; first += kRowsAtOnce) {
@@ -123,13 +133,17 @@ class LinearQuant : public Op {
         table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
       }
     });
-    const int64_t at_once = table.panels_at_once(quantized.count);
-    const int64_t wanted = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
-    const int64_t chunk = (wanted + at_once - 1) / at_once * at_once;
+    const int64_t at_once = table.panels_at_once(quantized.count), chunk = panels_of_task(quantized.count);
     parallel_for((tasks_ + chunk - 1) / chunk, [&](int64_t chunk_index) {
       const int64_t end = std::min(tasks_, (chunk_index + 1) * chunk);
       for (int64_t i = chunk_index * chunk; i < end;) i = run_task(i, std::min(end, i + at_once), first, quantized);
     });
+  }
+
+  int64_t panels_of_task(int64_t rows) const {
+    const int64_t at_once = isa().quant->panels_at_once(rows);
+    const int64_t wanted = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    return (wanted + at_once - 1) / at_once * at_once;
   }
 
   // Those of panels [panel, end) that are of the first one's part; returns where they end.

@@ -8,6 +8,7 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 constexpr int kVectors = kGroup / kLanes;  // of a group
+constexpr int kCache = 2;                  // that is fetched into, for __builtin_prefetch: the second
 
 #if defined(OCTAVO_ISA_avx512_bf16)
 constexpr bool kMultipliesPairs = true;
@@ -66,6 +67,8 @@ void shrink_tile(const char* line, int64_t lines, const float* x, int64_t x_stri
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sums[r][c] = F32{};
   for (; lines > 0; --lines, line += C * kLowRankLine) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) __builtin_prefetch(line + kLowRankAhead + c * kLowRankLine, 0, kCache);
 #pragma GCC unroll 8
     for (int i = 0; i < kLowRankLine / bytes; i += values, x += kLanes) {
       F32 rows[R];
@@ -146,6 +149,8 @@ OCTAVO_INLINE void accumulate(const Expansion& e, int64_t row, int64_t group, F3
   const char* line = e.part.up + group * group_bytes;
   const float* x = e.x + row * e.x_stride;
   for (int64_t step = 0; step < steps; ++step, line += 4 * kGroup) {
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) __builtin_prefetch(line + kLowRankAhead + g * group_bytes, 0, kCache);
 #pragma GCC unroll 32
     for (int v = 0; v < G * kVectors; ++v) {
       const char* p = line + v / kVectors * group_bytes + v % kVectors * (4 * kLanes);

@@ -13,11 +13,14 @@ constexpr int64_t kLowRankLine = 64;
 // Most rows of `down` that are read side by side; the others are taken 4, 2 and 1 at a time.
 constexpr int64_t kLowRankRows = 8;
 
+// Bytes that are fetched ahead of those that are read: matrices of an adapter follow each other in the order of reading.
+constexpr int64_t kLowRankAhead = 4096;
+
 // The two matrices of a part of an adapter. down [rank, inputs] is in blocks of rows read side by side, each block
 // [lines][rows][line], with zeros past the inputs; up [outputs, rank] is as in WeightView, with k = padded_rank.
 struct LowRankView {
   const char* down = nullptr;
-  const char* up = nullptr;
+  const char* up = nullptr;  // follows `down` in memory
   Dtype dtype = Dtype::bf16;
   int64_t rank = 0;
   int64_t padded_rank = 0;  // even for bf16

@@ -40,27 +40,41 @@ void pack_up(const char* up, const LowRankView& view, char* out) {
 
 }  // namespace
 
-LowRankPart::LowRankPart(const void* down, const void* up, int64_t rank, int64_t inputs, int64_t outputs, Dtype dtype)
-    : inputs_(inputs) {
-  if (rank < 1 || inputs < 1 || outputs < 1)
-    throw std::invalid_argument("low-rank matrices of rank " + std::to_string(rank) + ", " + std::to_string(inputs) +
-                                " inputs and " + std::to_string(outputs) + " outputs cannot be packed");
+LowRankAdapter::LowRankAdapter(const std::vector<Source>& parts, int64_t inputs, Dtype dtype) {
   if (dtype == Dtype::i8) throw std::invalid_argument("low-rank matrices must be float32 or bfloat16");
-  view_.dtype = dtype;
-  view_.rank = rank;
-  const int64_t bytes = view_.bytes_of_value();
-  view_.padded_rank = dtype == Dtype::bf16 ? round_up(rank, 2) : rank;
-  view_.lines = down == nullptr ? 0 : round_up(inputs * bytes, kLowRankLine) / kLowRankLine;
-  view_.outputs = outputs;
-  view_.groups = round_up(outputs, kGroup) / kGroup;
-  const int64_t down_bytes = rank * view_.lines * kLowRankLine;
-  nbytes_ = down_bytes + view_.groups * kGroup * view_.padded_rank * bytes;
-  data_ = allocate_weights(static_cast<size_t>(nbytes_));
-  char* data = static_cast<char*>(data_.get());
-  view_.down = data;
-  view_.up = data + down_bytes;
-  if (down != nullptr) pack_down(static_cast<const char*>(down), inputs * bytes, view_, data);
-  pack_up(static_cast<const char*>(up), view_, data + down_bytes);
+  const auto offset = [](int64_t bytes) { return reinterpret_cast<const char*>(bytes); };
+  for (const Source& part : parts) {
+    LowRankView view;
+    view.dtype = dtype;
+    view.outputs = part.outputs;
+    view.groups = round_up(part.outputs, kGroup) / kGroup;
+    if (part.rank < 0 || inputs < 0 || part.outputs < 1)
+      throw std::invalid_argument("low-rank matrices of rank " + std::to_string(part.rank) + ", " +
+                                  std::to_string(inputs) + " inputs and " + std::to_string(part.outputs) +
+                                  " outputs cannot be packed");
+    if (part.rank > 0) {
+      const int64_t bytes = view.bytes_of_value();
+      view.rank = part.rank;
+      view.padded_rank = dtype == Dtype::bf16 ? round_up(part.rank, 2) : part.rank;
+      view.lines = round_up(inputs * bytes, kLowRankLine) / kLowRankLine;
+      view.down = offset(nbytes_);
+      view.up = view.down + part.rank * view.lines * kLowRankLine;
+      nbytes_ += part.rank * view.lines * kLowRankLine + view.groups * kGroup * view.padded_rank * bytes;
+    }
+    parts_.push_back(view);
+  }
+  data_ = allocate_weights(static_cast<size_t>(std::max<int64_t>(1, nbytes_)));
+  auto* data = static_cast<char*>(data_.get());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    LowRankView& view = parts_[i];
+    if (view.rank == 0) continue;
+    char* down = data + reinterpret_cast<intptr_t>(view.down);
+    char* up = data + reinterpret_cast<intptr_t>(view.up);
+    view.down = down;
+    view.up = up;
+    if (inputs > 0) pack_down(static_cast<const char*>(parts[i].down), inputs * view.bytes_of_value(), view, down);
+    pack_up(static_cast<const char*>(parts[i].up), view, up);
+  }
 }
 
 }  // namespace octavo

@@ -8,27 +8,32 @@
 
 namespace octavo {
 
-// Owns a packed copy of the two matrices of a part.
-class LowRankPart {
+// Owns packed copies of an adapter's matrices for one layer, one after the other.
+class LowRankAdapter {
  public:
-  // down [rank, inputs] and up [outputs, rank], contiguous, both float32 or both bfloat16. Uses no thread of the pool.
-  // Throws std::invalid_argument.
-  LowRankPart(const void* down, const void* up, int64_t rank, int64_t inputs, int64_t outputs, Dtype dtype);
-  const LowRankView& view() const { return view_; }
-  int64_t inputs() const { return inputs_; }
+  // down [rank, inputs] and up [outputs, rank], contiguous; rank 0: the adapter has no such part.
+  struct Source {
+    const void *down, *up;
+    int64_t rank, outputs;
+  };
+  // All float32 or all bfloat16. Without inputs there is no `down`. Uses no thread of the pool. Throws
+  // std::invalid_argument.
+  LowRankAdapter(const std::vector<Source>& parts, int64_t inputs, Dtype dtype);
+  const LowRankView& part(size_t i) const { return parts_[i]; }
+  const char* data() const { return static_cast<const char*>(data_.get()); }
   int64_t nbytes() const { return nbytes_; }
 
  private:
   std::shared_ptr<void> data_;
-  LowRankView view_;
-  int64_t inputs_, nbytes_;
+  std::vector<LowRankView> parts_;
+  int64_t nbytes_ = 0;
 };
 
 // The same of an embedding: a row of `down`, transposed, is read by token id.
 struct LowRankTable {
   std::vector<char> down;  // [rows][rank]
   int64_t rows;
-  LowRankPart up;  // of one input
+  LowRankAdapter up;
 };
 
 // What each slot of a layer holds, null for nothing. It changes between steps only.
@@ -44,8 +49,5 @@ class LowRankSlots {
  private:
   std::vector<std::shared_ptr<const Adapter>> held_;
 };
-
-// For each part of a layer, null where the adapter has none.
-using LowRankAdapter = std::vector<std::shared_ptr<const LowRankPart>>;
 
 }  // namespace octavo

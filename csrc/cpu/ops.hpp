@@ -55,10 +55,19 @@ struct Step {
   }
 };
 
+// Consecutive memory.
+struct Bytes {
+  const void* data = nullptr;
+  int64_t count = 0;
+};
+
 // One kernel call with its buffers. An operation holds plain pointers: the caller keeps the buffers alive.
 struct Op {
   virtual ~Op() = default;
   virtual void run(const Step& step) = 0;
+  // The weights that a thread, one of so many, reads first in this step, which has tokens; of operations that have none,
+  // nothing.
+  virtual Bytes first_weights(const Step&, int /*thread*/, int /*threads*/) const { return {}; }
 };
 
 using OpPtr = std::shared_ptr<Op>;

@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include <cstring>
+#include <vector>
 
 #include "bind.hpp"
 #include "communicator.hpp"
@@ -40,7 +41,14 @@ class Tape {
     nb::gil_scoped_release release;
     ThreadPool::Busy busy;
     const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
-    for (const Entry& entry : entries_) entry.op->run(steps[static_cast<int>(entry.rows)]);
+    // With few rows the memory has nothing to do between products, so threads that wait fetch the next one's weights.
+    const bool few = step.tokens <= kFewRows && ThreadPool::instance().size() > 1;
+    if (!few) fetch_for(entries_.end(), steps);
+    auto fetched = entries_.begin();
+    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+      if (few && fetched <= entry) fetched = fetch_for(entry + 1, steps);
+      entry->op->run(steps[static_cast<int>(entry->rows)]);
+    }
   }
 
  private:
@@ -48,6 +56,26 @@ class Tape {
     OpPtr op;
     Rows rows;
   };
+  using Iterator = std::vector<Entry>::const_iterator;
+
+  static constexpr int64_t kFewRows = 16;
+
+  // Lets threads that wait fetch the weights of the first operation that has any, from this one on; returns it.
+  Iterator fetch_for(Iterator entry, const Step* steps) const {
+    ThreadPool& pool = ThreadPool::instance();
+    const int threads = pool.size();
+    const auto weights = [&](int thread) {
+      const Step& step = steps[static_cast<int>(entry->rows)];
+      return step.tokens > 0 ? entry->op->first_weights(step, thread, threads) : Bytes{};
+    };
+    while (entry != entries_.end() && weights(0).count == 0) ++entry;
+    for (int thread = 0; thread < threads; ++thread) {
+      const Bytes first = entry == entries_.end() ? Bytes{} : weights(thread);
+      pool.fetch_when_idle(thread, first.data, first.count);
+    }
+    return entry;
+  }
+
   std::vector<Entry> entries_;
 };
 

@@ -1,14 +1,18 @@
 #include "threads.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #ifdef __linux__
-#include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,8 +29,13 @@ inline void pause_briefly() {
 #endif
 }
 
-// Iterations of spinning before a thread yields its processor to other processes.
-constexpr int kSpins = 4096;
+// Iterations of spinning before a thread yields its processor to other processes, and before it looks whether the thread
+// that it waits for has lost its own: some 20 microseconds.
+constexpr int kSpins = 4096, kSpinsToLook = 1024;
+// For how long the caller's processor may be another thread's at most, before it looks again.
+constexpr auto kMostLent = std::chrono::milliseconds(2);
+// Bytes that a thread fetches ahead at most: they must still be in its second-level cache when it reads them.
+constexpr int64_t kMostFetched = 256 * 1024;
 
 int current_processor() {
 #ifdef __linux__
@@ -60,11 +69,68 @@ Processors only(const Processors& processors, int index) {
     if (CPU_ISSET(cpu, &processors) && seen++ == index) CPU_SET(cpu, &one);
   return one;
 }
+
+// A thread of the pool as the others see it. Its number is safe to use when it has ended.
+class Identity {
+ public:
+  // Of this thread.
+  void set() { id_.store(static_cast<pid_t>(syscall(SYS_gettid)), std::memory_order_relaxed); }
+
+  // Whether it has no processor: its clock stands still.
+  bool is_off() const {
+    const int64_t before = time();
+    for (int i = 0; i < 32; ++i) pause_briefly();
+    return before >= 0 && time() == before;
+  }
+
+  // Moves it here, at once if it does not run, and lets it run on these processors from then on. It may take this
+  // processor before the second half, so it has to allow itself its processors too.
+  void bring_here(const Processors& processors) const {
+    const int processor = current_processor();
+    if (processor < 0 || processor >= CPU_SETSIZE) return;
+    Processors here;
+    CPU_ZERO(&here);
+    CPU_SET(processor, &here);
+    let_use(here);
+    let_use(processors);
+  }
+
+  // Moves it from this processor to another one of these, if it is here.
+  void send_away(const Processors& processors) const {
+    Processors others = processors;
+    const int processor = current_processor();
+    if (processor >= 0 && processor < CPU_SETSIZE) CPU_CLR(processor, &others);
+    let_use(others);
+    let_use(processors);
+  }
+
+ private:
+  void let_use(const Processors& processors) const {
+    const pid_t id = id_.load(std::memory_order_relaxed);
+    if (id > 0 && CPU_COUNT(&processors) > 0) sched_setaffinity(id, sizeof(processors), &processors);
+  }
+
+  // Nanoseconds of processor time, or -1. The clock's number is as pthread_getcpuclockid makes it.
+  int64_t time() const {
+    timespec now{};
+    const auto id = static_cast<unsigned>(id_.load(std::memory_order_relaxed));
+    if (id == 0 || clock_gettime(static_cast<clockid_t>(~id << 3 | 6), &now) != 0) return -1;
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+  }
+
+  std::atomic<pid_t> id_{0};
+};
 #else
 struct Processors {};
 Processors allowed_processors() { return {}; }
 void allow(const Processors&) {}
 Processors only(const Processors&, int) { return {}; }
+struct Identity {
+  void set() {}
+  bool is_off() const { return false; }
+  void bring_here(const Processors&) const {}
+  void send_away(const Processors&) const {}
+};
 #endif
 
 // The tasks of one loop that one thread starts with. The loop's number and the next task are one word: a thread that
@@ -73,6 +139,29 @@ constexpr uint32_t kClosed = 0xffffffff;  // as the next task: there is none
 struct alignas(64) Share {
   std::atomic<uint64_t> loop_and_next{0};
   std::atomic<int> processor{-1};  // where its thread was seen last
+  std::atomic<bool> at_work{false};  // its thread runs tasks; of the caller: a step
+  std::atomic<bool> moved{false};    // by the caller, to its own processor, until the tasks that it runs end
+  Identity identity;
+  // What it fetches while it waits.
+  std::atomic<const char*> ahead{nullptr};
+  std::atomic<int64_t> ahead_bytes{0};
+};
+
+// What a thread fetches while it waits, a little at a time, as it must see soon what it waits for.
+class Fetching {
+ public:
+  explicit Fetching(const Share& share) : at_(share.ahead.load(std::memory_order_relaxed)) {
+    end_ = at_ + share.ahead_bytes.load(std::memory_order_relaxed);
+  }
+
+  bool is_done() const { return at_ >= end_; }
+  // To the first level, from which lines go to the second: Zen 4 drops prefetches to the second alone.
+  void go_on() {
+    for (int line = 0; line < 16; ++line, at_ += 64) __builtin_prefetch(at_);
+  }
+
+ private:
+  const char *at_, *end_;
 };
 
 // Moves this thread to an allowed processor that no other thread of the pool uses, if there is one. On a busy machine the
@@ -112,6 +201,8 @@ struct ThreadPool::State {
   int size = 1;
   bool pinned = false;
   Processors callers{};  // of the caller outside of a step
+  std::condition_variable returned;  // a moved thread has ended its tasks
+  std::atomic<int> gave_way{0};      // the thread that moves the caller to its processor, or 0
 
   int64_t first_task(int64_t tasks_now, int thread) const { return tasks_now * thread / size; }
 
@@ -139,6 +230,66 @@ struct ThreadPool::State {
     }
   }
 
+  // Of a thread that is not the caller.
+  void work_in_loop(int thread, uint32_t now, const Processors& processors) {
+    Share& own = shares[thread];
+    note_processor(thread);
+    own.at_work.store(true, std::memory_order_release);
+    run_loop(thread, now);
+    own.at_work.store(false, std::memory_order_seq_cst);
+    if (!own.moved.load(std::memory_order_seq_cst)) return;
+    own.moved.store(false, std::memory_order_relaxed);
+    { std::lock_guard<std::mutex> lock(mutex); }
+    returned.notify_one();
+    allow(processors);
+    note_processor(thread);  // away from the caller
+  }
+
+  // The caller waits for the last tasks of others. Another process may have the processor of such a thread for some
+  // milliseconds, so that thread ends its task on the caller's.
+  void lend_processor() {
+    if (pinned) return;
+    for (int i = 1; i < size; ++i) {
+      Share& late = shares[i];
+      if (!late.at_work.load(std::memory_order_acquire) || !late.identity.is_off()) continue;
+      late.moved.store(true, std::memory_order_seq_cst);
+      late.identity.bring_here(allowed_processors());
+      shares[0].at_work.store(false, std::memory_order_relaxed);
+      std::unique_lock<std::mutex> lock(mutex);
+      returned.wait_for(lock, kMostLent, [&] { return !late.at_work.load(std::memory_order_seq_cst); });
+      shares[0].at_work.store(true, std::memory_order_relaxed);
+      return;
+    }
+  }
+
+  // A thread waits for the caller. If that has no processor, it gets this one, and this thread another: returns whether.
+  bool swap_with_caller(int thread) {
+    if (pinned || !shares[0].at_work.load(std::memory_order_acquire)) return false;
+    Processors allowed;
+    {
+      std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+      if (!lock || busy.load() == 0 || gave_way.load() != 0 || !shares[0].identity.is_off()) return false;
+      allowed = callers;
+      gave_way.store(thread);
+    }
+    shares[0].processor.store(current_processor(), std::memory_order_relaxed);
+    shares[0].identity.bring_here(allowed);
+    note_processor(thread);
+    int self = thread;
+    gave_way.compare_exchange_strong(self, 0);
+    if (current_processor() == shares[0].processor.load(std::memory_order_relaxed)) std::this_thread::yield();
+    return true;
+  }
+
+  // The caller was moved, and may run before the thread that gave way could go: that waits for its processor.
+  void finish_swap() {
+    if (gave_way.load(std::memory_order_relaxed) == 0) return;
+    const int thread = gave_way.exchange(0);
+    if (thread == 0) return;
+    allow(callers);
+    shares[thread].identity.send_away(callers);
+  }
+
   // Records the processor of a thread; if the caller or an earlier thread is on it, the thread moves to another.
   void note_processor(int thread) {
     const int here = current_processor();
@@ -153,18 +304,25 @@ struct ThreadPool::State {
 
   void work(int thread, const Processors& processors, uint32_t seen) {
     allow(processors);
+    shares[thread].identity.set();
     int spins = 0;
+    bool swapped = false;  // since the last loop
+    Fetching fetching(shares[thread]);
     while (true) {
       const uint32_t now = loop.load(std::memory_order_acquire);
       if (stop.load(std::memory_order_relaxed)) return;
       if (now != seen) {
         seen = now;
-        note_processor(thread);
-        run_loop(thread, now);
+        work_in_loop(thread, now, processors);
         spins = 0;
+        swapped = false;
+        fetching = Fetching(shares[thread]);
+      } else if (!fetching.is_done()) {
+        fetching.go_on();
       } else if (busy.load(std::memory_order_relaxed) > 0) {
         pause_briefly();
-        if (++spins % kSpins == 0) std::this_thread::yield();
+        if (++spins % kSpinsToLook == 0 && !swapped) swapped = swap_with_caller(thread);
+        if (spins % kSpins == 0) std::this_thread::yield();
       } else {
         std::unique_lock<std::mutex> lock(mutex);
         sleeping.fetch_add(1);
@@ -219,6 +377,12 @@ void ThreadPool::resize(int size, bool pin) {
   }
 }
 
+void ThreadPool::fetch_when_idle(int thread, const void* data, int64_t bytes) {
+  Share& share = state_->shares[thread];
+  share.ahead.store(static_cast<const char*>(data), std::memory_order_relaxed);
+  share.ahead_bytes.store(std::min(bytes, kMostFetched), std::memory_order_relaxed);
+}
+
 void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>& f) {
   if (tasks <= 0) return;
   State& s = *state_;
@@ -226,6 +390,7 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
     for (int64_t task = 0; task < tasks; ++task) f(task);
     return;
   }
+  s.finish_swap();
   const uint32_t now = s.loop.load(std::memory_order_relaxed) + 1;
   for (Share& share : s.shares) share.loop_and_next.store(kClosed, std::memory_order_relaxed);
   s.function.store(&f, std::memory_order_release);
@@ -240,22 +405,34 @@ void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>&
   s.wake_all();
   s.run_loop(0, now);
   int spins = 0;
+  Fetching fetching(s.shares[0]);
   while (s.finished.load(std::memory_order_acquire) < tasks) {
+    if (!fetching.is_done()) {
+      fetching.go_on();
+      continue;
+    }
     pause_briefly();
-    if (++spins % kSpins == 0) std::this_thread::yield();
+    if (++spins % kSpinsToLook == 0) s.lend_processor();
+    if (spins % kSpins == 0) std::this_thread::yield();
   }
 }
 
 ThreadPool::Busy::Busy() {
   State& s = *ThreadPool::instance().state_;
-  if (s.busy.fetch_add(1) == 0 && s.pinned) {
+  if (s.busy.load() == 0) {
+    std::lock_guard<std::mutex> lock(s.mutex);
     s.callers = allowed_processors();
-    allow(only(s.callers, 0));
+    s.shares[0].identity.set();
+    if (s.pinned) allow(only(s.callers, 0));
   }
+  s.shares[0].at_work.store(true, std::memory_order_release);
+  s.busy.fetch_add(1);
   s.wake_all();
 }
 ThreadPool::Busy::~Busy() {
   State& s = *ThreadPool::instance().state_;
+  s.shares[0].at_work.store(false, std::memory_order_relaxed);
+  s.finish_swap();
   if (s.busy.fetch_sub(1) == 1 && s.pinned) allow(s.callers);
 }
 

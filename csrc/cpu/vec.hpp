@@ -122,13 +122,19 @@ OCTAVO_INLINE void store(uint16_t* p, F32 x, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-// Halves of two vectors side by side, and a vector's halves to two places; for vectors of 16 lanes.
+// Halves of two vectors side by side, half a vector from each of two places, and a vector's halves to two places; for
+// vectors of 16 lanes.
 #if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
 OCTAVO_INLINE F32 low_halves(F32 a, F32 b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
 }
 OCTAVO_INLINE F32 high_halves(F32 a, F32 b) {
   return __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+OCTAVO_INLINE F32 load_halves(const float* low, const float* high) {
+  typedef float Half __attribute__((vector_size(2 * kLanes)));
+  return __builtin_shufflevector(load_as<Half>(low), load_as<Half>(high), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
+                                 14, 15);
 }
 template <typename T>
 OCTAVO_INLINE void store_halves(T* low, T* high, F32 x) {

@@ -74,6 +74,7 @@ def run_batch(
         OctavoError: the model cannot be loaded, the engine has died or the output cannot be written; the rows answered
             so far are in the output, and another run goes on from there.
     """
+    options.check_engine(config)
     index = index_rows(input_file)
     results = ResultFile(output_file)
     try:

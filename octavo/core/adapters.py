@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo.core.errors import AdapterError
+
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that was checked: all that scheduler and workers need to load it."""
@@ -30,3 +32,40 @@ class LoRARequest:
     lora_int_id: int
     #: A folder of PEFT, or a GGUF file. None: one that is loaded already.
     lora_path: str | None = None
+
+
+class PromptAdapterRequest(LoRARequest):
+    """A prompt adapter by its name and place, under the names of vLLM.
+
+    >>> PromptAdapterRequest("tone", 1, "path/of/the/adapter", prompt_adapter_num_virtual_tokens=20)
+
+    A ``LoRARequest`` with the same values means the same, but does not say how many virtual tokens are expected.
+    """
+
+    def __init__(
+        self,
+        prompt_adapter_name: str,
+        prompt_adapter_id: int,
+        prompt_adapter_local_path: str | None = None,
+        prompt_adapter_num_virtual_tokens: int | None = None,
+    ) -> None:
+        super().__init__(prompt_adapter_name, prompt_adapter_id, prompt_adapter_local_path)
+        object.__setattr__(self, "num_virtual_tokens", prompt_adapter_num_virtual_tokens)
+
+    #: How many virtual tokens the adapter must have; None: any number.
+    num_virtual_tokens: int | None
+
+
+def one_adapter(lora: LoRARequest | None, prompt: PromptAdapterRequest | None) -> LoRARequest | None:
+    """The adapter of a request, which has at most one.
+
+    Raises:
+        AdapterError: it has two, or ``prompt`` is of another type.
+    """
+    if prompt is None:
+        return lora
+    if not isinstance(prompt, PromptAdapterRequest):
+        raise AdapterError(f"prompt_adapter_request must be a PromptAdapterRequest, not {prompt!r:.300}")
+    if lora is not None:
+        raise AdapterError("a request has one adapter: either lora_request or prompt_adapter_request, not both")
+    return prompt

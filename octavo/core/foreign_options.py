@@ -109,7 +109,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
 
 #: Keywords of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``.
 FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
-    "prompt_adapter_request": ForeignOption((None,), "prompt adapters are not supported"),
     "guided_options_request": ForeignOption((None,), "output cannot be constrained to a grammar or schema"),
     "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),
     "prompt_token_ids": ForeignOption((None,), "a prompt is TokensPrompt(prompt_token_ids=...) or the list itself"),

@@ -189,6 +189,11 @@ class AdapterOptions(OptionPart):
     max_prompt_adapter_token: int = Field(128, ge=1, le=65536, description="Most virtual tokens of a prompt adapter.")
 
     @property
+    def num_virtual_tokens(self) -> int:
+        """Virtual tokens of all prompt adapters in memory."""
+        return self.max_prompt_adapters * self.max_prompt_adapter_token if self.enable_prompt_adapter else 0
+
+    @property
     def num_host_loras(self) -> int:
         """LoRA adapters in host memory, those on the device included."""
         return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from octavo.core.errors import ConfigError
+from octavo.core.option_parts import AdapterOptions
+
 #: Environment variable of API keys, separated by commas.
 API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 
@@ -174,10 +177,17 @@ class ServerOptions(BaseModel):
         """``allowed_origins`` as a list."""
         return names(self.allowed_origins)
 
-    @property
-    def uses_adapters(self) -> bool:
-        """Whether any option is for adapters."""
-        return bool(self.lora_modules or self.enable_lora_routes or self.lora_resolver)
+    def check_engine(self, config: AdapterOptions) -> None:
+        """Refuses options for adapters where the engine serves none.
+
+        Raises:
+            ConfigError: naming the options of both.
+        """
+        names = ("lora_modules", "enable_lora_routes", "lora_resolver")
+        if not (config.enable_lora or config.enable_prompt_adapter) and (
+            given := [n for n in names if getattr(self, n)]
+        ):
+            raise ConfigError(f"{', '.join(given)} need the engine's option enable_lora, or enable_prompt_adapter")
 
     def model_names(self, model: str) -> list[str]:
         """Names of the model in requests; the first is the default in responses."""

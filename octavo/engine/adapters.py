@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.adapters import AdapterRef, LoRARequest, PromptAdapterRequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from octavo.core.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from octavo.loader.adapters.prompt import VirtualTokenSizes
     from octavo.loader.adapters.targets import AdapterTargets
 
 #: Most adapters that have a name at once, and most characters of a name.
@@ -121,7 +122,7 @@ class AdapterRegistry:
                 "one number"
             )
         same = request.lora_path is None or os.fspath(request.lora_path) == adapter.path
-        return adapter.ref if same else None
+        return _expected(request, adapter.ref) if same else None
 
     def read(self, request: LoRARequest) -> AdapterRef:
         """Reads config and headers of the adapter at ``lora_path``, and the digest of its files.
@@ -136,7 +137,7 @@ class AdapterRegistry:
             raise AdapterConflictError(
                 f"{request.lora_name!r} is a name of the model itself; give the adapter another name"
             )
-        return self._check(request.lora_name, os.fspath(request.lora_path))
+        return _expected(request, self._check(request.lora_name, os.fspath(request.lora_path)))
 
     def add(self, request: LoRARequest, ref: AdapterRef, *, in_place: bool = False) -> bool:
         """Gives a name to an adapter that was ``read``; false if the name has the same content already.
@@ -280,7 +281,9 @@ class AdapterRegistry:
         if request.lora_path is not None and not isinstance(request.lora_path, (str, os.PathLike)):
             raise AdapterError(f"lora_path must be a path, not {request.lora_path!r}")
         if not self._enabled:
-            raise AdapterError("lora_request needs an engine that serves adapters: set enable_lora=True")
+            raise AdapterError(
+                "lora_request needs an engine that serves adapters: set enable_lora=True, or enable_prompt_adapter=True"
+            )
 
 
 def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
@@ -292,14 +295,36 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
 
         return AdapterTargets(config)
 
+    @functools.cache
+    def sizes() -> VirtualTokenSizes:
+        from octavo.loader.adapters.prompt import VirtualTokenSizes
+
+        return VirtualTokenSizes.of(config)
+
     def check(name: str, path: str) -> AdapterRef:
         from octavo.loader.adapters.check import check_adapter
+        from octavo.loader.adapters.prompt import check_prompt_adapter, is_prompt_adapter
 
+        if is_prompt_adapter(path):
+            return check_prompt_adapter(path, name, sizes(), options)
         if not options.enable_lora:
             raise AdapterError(f"adapter {name!r} is one of LoRA, which needs an engine with enable_lora=True")
         return check_adapter(path, name, targets(), options.max_lora_rank)
 
     return AdapterRegistry(check, enabled=options.enable_lora or options.enable_prompt_adapter)
+
+
+def _expected(request: LoRARequest, ref: AdapterRef) -> AdapterRef:
+    """Refuses an adapter that is not what a ``PromptAdapterRequest`` says."""
+    if isinstance(request, PromptAdapterRequest):
+        wanted, found = request.num_virtual_tokens, ref.num_virtual_tokens
+        if not found:
+            raise AdapterError(f"adapter {ref.name!r} is one of LoRA: name it by a LoRARequest in lora_request")
+        if wanted not in (None, found):
+            raise AdapterError(
+                f"adapter {ref.name!r} has {found} virtual tokens, not {wanted} (prompt_adapter_num_virtual_tokens)"
+            )
+    return ref
 
 
 def check_name(name: str) -> None:

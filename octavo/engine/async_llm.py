@@ -7,34 +7,33 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.adapters import LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
-from octavo.core.messages import StepDone, Stop, Unpin, check_sendable
+from octavo.core.messages import StepDone, Stop, check_sendable
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
 from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.core.stats import SchedulerStats, sum_stats
-from octavo.engine.adapters import AdapterRegistry, make_registry
+from octavo.engine.adapters import make_registry
+from octavo.engine.async_admin import AsyncAdmin
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
 from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
 from octavo.engine.router import Router
-from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files, request_id_of
+from octavo.engine.shared_prefixes import SharedPrefixes, read_files
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
-from octavo.executor.worker import function_name
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling
 
@@ -49,7 +48,7 @@ STEP_TIMEOUT = 300.0
 logger = logging.getLogger("octavo")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncAdmin):
     """A model that serves many requests at once; its engine core is another process, so nothing here slows a step.
 
     >>> llm = AsyncLLM("smollm2-135m", max_num_seqs=64)
@@ -68,12 +67,6 @@ class AsyncLLM:
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
     _outputs: OutputProcessor
-    _replicas: Replicas
-    _prefixes: SharedPrefixes
-    #: The adapters that requests may name.
-    adapters: AdapterRegistry
-    #: By name: held while an adapter is read.
-    _adapter_locks: WeakValueDictionary[str, asyncio.Lock]
 
     def __init__(
         self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
@@ -215,6 +208,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -239,7 +233,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
@@ -261,6 +255,7 @@ class AsyncLLM:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -268,7 +263,8 @@ class AsyncLLM:
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``: see ``LLMEngine.add_request``.
+        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``: see
+        ``LLMEngine.add_request``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -289,7 +285,7 @@ class AsyncLLM:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
-            lora_request=lora_request,
+            lora_request=one_adapter(lora_request, prompt_adapter_request),
         )
 
     async def _submit(
@@ -365,82 +361,6 @@ class AsyncLLM:
             self._nothing_open.set()
         return stream
 
-    # --- adapters ---------------------------------------------------------------------------------------------------
-
-    async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
-        """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""
-        ref = self.adapters.find(request)
-        if ref is None:
-            async with self._adapter_locks.setdefault(request.lora_name, asyncio.Lock()):
-                if (ref := self.adapters.find(request)) is None:
-                    self.adapters.add(request, await asyncio.to_thread(self.adapters.read, request))
-                    return self.adapters.load(request)
-        return ref
-
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
-        """As ``LLMEngine.add_lora``, beside the requests that run.
-
-        Raises:
-            AdapterError, AdapterConflictError: see there.
-        """
-        await self.ready()
-        ref = await asyncio.to_thread(self.adapters.read, lora_request)
-        return self.adapters.add(lora_request, ref, in_place=load_inplace)
-
-    async def remove_lora(self, lora_id: int, *, wait: bool = False) -> bool:
-        """Forgets the adapter of this ``lora_int_id``; false if there is none.
-
-        With ``wait`` it takes no new requests, and this returns when its last open one has ended; also if this is
-        cancelled before, it is then forgotten.
-
-        Raises:
-            AdapterConflictError: requests use it, without ``wait``.
-        """
-        await self.ready()
-        adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        if wait:
-            gone = asyncio.Event()
-            self.adapters.retire(adapter.name, gone.set)
-            await gone.wait()
-        else:
-            self.adapters.remove(adapter.name)
-        return True
-
-    async def list_loras(self) -> set[int]:
-        """The ``lora_int_id`` of each adapter that requests may name."""
-        await self.ready()
-        return {adapter.number for adapter in self.adapters}
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
-
-        Raises:
-            AdapterError: so many are pinned that no other could run.
-        """
-        await self.ready()
-        adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        await self._replicas.call("pin_adapter", type(None), adapter.ref)
-        adapter.pinned = True
-        return True
-
-    def _unpin_adapter(self, key: str) -> None:
-        async def unpin() -> None:
-            with contextlib.suppress(EngineDeadError):
-                await self._replicas.call("unpin_adapter", type(None), key)
-
-        task = asyncio.ensure_future(unpin())
-        self._unpinning.add(task)  # the event loop itself keeps no task alive
-        task.add_done_callback(self._unpinning.discard)
-
-    def adapter_requests(self) -> Iterator[tuple[str, str]]:
-        """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
-        waiting = self._queued.lengths
-        return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
-
     # --- messages from the core -------------------------------------------------------------------------------------
 
     async def _receive(self, step: StepDone) -> None:
@@ -507,111 +427,6 @@ class AsyncLLM:
     def queued_tokens(self) -> int:
         """Prompt tokens of these requests."""
         return self._queued.tokens
-
-    async def stats(self) -> SchedulerStats:
-        """The state of queues and blocks between two steps, and totals, of all replicas together."""
-        return sum_stats(await self.replica_stats())
-
-    async def replica_stats(self) -> list[SchedulerStats]:
-        """``stats`` of each replica that lives."""
-        await self.ready()
-        return await self._replicas.call("stats", SchedulerStats)
-
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """As ``LLM.collective_rpc``: the answers of all workers, replica by replica.
-
-        Raises:
-            OctavoError: see there.
-        """
-        await self.ready()
-        name = method if isinstance(method, str) else function_name(method)
-        answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
-        return [answer for replica in answers for answer in replica]
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets the contents of all blocks that requests to come could share."""
-        await self.ready()
-        await self._replicas.call("reset_prefix_cache", type(None))
-        self._replicas.router.forget_prefixes()
-
-    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """As ``LLM.add_shared_prefix``, beside the requests that run.
-
-        Raises:
-            ConfigError, InvalidRequestError, EngineStateError: see there.
-            WorkerError: it could not be computed.
-            EngineDeadError: the engine has died or is being shut down.
-        """
-        await self.ready()
-        prompt = await self._tokenize(prompt)
-        self.check_alive()
-        if self.is_sleeping:
-            raise EngineStateError("the engine sleeps: wake_up() must come before a shared prefix")
-        prefix = self._prefixes.add(prompt, name)
-        await self._compute_prefix(prefix)
-        return prefix.name
-
-    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
-        try:
-            for replica in self._replicas.router.alive:  # each has a KV cache of its own
-                request = self._prefixes.request(prefix)
-                with contextlib.closing(self._send(request, streaming=False, replica=replica)) as stream:
-                    output = await anext(stream)
-        except BaseException:  # such as a cancellation
-            self._prefixes.discard(prefix)
-            self._replicas.send_all(Unpin(prefix.name))
-            raise
-        self._prefixes.check(prefix, output)
-
-    async def remove_shared_prefix(self, name: str) -> None:
-        """Releases a shared prefix, also one that is being computed; see ``LLM.remove_shared_prefix``.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        await self.ready()
-        self._prefixes.remove(name)
-        await self.abort(request_id_of(name))
-        self._replicas.send_all(Unpin(name))
-
-    def shared_prefixes(self) -> list[SharedPrefix]:
-        """The shared prefixes, in the order in which they were added."""
-        return list(self._prefixes) if self._loaded else []
-
-    async def sleep(self, level: int = 1) -> None:
-        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels.
-
-        Raises:
-            EngineStateError: requests are unfinished.
-            OctavoError: the weights cannot move.
-        """
-        await self.ready()
-        if self._streams:
-            raise EngineStateError(f"{len(self._streams)} requests are unfinished: let them end or abort them first")
-        self.is_sleeping = True  # from now on requests are refused
-        try:
-            await self._replicas.call("sleep", type(None), level)
-        except OctavoError:
-            self.is_sleeping = False
-            raise
-
-    async def wake_up(self) -> None:
-        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
-        await self.ready()
-        await self._replicas.call("wake_up", type(None))
-        was_sleeping, self.is_sleeping = self.is_sleeping, False
-        if was_sleeping:
-            for adapter in self.adapters:
-                if adapter.pinned:
-                    await self._replicas.call("pin_adapter", type(None), adapter.ref)
-            for prefix in self._prefixes:
-                await self._compute_prefix(prefix)
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""

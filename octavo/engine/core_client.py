@@ -212,8 +212,8 @@ class CoreClient:
                 if error is None:
                     future.set_result(value)
                 else:
-                    kind, _, message = error.partition(": ")
-                    future.set_exception(errors.reported_error(kind, message))
+                    kind, _, reason = error.partition(": ")
+                    future.set_exception(errors.reported_error(kind, reason))
             case LogMessage(level, text):
                 logger.log(level, "%s", text)
             case Ready():

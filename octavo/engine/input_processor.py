@@ -37,6 +37,11 @@ class ProcessedRequest:
     group: EngineCoreRequest
     arrival_time: float
 
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Tokens of its adapter before the prompt, which users do not see."""
+        return 0 if self.group.adapter is None else self.group.adapter.num_virtual_tokens
+
 
 class InputProcessor:
     """Checks requests against one model. Owns the numbering of groups."""
@@ -110,15 +115,16 @@ class InputProcessor:
                 f"the model takes text alone, but the request has features (images or audio): {len(features)} of them"
             )
         text, token_ids = self.read_prompt(prompt)
+        virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens) :]
-        token_ids = self._check_prompt(token_ids, samples=params.max_tokens != 0)
-        limit = self._max_tokens(params.max_tokens, len(token_ids))
+            token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens, virtual) :]
+        token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
+        limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
             group_id=self._next_group_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
             task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
             arrival_time=arrival,
             priority=priority,
@@ -179,14 +185,16 @@ class InputProcessor:
             return text, self.tokenizer.encode(text)
         raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
 
-    def _prompt_room(self, params: SamplingParams, wanted: int) -> int:
-        """Most prompt tokens that ``truncate_prompt_tokens`` leaves; at least one."""
+    def _prompt_room(self, params: SamplingParams, wanted: int, virtual: int) -> int:
+        """Most prompt tokens that ``truncate_prompt_tokens`` leaves beside virtual ones; at least one."""
         if wanted != -1:
             return wanted
-        return max(1, self.max_model_len - (1 if params.max_tokens is None else params.max_tokens))
+        return max(1, self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens))
 
-    def _check_prompt(self, token_ids: Sequence[int], *, samples: bool) -> list[int]:
-        """The token ids, as plain integers, if they can be served, with a token after them if it ``samples``."""
+    def _check_prompt(self, token_ids: Sequence[int], virtual: int, *, samples: bool) -> list[int]:
+        """The token ids, as plain integers, if they can be served: behind so many virtual tokens, and with a token
+        after them if it ``samples``.
+        """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
         try:
@@ -196,9 +204,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, not {wrong!r}"
             ) from None
-        if len(token_ids) + samples > self.max_model_len:
+        if virtual + len(token_ids) + samples > self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, but prompt and output together may have at most "
+                f"the prompt has {_counted(len(token_ids), virtual)}, but prompt and output together may have at most "
                 f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
             )
         return checked
@@ -225,15 +233,15 @@ class InputProcessor:
                 f"policies that do: {known}, or a module:Class that says so"
             )
 
-    def _max_tokens(self, wanted: int | None, num_prompt_tokens: int) -> int | None:
+    def _max_tokens(self, wanted: int | None, num_prompt_tokens: int, virtual: int) -> int | None:
         """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
-        room = self.max_model_len - num_prompt_tokens
+        room = self.max_model_len - virtual - num_prompt_tokens
         if isinstance(wanted, DefaultMaxTokens):
             return min(int(wanted), room)
         if wanted is not None and wanted > room:
             raise InvalidRequestError(
-                f"max_tokens ({wanted}) does not fit: the prompt has {num_prompt_tokens} tokens, and prompt and output "
-                f"together may have at most {self.max_model_len}; {room} or None would fit"
+                f"max_tokens ({wanted}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and "
+                f"prompt and output together may have at most {self.max_model_len}; {room} or None would fit"
             )
         return wanted
 
@@ -259,6 +267,10 @@ class InputProcessor:
             return params.seed & _MASK64
         self._unseeded += 1
         return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
+
+
+def _counted(tokens: int, virtual: int) -> str:
+    return f"{tokens} tokens and the adapter {virtual} virtual ones" if virtual else f"{tokens} tokens"
 
 
 def _arrival(given: float | None) -> float:

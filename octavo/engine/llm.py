@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from octavo.core.adapters import LoRARequest
+from octavo.core.adapters import LoRARequest, PromptAdapterRequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
@@ -97,6 +97,7 @@ class LLM:
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -114,7 +115,9 @@ class LLM:
             ttft_target: seconds from its arrival to the first token of a request, one for all or one for each, for
                 policies that look at it (``scheduling_policy="deadline"``).
             tpot_target: seconds between its tokens after the first; as ``ttft_target``.
-            lora_request: the adapter of all, or of each; None: the model itself. Needs ``enable_lora=True``.
+            lora_request: the adapter of all, or of each; None: the model itself. Needs ``enable_lora=True``, or
+                ``enable_prompt_adapter=True`` if it is a prompt adapter.
+            prompt_adapter_request: a prompt adapter, in place of ``lora_request``.
             keywords: see the class.
 
         Raises:
@@ -124,7 +127,8 @@ class LLM:
         check_keywords("generate", keywords)
         single = _is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
-        claims = _claims(priority, user, ttft_target, tpot_target, lora_request, len(many))
+        adapters = lora_request, prompt_adapter_request
+        claims = _claims(priority, user, ttft_target, tpot_target, adapters, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
 
     def beam_search(
@@ -138,6 +142,7 @@ class LLM:
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
@@ -159,6 +164,7 @@ class LLM:
             ttft_target=ttft_target,
             tpot_target=tpot_target,
             lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
             **keywords,
         )
         for output in outputs:
@@ -177,6 +183,7 @@ class LLM:
         ttft_target: float | Sequence[float | None] | None = None,
         tpot_target: float | Sequence[float | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -201,6 +208,7 @@ class LLM:
             ttft_target: see there.
             tpot_target: see there.
             lora_request: see there.
+            prompt_adapter_request: see there.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
             continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
             tools: JSON schemas of callable tools.
@@ -230,7 +238,8 @@ class LLM:
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
-        claims = _claims(priority, user, ttft_target, tpot_target, lora_request, len(rendered))
+        adapters = lora_request, prompt_adapter_request
+        claims = _claims(priority, user, ttft_target, tpot_target, adapters, len(rendered))
         return self._run(rendered, sampling_params, use_tqdm, claims, single)
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
@@ -424,7 +433,7 @@ def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) 
 
 
 def _claims(
-    priority: Any, user: Any, ttft_target: Any, tpot_target: Any, lora_request: Any, count: int
+    priority: Any, user: Any, ttft_target: Any, tpot_target: Any, adapters: tuple[Any, Any], count: int
 ) -> list[dict[str, Any]]:
     """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
     numbers = (int, float, type(None))
@@ -433,7 +442,10 @@ def _claims(
         "user": _one_each("user", user, (str, type(None)), count),
         "ttft_target": _one_each("ttft_target", ttft_target, numbers, count),
         "tpot_target": _one_each("tpot_target", tpot_target, numbers, count),
-        "lora_request": _one_each("lora_request", lora_request, (LoRARequest, type(None)), count),
+        "lora_request": _one_each("lora_request", adapters[0], (LoRARequest, type(None)), count),
+        "prompt_adapter_request": _one_each(
+            "prompt_adapter_request", adapters[1], (PromptAdapterRequest, type(None)), count
+        ),
     }
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.core.adapters import LoRARequest
+from octavo.core.adapters import LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, memory_errors
@@ -112,6 +112,7 @@ class LLMEngine:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
@@ -122,7 +123,7 @@ class LLMEngine:
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
         ``user``: whose request it is, for policies that look at it. ``ttft_target``, ``tpot_target``: seconds to the
         first token and between those after it, refused under a policy that does not look at them.
-        ``lora_request``: the adapter that it runs with, which is loaded if it is not yet.
+        ``lora_request`` or ``prompt_adapter_request``: the adapter that it runs with, which is loaded if it is not yet.
         ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
@@ -136,7 +137,8 @@ class LLMEngine:
             check_increments(params)
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
-        adapter = None if lora_request is None else self.adapters.load(lora_request)
+        named = one_adapter(lora_request, prompt_adapter_request)
+        adapter = None if named is None else self.adapters.load(named)
         request = self.inputs.process(
             request_id,
             prompt,

@@ -162,7 +162,7 @@ class OutputProcessor:
         for admission in step.admissions:
             request = self._groups.get(admission.group_id)
             if request is not None:
-                request.metrics = _with_admission(request.metrics, admission)
+                request.metrics = _with_admission(request.metrics, admission, request.source.num_virtual_tokens)
         for update in step.sequences:
             request = self._groups.get(update.group_id)
             if request is None:
@@ -277,7 +277,8 @@ class OutputProcessor:
         known = request.prompt_logprobs
         if known is not None and output.index == 0:
             # After a preemption the prompt is computed again; what is known already is not added twice.
-            fresh = extra.prompt_logprobs[len(known) - extra.prompt_start :] if extra.prompt_logprobs else []
+            start = extra.prompt_start - request.source.num_virtual_tokens
+            fresh = extra.prompt_logprobs[len(known) - start :] if extra.prompt_logprobs else []
             known.extend(self._readable(p) for p in fresh)
 
     def _readable(self, position: PositionLogprobs) -> TokenLogprobs:
@@ -301,11 +302,11 @@ def check_increments(params: SamplingParams | BeamSearchParams | None) -> None:
         )
 
 
-def _with_admission(metrics: RequestMetrics, admission: AdmissionStats) -> RequestMetrics:
+def _with_admission(metrics: RequestMetrics, admission: AdmissionStats, num_virtual_tokens: int) -> RequestMetrics:
     return replace(
         metrics,
         first_scheduled_time=admission.first_scheduled_time,
-        num_cached_tokens=admission.num_cached_tokens,
+        num_cached_tokens=max(0, admission.num_cached_tokens - num_virtual_tokens),
         num_preemptions=admission.num_recomputes + admission.num_swaps,
         num_preemptions_by_swap=admission.num_swaps,
         num_recomputed_tokens=admission.num_recomputed_tokens,

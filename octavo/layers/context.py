@@ -32,6 +32,8 @@ class LayerContext:
     #: Slots for adapters' low-rank products, and the greatest rank of one; 0: layers have none.
     max_loras: int = 0
     max_lora_rank: int = 0
+    #: Rows of the embedding for virtual tokens of prompt adapters.
+    virtual_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

@@ -209,18 +209,7 @@ class QKVParallelLinear(ParallelLinear):
     def __init__(
         self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
     ) -> None:
-        rank, size = context.tp_rank, context.tp_size
-        if size <= kv_heads:
-            own_kv = context.share(kv_heads, "KV heads", 1)
-            own = slice(own_kv.start * heads // kv_heads, own_kv.stop * heads // kv_heads)
-        elif size % kv_heads == 0 and heads % size == 0:
-            own_kv = slice(rank * kv_heads // size, rank * kv_heads // size + 1)
-            own = context.share(heads, "query heads", 1)
-        else:
-            raise ConfigError(
-                f"{heads} query heads and {kv_heads} KV heads cannot be shared by {size} tensor-parallel workers: "
-                "there can be at most as many as KV heads, or a multiple of them that divides the query heads"
-            )
+        own, own_kv = share_heads(context, heads, kv_heads)
         self.heads, self.kv_heads = own.stop - own.start, own_kv.stop - own_kv.start
         #: This rank's columns of q, and of the input of the projection after attention.
         self.query_columns = slice(own.start * head_dim, own.stop * head_dim)
@@ -231,6 +220,25 @@ class QKVParallelLinear(ParallelLinear):
             Part("v_proj", kv_heads * head_dim, kv_rows, slice(None)),
         ]
         super().__init__(context, parts, hidden_size, hidden_size, bias)
+
+
+def share_heads(context: LayerContext, heads: int, kv_heads: int) -> tuple[slice, slice]:
+    """This rank's query heads and KV heads; see ``QKVParallelLinear``.
+
+    Raises:
+        ConfigError: the ranks cannot share them.
+    """
+    rank, size = context.tp_rank, context.tp_size
+    if size <= kv_heads:
+        own_kv = context.share(kv_heads, "KV heads", 1)
+        return slice(own_kv.start * heads // kv_heads, own_kv.stop * heads // kv_heads), own_kv
+    if size % kv_heads == 0 and heads % size == 0:
+        own_kv = slice(rank * kv_heads // size, rank * kv_heads // size + 1)
+        return context.share(heads, "query heads", 1), own_kv
+    raise ConfigError(
+        f"{heads} query heads and {kv_heads} KV heads cannot be shared by {size} tensor-parallel workers: "
+        "there can be at most as many as KV heads, or a multiple of them that divides the query heads"
+    )
 
 
 class RowParallelLinear(ParallelLinear):

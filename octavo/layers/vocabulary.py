@@ -43,7 +43,11 @@ class _VocabularyShare(Layer):
 
 
 class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
-    """Token embedding, multiplied by ``scale``, which a network may set before adapters are packed."""
+    """Token embedding, multiplied by ``scale``, which a network may set before adapters are packed.
+
+    Ids past the vocabulary are those of ``LayerContext.virtual_tokens`` virtual tokens, whose rows (of all ranks alike)
+    are not multiplied: they are embeddings as prompt tuning trains them.
+    """
 
     low_rank: LowRankEmbedding | None = None
 
@@ -61,6 +65,13 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
             self.low_rank = self.kernels.make_low_rank_embedding(
                 self.rows, hidden_size, context.max_loras, context.max_lora_rank, context.dtype
             )
+        self._vocab_size = vocab_size
+        #: [virtual tokens, E]; zero until they are written.
+        self.virtual: Tensor | None = None
+        if context.virtual_tokens:
+            shape = context.virtual_tokens, hidden_size
+            self.virtual = torch.zeros(shape, dtype=context.dtype, device=context.device)
+            self.holds.append(Weight("virtual_tokens", shape, "embedding", context.dtype_name))
 
     def tie(self, head: ParallelLMHead) -> None:
         """Makes this table the matrix of ``head``, once it is loaded."""
@@ -75,7 +86,8 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
             rows = self.kernels.embedding(ids, self.table, self.start, scale=self.scale)
         if self.low_rank is not None:
             rows = self.low_rank(ids, rows, self.start)
-        return self.kernels.all_reduce(rows)
+        rows = self.kernels.all_reduce(rows)
+        return rows if self.virtual is None else self.kernels.embedding(ids, self.virtual, self._vocab_size, add=rows)
 
     def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
         """See ``LoraLayer``; of the matrices [rank, vocab] and [E, rank]."""

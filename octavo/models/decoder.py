@@ -83,6 +83,12 @@ class Decoder(Network):
         for config, table in self._rotary_tables:
             extend_rotary_table(table, config, positions)
 
+    def set_virtual_tokens(self, first: int, embeddings: Tensor) -> None:
+        """See ``Network``."""
+        if self.is_first:
+            assert self.embed_tokens.virtual is not None
+            self.embed_tokens.virtual[first : first + len(embeddings)].copy_(embeddings)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""
         return self.embed_tokens(token_ids)

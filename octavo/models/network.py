@@ -57,6 +57,11 @@ class Network(Layer, ABC):
         """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)
 
+    def set_virtual_tokens(self, first: int, embeddings: Tensor) -> None:
+        """Writes embeddings [n, E] of virtual tokens, those of ids ``vocab_size + first`` on; a stage without the
+        embedding does nothing.
+        """
+
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to the residual stream float32 [T, E]; first stage only."""

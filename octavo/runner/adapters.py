@@ -19,8 +19,10 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.kernels.lora import LowRank, LowRankEmbedding, PackedAdapter
 from octavo.layers.lora import LoraLayer
 from octavo.loader.adapters.check import read_adapter
+from octavo.loader.adapters.prompt import VirtualTokens
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.network import Network
+from octavo.runner.prompt_adapters import PromptAdapters
 
 #: Of the thread that reads: it gets a third of what a thread of the kernels gets. More would slow down steps by as
 #: much as it takes; with less, the requests of an adapter wait for as long as others keep all processors busy.
@@ -46,7 +48,7 @@ class _Loaded:
     """The end of a load: what is kept, or why nothing is."""
 
     load: _Load
-    packed: Packed
+    content: Packed | VirtualTokens
     error: str | None = None
 
 
@@ -57,9 +59,13 @@ class AdapterStore:
     leaves the interpreter to the steps. An adapter that cannot be loaded is an error of that adapter alone.
     """
 
-    def __init__(self, network: Network, targets: AdapterTargets, max_rank: int) -> None:
-        """``network`` is the worker's share, ``targets`` those of the whole network."""
-        self._targets, self._max_rank = targets, max_rank
+    def __init__(
+        self, network: Network, targets: AdapterTargets, max_rank: int, prompts: PromptAdapters | None = None
+    ) -> None:
+        """``network`` is the worker's share, ``targets`` those of the whole network; ``prompts`` keeps those adapters
+        that have virtual tokens, which need no slots.
+        """
+        self._targets, self._max_rank, self._prompts = targets, max_rank, prompts
         self._layers: Mapping[str, LoraLayer] = dict(network.lora_layers())
         self._host: dict[str, Packed] = {}
         #: By slot, and by key.
@@ -98,11 +104,13 @@ class AdapterStore:
             result.adapter_errors, self._errors = self._errors, {}
 
     def slot_of(self, key: str) -> int:
-        """The slot of an adapter that a plan has placed.
+        """The slot of an adapter that a plan has placed; -1 of a prompt adapter.
 
         Raises:
             RuntimeError: it has none.
         """
+        if self._prompts is not None and key in self._prompts:
+            return -1
         if key not in self._slots:
             raise RuntimeError(f"adapter {key} has no slot")
         return self._slots[key]
@@ -112,25 +120,31 @@ class AdapterStore:
         while self._loading:
             self._receive(self._finished.get())
         self._layers = {}
+        if self._prompts is not None:
+            self._prompts.detach()
 
     def attach(self, network: Network) -> None:
         """Puts the adapters that had slots into those of a new network with the same weights."""
         self._layers = dict(network.lora_layers())
         for slot, key in self._held.items():
             self._fill(slot, self._host[key])
+        if self._prompts is not None:
+            self._prompts.attach(network)
 
     # --- what plans say ---------------------------------------------------------------------------------------------
 
     def _drop(self, key: str) -> None:
         self._loading.pop(key, None)
         self._host.pop(key, None)
+        if self._prompts is not None:
+            self._prompts.drop(key)
         slot = self._slots.pop(key, None)
         if slot is not None:
             del self._held[slot]
             self._fill(slot, {})
 
     def _start(self, ref: AdapterRef) -> None:
-        if ref.key in self._host:
+        if ref.key in self._host or (self._prompts is not None and ref.key in self._prompts):
             self._new.append(ref.key)
         elif ref.key not in self._loading:
             self._loading[ref.key] = load = _Load(ref)
@@ -169,11 +183,15 @@ class AdapterStore:
         if self._loading.get(key) is not loaded.load:  # dropped meanwhile
             return
         del self._loading[key]
-        if loaded.error is None:
-            self._host[key] = loaded.packed
-            self._new.append(key)
-        else:
+        if loaded.error is not None:
             self._errors[key] = loaded.error
+            return
+        if isinstance(loaded.content, VirtualTokens):
+            assert self._prompts is not None
+            self._prompts.place(key, loaded.content)
+        else:
+            self._host[key] = loaded.content
+        self._new.append(key)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -185,6 +203,9 @@ class AdapterStore:
         if self._loading.get(ref.key) is not load:
             return _Loaded(load, {}, "it was dropped before it was read")
         try:
+            if ref.num_virtual_tokens:
+                assert self._prompts is not None
+                return _Loaded(load, self._prompts.read(ref))
             weights = read_adapter(ref, self._targets, self._max_rank)
             # A stage of a pipeline has some of the layers.
             names = [name for name in weights if name in self._layers]
@@ -200,11 +221,13 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-def make_adapter_store(options: EngineConfig, config: ModelConfig, network: Network) -> AdapterStore | None:
+def make_adapter_store(
+    options: EngineConfig, config: ModelConfig, network: Network, prompts: PromptAdapters | None = None
+) -> AdapterStore | None:
     """The store of a worker; None if adapters are not enabled."""
-    if not options.enable_lora:
+    if not options.enable_lora and prompts is None:
         return None
-    return AdapterStore(network, AdapterTargets(config), options.max_lora_rank)
+    return AdapterStore(network, AdapterTargets(config), options.max_lora_rank, prompts)
 
 
 def adapter_bytes(network: Network) -> int:

@@ -39,6 +39,7 @@ from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
+from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
@@ -109,6 +110,7 @@ class ModelRunner:
             positions=options.token_budget,
             max_loras=options.max_loras if options.enable_lora else 0,
             max_lora_rank=options.max_lora_rank,
+            virtual_tokens=options.num_virtual_tokens,
         )
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
@@ -121,8 +123,12 @@ class ModelRunner:
         with self._timed("reading and packing weights"):
             #: Absent while a sleep of level 2 lasts.
             self.model = self._load_model()
-        self._adapters = make_adapter_store(options, config, self.model)
+        self._prompt_adapters = None
+        if options.enable_prompt_adapter:
+            self._prompt_adapters = PromptAdapters(options, config, context, self.model)
+        self._adapters = make_adapter_store(options, config, self.model, self._prompt_adapters)
         self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
+        self._device.reserved += virtual_token_bytes(options, self.model, context)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
@@ -380,9 +386,13 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, step: QueuedStep) -> None:
         """Runs the network, scores prompts, and samples."""
+        if self._prompt_adapters is not None:
+            self._prompt_adapters.take_slots(inputs)
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
+        if self._prompt_adapters is not None:
+            self._prompt_adapters.write_prefixes(self._kernels, self._cache.device)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
@@ -415,11 +425,15 @@ class ModelRunner:
                 self._sampler.remove(row)
                 self._wants_prompt_logprobs.pop(seq_id, None)
                 self._pooled.discard(seq_id)
+                if self._prompt_adapters is not None:
+                    self._prompt_adapters.forget(seq_id)
 
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
             self._sampler.add(row, sequence)
+            if self._prompt_adapters is not None:
+                self._prompt_adapters.add(sequence, row, self._batch.tokens)
             if sequence.task.prompt_logprobs is not None:
                 self._wants_prompt_logprobs[sequence.seq_id] = sequence.task.prompt_logprobs
             if isinstance(sequence.task, Pool):
@@ -438,7 +452,7 @@ class ModelRunner:
         if adapter is None:
             return -1
         if self._adapters is None:
-            raise RuntimeError("a plan names an adapter, but enable_lora is false")
+            raise RuntimeError("a plan names an adapter, but adapters are not enabled")
         return self._adapters.slot_of(adapter)
 
     def _require_known(self, seq_ids: list[int]) -> None:
@@ -475,13 +489,16 @@ class ModelRunner:
             count = self._wants_prompt_logprobs.get(seq_id)
             if count is None:
                 continue
-            row, start = int(inputs.rows[i]), int(inputs.starts[i])
-            stop = min(int(inputs.ends[i]), int(table.num_prompt[row]) - 1)  # the last one's successor is generated
+            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
+            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
+            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self.config.vocab_size))
+            start = max(int(inputs.starts[i]), virtual)
+            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
             scored = []
             slot = int(self._batch.adapters[row])
             for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
                 high = min(low + _PROMPT_LOGPROB_ROWS, stop)
-                first = int(offsets[i]) + low - start
+                first = int(offsets[i]) + low - int(inputs.starts[i])
                 slots = torch.full((high - low,), slot, dtype=torch.int32, device=self.device) if slot >= 0 else None
                 self._kernels.use_adapters(slots)
                 logits = self.model.logits(hidden[first : first + high - low])

@@ -76,7 +76,7 @@ class LogitsProcessors:
         self._edits: list[LogitsEdit] = []
         self._masks: list[TokenMask] = []
         if params.logits_processors:
-            self._edits.append(CustomProcessors(params.logits_processors, token_ids[:num_prompt]))
+            self._edits.append(CustomProcessors(params.logits_processors, token_ids[:num_prompt], vocab_size))
         banned = _in_vocabulary([word[0] for word in task.bad_words_ids if len(word) == 1], vocab_size)
         if params.allowed_token_ids is not None or len(banned):
             self._masks.append(AllowedTokens(params.allowed_token_ids, banned, vocab_size))
@@ -132,13 +132,15 @@ class CustomProcessors(LogitsEdit):
 
     reads_tokens = True
 
-    def __init__(self, processors: list[LogitsProcessor], prompt: list[int]) -> None:
-        self._prompt = prompt
+    def __init__(self, processors: list[LogitsProcessor], prompt: list[int], vocab_size: int) -> None:
+        self._num_prompt = len(prompt)
+        #: Without the virtual tokens of an adapter, which are no tokens of the vocabulary.
+        self._prompt = [token for token in prompt if token < vocab_size]
         self._processors = [(f, _takes_prompt(f)) for f in processors]
 
     def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
         """See ``LogitsEdit``; a callable that raises, or returns something other than logits, is a ``RowError``."""
-        outputs = token_ids[len(self._prompt) :].tolist()
+        outputs = token_ids[self._num_prompt :].tolist()
         # A copy, as a processor may keep or modify its argument.
         current = torch.from_numpy(logits.copy())
         for processor, takes_prompt in self._processors:

@@ -54,6 +54,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     from octavo.engine.core_client import CoreProcess
     from octavo.server.tracing import Tracer
 
+    options.check_engine(config)
     keys = read_api_keys(options, os.environ)
     # The engine's process does not need them.
     os.environ.pop(API_KEYS_VARIABLE, None)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import AdapterError, ConfigError
+from octavo.core.errors import AdapterError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapters import Adapter, listed
@@ -99,20 +99,22 @@ class Service:
             return self.llm.adapters.get(name)
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> bool:
-        """Gives an adapter its name; false if it is loaded already, with the same content.
+        """Gives an adapter its name, for a client; false if it is loaded already, with the same content.
 
         Raises:
-            AdapterError: see ``AsyncLLM.add_lora``.
+            AdapterError: see ``AsyncLLM.add_lora``; the message has the path as clients may know it.
         """
-        known = self.llm.adapters.get(name)
-        number = self.llm.adapters.new_number() if known is None else known.number
         try:
-            added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+            return await self._add_adapter(name, path, in_place)
         except AdapterError as e:
             raise type(e)(str(e).replace(path, self.shown_path(path))) from None
-        logger.info(
-            "adapter %s %s", name, "loaded" if added else "was loaded already", extra={"fields": {"path": path}}
-        )
+
+    async def _add_adapter(self, name: str, path: str, in_place: bool = False) -> bool:
+        known = self.llm.adapters.get(name)
+        number = self.llm.adapters.new_number() if known is None else known.number
+        added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
+        what = "loaded" if added else "was loaded already"
+        logger.info("adapter %s %s", name, what, extra={"fields": {"path": path}})
         return added
 
     def shown_path(self, path: str) -> str:
@@ -134,7 +136,7 @@ class Service:
             AdapterError: naming the first that cannot be used.
         """
         for name, path in (self.options.lora_modules or {}).items():
-            await self.load_adapter(name, path)
+            await self._add_adapter(name, path)
 
     def default_max_tokens(self, otherwise: int | None) -> int | None:
         """``max_tokens`` of a request that names none: the model's own default, or ``otherwise``."""
@@ -154,13 +156,8 @@ def make_service(
     """The service of an engine that is ready; ``load_modules`` comes next.
 
     Raises:
-        ConfigError: an option is for adapters, which the engine does not serve, or there is no such resolver.
+        ConfigError: there is no such resolver.
     """
-    if options.uses_adapters and not (llm.config.enable_lora or llm.config.enable_prompt_adapter):
-        raise ConfigError(
-            "lora_modules, enable_lora_routes and lora_resolver need the engine's option enable_lora or "
-            "enable_prompt_adapter"
-        )
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
     metrics.adapter_states = llm.adapter_requests

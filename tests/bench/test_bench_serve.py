@@ -415,6 +415,19 @@ def test_targets_are_sent_where_asked_for(server: FakeServer, tmp_path: Path) ->
     assert [(body["ttft_target"], "tpot_target" in body) for body in server.bodies] == [(60.0, False)] * 2
 
 
+def test_each_request_takes_one_of_the_adapters(server: FakeServer, tmp_path: Path) -> None:
+    words = ["--num-requests", "60", "--concurrency", "1", "--input-len", "3", "--output-len", "1", "--warmup", "2"]
+    taken = []
+    for skew in ("1.5", "1.5", "0"):
+        server.bodies.clear()
+        bench(server, tmp_path, *words, "--lora-names", "a,b, c", "--lora-skew", skew)
+        taken.append([body["model"] for body in server.bodies])
+    assert taken[0] == taken[1] != taken[2]
+    counts = [[models.count(name) for name in "abc"] for models in taken]
+    assert sum(counts[0]) == 62 and counts[0][0] > 2 * counts[0][2] > 0
+    assert min(counts[2]) > 10
+
+
 def test_arrivals_with_a_rate_of_their_own(server: FakeServer, tmp_path: Path) -> None:
     words = ["--num-requests", "3", "--output-len", "1", "--arrivals", "steps:1,200,300"]
     assert bench(server, tmp_path, *words)["arrivals"] == "200, 300/s, 1 s each"
@@ -445,6 +458,7 @@ def test_arrivals_with_a_rate_of_their_own(server: FakeServer, tmp_path: Path) -
         (["--model", "m", "--plot", "/no/such/folder/x.png"], "--plot"),
         (["--model", "m", "--plot", "x.pdf"], ".png or .svg"),
         (["--model", "m", "--report", "/no/such/folder/x.html"], "--report"),
+        (["--model", "m", "--lora-names", "a", "--lora-skew", "-1"], "--lora-skew must be from 0"),
         (["--model", "m", "word"], "unexpected argument"),
     ],
 )

@@ -44,7 +44,7 @@ class ScriptedEngine:
         self.conversations.append(messages)
         return [1 for m in messages for _ in m["content"]]
 
-    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams, lora_request: None) -> None:
         if sum(prompt) > 100:
             raise InvalidRequestError("the prompt is too long")
         self.limits.append(params.max_tokens)

@@ -14,6 +14,7 @@ import pytest
 from octavo.cli.prompts import read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
+from tests.adapters import write_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +80,19 @@ def test_one_prompt_prints_its_text_alone_and_the_speed_to_standard_error(
     assert captured.out == text + "\n"
     assert captured.err.count("\n") == 1
     assert "1 request, 5 tokens in, 6 out in" in captured.err
+
+
+def test_an_adapter_answers_in_place_of_the_model(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "fine", tiny_model)
+    answers = []
+    for flags in ((), ("--lora", folder), ("--lora", f"x={folder}")):
+        assert octavo("generate", tiny_model, "Hello", *GREEDY, "--kernels", "reference", *flags) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] != answers[1] == answers[2]
+    assert octavo("generate", tiny_model, "Hello", *GREEDY, "--lora", tmp_path / "none") == 1
+    assert "there is no adapter at" in capsys.readouterr().err
 
 
 def test_several_texts_are_told_apart(octavo: Run, capsys: Capture, tiny_model: Path) -> None:

@@ -96,3 +96,10 @@ def test_what_is_wrong_is_named_with_its_source(
 )
 def test_adapters_are_words_or_objects(given: object) -> None:
     assert resolve_server_options({"lora_modules": given}, environ={}).lora_modules == {"a": "/x", "b": "/y=z"}
+
+
+def test_options_for_adapters_need_an_engine_that_serves_them() -> None:
+    options = resolve_server_options({"lora_modules": ["a=/x"]}, environ={})
+    with pytest.raises(ConfigError, match=r"lora_modules need the engine's option enable_lora"):
+        options.check_engine(resolve_config({"model": "m"}, environ={}))
+    options.check_engine(resolve_config({"model": "m", "enable_lora": True}, environ={}))

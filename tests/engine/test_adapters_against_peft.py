@@ -17,6 +17,12 @@ from octavo.core.adapters import LoRARequest
 from tests.models.zoo import PARAMS, PROMPTS, SMALL, TOLERANCE, answer_of, logits_of, prompts_of
 
 RANKS = (1, 8, 64)
+#: What the adapters of each rank have besides.
+SETTINGS: dict[int, dict[str, Any]] = {
+    1: {},
+    8: {"rank_pattern": {"layers.1.mlp.down_proj": 3, "up_proj": 5}, "alpha_pattern": {"[qk]_proj": 6}},
+    64: {"use_rslora": True, "alpha_pattern": {"layers.0.self_attn.v_proj": 2}},
+}
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
 FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "word_embeddings", "lm_head")
 
@@ -98,7 +104,11 @@ class Adapted:
             warnings.simplefilter("ignore")  # of targets that may be tied
             configs = {
                 self.names[rank]: peft.LoraConfig(
-                    r=rank, lora_alpha=rank, target_modules=list(targets), init_lora_weights=False
+                    r=rank,
+                    lora_alpha=int(rank**0.5) if rank == 64 else rank,
+                    target_modules=list(targets),
+                    init_lora_weights=False,
+                    **SETTINGS[rank],
                 )
                 for rank in RANKS
             }
@@ -109,7 +119,7 @@ class Adapted:
             for name, parameter in self.wrapped.named_parameters():
                 if "lora_" in name:
                     torch.nn.init.normal_(parameter, std=0.15)
-            self.wrapped.eval().save_pretrained(folder)
+            self.wrapped.eval().save_pretrained(str(folder))
         self.requests = {
             name: LoRARequest(name, number, str(folder / name)) for number, name in enumerate(configs, start=1)
         }

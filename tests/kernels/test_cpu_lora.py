@@ -16,6 +16,7 @@ from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E40
 from octavo.kernels.cpu.lora import CpuLowRank  # noqa: E402
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch  # noqa: E402
 from octavo.kernels.lora import LowRank  # noqa: E402
+from octavo.kernels.packed_weight import Activation  # noqa: E402
 from octavo.layers.context import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
@@ -126,7 +127,7 @@ def test_rows_without_adapters_have_the_bits_of_a_product_alone(
     x[9] = -1e-38
     slots = [row % 3 - 1 for row in range(30)]
     use(kernels, slots)
-    activation = "silu" if gated else None
+    activation: Activation | None = "silu" if gated else None
     plain = weight(x, out_dtype, activation=activation)
     added = weight(x, out_dtype, low_rank(x), activation)
     bits = torch.int32 if out_dtype == torch.float32 else torch.int16

@@ -61,6 +61,14 @@ def test_embeddings_are_scaled_and_added(kernels: Any) -> None:
     assert torch.equal(kernels.embedding(ids, table, -2, add=residual.clone()), residual + table[ids + 2].float())
 
 
+def test_ids_outside_the_embedding_have_zeros(kernels: Any) -> None:
+    table, residual = torch.randn(4, 20).bfloat16(), torch.randn(5, 20)
+    ids, inside = torch.tensor([6, 10, 9, 2, 14]), torch.tensor([True, False, True, False, False])
+    expected = torch.where(inside[:, None], table[(ids - 6).clamp(0, 3)].float() * 0.3, 0.0)
+    assert torch.equal(kernels.embedding(ids, table, 6, scale=0.3), expected)
+    assert torch.equal(kernels.embedding(ids, table, 6, scale=0.3, add=residual.clone()), residual + expected)
+
+
 def test_soft_cap(kernels: Any) -> None:
     x = torch.tensor([[-1e30, -40.0, -1e-3, 0.0, 2.0, 25.0, 80.0, float("inf")]]).repeat(3, 5)
     expected = 30 * torch.tanh(x.double() / 30)

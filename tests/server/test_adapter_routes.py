@@ -204,6 +204,22 @@ def test_a_resolver_finds_an_adapter_when_it_is_first_named(server: Running, htt
     assert http.post(UNLOAD, json={"lora_name": "found"}).status_code == 200
 
 
+def test_files_that_change_before_they_are_needed_fail_their_requests(
+    http: httpx.Client, tiny_model: Path, folder: Path
+) -> None:
+    write_adapter(folder / "moving", tiny_model, seed=20)
+    assert http.post(LOAD, json={"lora_name": "moved", "lora_path": "moving"}).status_code == 200
+    write_adapter(folder / "moving", tiny_model, seed=21)
+    for body in (BODY, {**BODY, "prompt": ["x", "y"]}):
+        error = refused(http.post("/v1/completions", json={**body, "model": "moved"}), 409, "changed on disk")
+        assert str(folder) not in error["message"]
+    assert complete(http, "start") != complete(http, "tiny")
+    again = {"lora_name": "moved", "lora_path": "moving", "load_inplace": True}
+    assert http.post(LOAD, json=again).json()["status"] == "loaded"
+    complete(http, "moved")
+    assert http.post(UNLOAD, json={"lora_name": "moved"}).status_code == 200
+
+
 def test_without_options_there_are_no_such_routes(tiny_server: Running) -> None:
     with tiny_server.http() as http:
         for route in (LOAD, UNLOAD):

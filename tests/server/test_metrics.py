@@ -11,12 +11,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.stats import GroupState, SchedulerStats, StepStats, sum_stats
+from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, StepStats, sum_stats
 from octavo.engine.stat_loggers import StatusLine
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
@@ -203,6 +204,36 @@ def test_steps() -> None:
     assert found["octavo_preemptions_total{kind=swap,replica=0}"] == 1
     assert found["octavo_prefix_cache_queried_tokens_total{replica=0}"] == 200
     assert found["octavo_prefix_cache_hit_tokens_total{replica=0}"] == 64
+
+
+def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "MAX_ADAPTER_LABELS", 2)
+    metrics = Metrics("m")
+    assert not any("adapter" in name for name in samples(metrics))
+    for name in ("a", "b", "c", "d", "a"):
+        request = RequestObserver(metrics, name)
+        request.update(output([2], ["stop"]))
+        request.close()
+    metrics.adapter_states = lambda: [("a", "running"), ("c", "running"), ("d", "running"), ("b", "waiting")]
+    stats = AdapterStats(2, 3, 1, loads=9, slot_evictions=4, host_evictions=5, slot_hits=7, slot_misses=6, seconds=0.5)
+    metrics.log(msgspec.structs.replace(STEP, adapters=stats))
+    metrics.log(msgspec.structs.replace(STEP, adapters=stats))
+    found = samples(metrics)
+    labels = ("a", "b", "(others)")
+    finished = [found[f"octavo_adapter_requests_finished_total{{adapter={label}}}"] for label in labels]
+    assert finished == [2, 1, 2]
+    assert [found[f"octavo_adapter_generation_tokens_total{{adapter={label}}}"] for label in labels] == [4, 2, 4]
+    assert found["octavo_adapter_prompt_tokens_total{adapter=a}"] == 10
+    assert [found[f"octavo_adapter_requests{{adapter={x},state=running}}"] for x in labels] == [1, 0, 2]
+    assert found["octavo_adapter_requests{adapter=b,state=waiting}"] == 1
+    metrics.adapter_states = tuple
+    assert samples(metrics)["octavo_adapter_requests{adapter=b,state=waiting}"] == 0
+    places = [found[f"octavo_adapters{{place={place},replica=0}}"] for place in ("slot", "host", "loading")]
+    assert places == [2, 3, 1]
+    assert found["octavo_adapter_loads_total{replica=0}"] == 9
+    assert [found[f"octavo_adapter_evictions_total{{place={x},replica=0}}"] for x in ("slot", "host")] == [4, 5]
+    assert [found[f"octavo_adapter_admissions_total{{replica=0,slot={x}}}"] for x in ("hit", "miss")] == [7, 6]
+    assert found["octavo_adapter_stall_seconds_total{replica=0}"] == 0.5
 
 
 def test_http_requests() -> None:

@@ -109,11 +109,14 @@ class CpuKernels(Kernels):
         return self._recording.new(shape, dtype, self._recording.rows_of(like))
 
     def _new_delta(self, like: Tensor, columns: int) -> Tensor:
-        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters."""
-        out = self._new(like, (like.shape[0], columns), torch.float32)
+        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.
+
+        Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
+        """
+        out = self._new(like, (like.shape[0], -(-columns // 16) * 16 + 16), torch.float32)
         if self._recording is not None:
             self._recording.mark_delta(out)
-        return out
+        return out[:, :columns]
 
     def _take_recorded_delta(self, x: Tensor | None) -> bool:
         return x is not None and self._recording is not None and self._recording.take_delta(x)

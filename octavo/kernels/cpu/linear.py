@@ -48,7 +48,7 @@ class CpuWeight(PackedWeight):
     ) -> Tensor:
         """Adds, activates and rounds the float32 sums while they are in registers."""
         out_dtype = out_dtype or x.dtype
-        if add is not None and out_dtype == torch.float32 and not self.gated:
+        if add is not None and out_dtype == torch.float32 and not self.gated and add.is_contiguous():
             out = add
         else:
             out = self._kernels._new(x, (x.shape[0], self.width), out_dtype)

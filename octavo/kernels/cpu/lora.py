@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
 
 _cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
-
-
-@dataclass(frozen=True)
-class CpuAdapter:
-    """The packed matrices of an adapter for the parts of a layer, None where it has none."""
-
-    parts: list[Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Padding included."""
-        return sum(int(part.nbytes) for part in self.parts if part is not None)
 
 
 class CpuLowRank(LowRank):
@@ -54,14 +41,22 @@ class CpuLowRank(LowRank):
         self._kernels, self._sampled = kernels, sampled
         self._held = _cpu.LowRankSlots(slots)
 
-    def pack(self, parts: Sequence[LowRankPart | None]) -> CpuAdapter:
-        """Packs for vectors of 16 outputs, and of 64 bytes of inputs."""
+    def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
+        """For vectors of 16 outputs, and of 64 bytes of inputs, in the order in which they are read."""
         self.check(parts)
-        return CpuAdapter([None if part is None else _pack(part, self.dtype) for part in parts])
+        rounded = [None if part is None else rounded_part(part, self.dtype) for part in parts]
+        return _cpu.low_rank_adapter(
+            [0 if part is None else part.down.data_ptr() for part in rounded],
+            [0 if part is None else part.up.data_ptr() for part in rounded],
+            [0 if part is None else len(part.down) for part in rounded],
+            self.outputs,
+            self.inputs,
+            _DTYPES[self.dtype],
+        )
 
-    def place(self, slot: int, packed: CpuAdapter | None) -> None:
+    def place(self, slot: int, packed: Any | None) -> None:
         """Keeps a reference: nothing is copied."""
-        self._held.place(slot, None if packed is None else packed.parts)
+        self._held.place(slot, packed)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
         """One loop of the pool of threads."""
@@ -119,9 +114,3 @@ class CpuLowRankEmbedding(LowRankEmbedding):
             op = _cpu.low_rank_lookup(self._held, self.outputs, first, add.data_ptr())
             self._kernels._do(op, step, ids)
         return add
-
-
-def _pack(part: LowRankPart, dtype: torch.dtype) -> Any:
-    (rank, inputs), outputs = part.down.shape, len(part.up)
-    down, up = rounded_part(part, dtype)
-    return _cpu.low_rank_part(down.data_ptr(), up.data_ptr(), rank, inputs, outputs, _DTYPES[dtype])

@@ -14,8 +14,8 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.kernels.reference import masked_embedding
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
+from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
 from octavo.kernels.triton.lora import RowTiles, TritonLowRank, TritonLowRankEmbedding
@@ -192,13 +192,8 @@ class TritonKernels(Kernels):
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
     ) -> Tensor:
-        """Rows of the table as float32, by operations of torch."""
-        if self.group is not None:
-            rows = masked_embedding(ids, table, first)
-        else:
-            rows = torch.nn.functional.embedding(ids - first if first else ids, table).float()
-        rows = rows if scale == 1.0 else rows * scale
-        return rows if add is None else rows.add_(add)
+        """One launch."""
+        return embedding(ids, table, first, scale, add)
 
     def rms_norm(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,7 +97,8 @@ def assemble(
     for pair in pairs:
         down, up = tensors[pair.down], tensors[pair.up]
         for name, tensor in ((pair.down, down), (pair.up, up)):
-            if bad := tensor.numel() - int(tensor.isfinite().sum()):
+            # A sum of finite numbers is finite, unless they are so large that they are counted; it is one quick pass.
+            if not math.isfinite(tensor.sum()) and (bad := tensor.numel() - int(tensor.isfinite().sum())):
                 raise AdapterError(f"{where}: {bad} of the values of tensor {name!r} are infinite or not a number")
         if pair.down_transposed:
             down = down.t().contiguous()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
 
 def _read_tensor(file: BinaryIO, entry: Entry, digest: Digest, path: Path) -> Tensor:
     data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-    view = memoryview(data.numpy())
+    view = memoryview(cast(Any, data.numpy()))
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
         _fill(file, piece, path)

@@ -15,7 +15,6 @@ import torch
 from tests.kernels.triton.compiling import Compiled, compiled, tell
 
 if TYPE_CHECKING:
-    from octavo.kernels.lora import LowRank, LowRankEmbedding
     from octavo.kernels.triton.backend import TritonKernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
-    from octavo.kernels.triton import activation, experts, matmul, norm, quant, quantize
+    from octavo.kernels.triton import activation, embedding, experts, matmul, norm, quant, quantize
     from octavo.kernels.triton.backend import TritonKernels
 
     half = torch.bfloat16
@@ -32,6 +31,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     residual = torch.empty(2048, 4096)
     heads = x.view(2048, 32, 128)
     yield "rms_norm", lambda: norm.rms_norm(x, weight[0], 1e-5)
+    ids = torch.zeros(2048, dtype=torch.int64)
+    yield "embedding", lambda: embedding.embedding(ids, weight, 0, 1.0, None)
+    yield "embedding scaled and added", lambda: embedding.embedding(ids, weight, 7, 2.5, residual)
     yield "rms_norm heads", lambda: norm.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
     for name in ("silu", "gelu", "gelu_tanh", "relu"):
         yield f"{name} gated", partial(activation.activate, x, name, gated=True)
@@ -87,7 +89,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "int4 groups of 32", lambda: quant.quantized_matmul(x[:1, :576], small)
 
 
-def _low_rank(kernels: TritonKernels, low_rank: LowRank | LowRankEmbedding, *args: torch.Tensor) -> object:
+def _low_rank(kernels: TritonKernels, low_rank: Callable[..., object], *args: torch.Tensor) -> object:
     kernels.use_adapters(torch.zeros(len(args[0]), dtype=torch.int32))
     return low_rank(*args)
 

@@ -1,0 +1,152 @@
+"""Virtual tokens of prompt adapters on one worker.
+
+They come as placeholders at the beginning of a prompt: the ids ``vocab_size`` to ``vocab_size + n - 1``, whatever the
+adapter, as its key is part of the names of their blocks. A worker gives each adapter in memory rows of the embedding's
+table of virtual tokens, and moves the placeholders of its sequences to these rows.
+
+An adapter of prefix tuning has no embeddings, but keys and values. Its placeholders are computed like tokens whose
+embedding is zero and whose keys and values are not written; the adapter's are, to the same slots, before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.adapters import AdapterRef
+from octavo.core.config import EngineConfig
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import NewSequence
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.layers.context import LayerContext
+from octavo.layers.linear import share_heads
+from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
+from octavo.models.network import Network
+from octavo.runner.input_batch import StepInputs
+from octavo.sampling.token_table import TokenTable
+
+#: Keys and values, the virtual tokens of a step, and their slots [G, t].
+_Write = tuple[Tensor, slice, NDArray[np.int64]]
+
+
+def virtual_token_bytes(options: EngineConfig, network: Network, context: LayerContext) -> int:
+    """Bytes of host memory that as many virtual tokens as there may be take at most on this rank."""
+    keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in network.kv_specs)
+    return options.num_virtual_tokens * max(keys_values, network.config.hidden_size) * context.dtype.itemsize
+
+
+class PromptAdapters:
+    """Owns the virtual tokens of the adapters in memory, and knows which sequences still have some to compute."""
+
+    def __init__(self, options: EngineConfig, config: ModelConfig, context: LayerContext, network: Network) -> None:
+        self._config, self._context = config, context
+        self._network: Network | None = network
+        self._rows = options.max_prompt_adapter_token
+        self._free = list(range(options.max_prompt_adapters))[::-1]
+        self._sizes: VirtualTokenSizes | None = None
+        #: By key: which of the table's parts an adapter has, and its virtual tokens on the host.
+        self._held: dict[str, tuple[int, VirtualTokens]] = {}
+        #: By sequence id: keys and values of prefixes that are not all in its blocks.
+        self._unwritten: dict[int, Tensor] = {}
+        self._writes: list[_Write] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def read(self, ref: AdapterRef) -> VirtualTokens:
+        """This rank's part of an adapter's virtual tokens, of the network's type, on the host; for any thread.
+
+        Raises:
+            AdapterError: see ``read_prompt_adapter``.
+        """
+        if self._sizes is None:
+            self._sizes = VirtualTokenSizes.of(self._config)
+        tokens, context = read_prompt_adapter(ref, self._sizes), self._context
+        if tokens.keys_values is None:
+            assert tokens.embeddings is not None
+            return VirtualTokens(embeddings=tokens.embeddings.to(context.dtype))
+        own = share_heads(context, self._config.num_heads, self._sizes.kv_heads)[1]
+        layers = context.layers_of(self._sizes.layers)
+        part = tokens.keys_values[layers.start : layers.stop, :, :, own]
+        return VirtualTokens(keys_values=part.to(context.dtype).contiguous())
+
+    def place(self, key: str, tokens: VirtualTokens) -> None:
+        """Holds an adapter that was read; between steps."""
+        part = self._free.pop()
+        self._held[key] = part, tokens
+        self._write_embeddings(part, tokens)
+
+    def drop(self, key: str) -> None:
+        """Forgets an adapter, if it is held."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._free.append(held[0])
+
+    def detach(self) -> None:
+        """Forgets the network, which is to be freed; adapters stay in host memory."""
+        self._network = None
+
+    def attach(self, network: Network) -> None:
+        """Goes on with a network that was loaded again."""
+        self._network = network
+        for part, tokens in self._held.values():
+            self._write_embeddings(part, tokens)
+
+    def _write_embeddings(self, part: int, tokens: VirtualTokens) -> None:
+        first, embeddings = part * self._rows, tokens.embeddings
+        if embeddings is None:  # zeros: whatever is computed of them is not used
+            embeddings = torch.zeros((self._rows, 1), dtype=self._context.dtype)
+        assert self._network is not None
+        self._network.set_virtual_tokens(first, embeddings)
+
+    # --- sequences --------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: NewSequence, row: int, tokens: TokenTable) -> None:
+        """Moves the placeholders of a new sequence, which has ``row``, to its adapter's part of the table."""
+        held = self._held.get(sequence.adapter) if sequence.adapter is not None else None
+        if held is None:
+            return
+        part, virtual = held
+        known = tokens.ids[row, : sequence.num_prompt_tokens]
+        known[known >= self._config.vocab_size] += part * self._rows
+        prefix = virtual.keys_values
+        if prefix is not None and sequence.num_computed < prefix.shape[2]:
+            self._unwritten[sequence.seq_id] = prefix
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has left the worker."""
+        self._unwritten.pop(seq_id, None)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def take_slots(self, inputs: StepInputs) -> None:
+        """Takes the slots of prefixes' tokens out of a step's inputs, for ``write_prefixes``."""
+        self._writes = []
+        if not self._unwritten:
+            return
+        slots, offsets = inputs.arrays["slot_mapping"], inputs.arrays["query_start_loc"]
+        for i, seq_id in enumerate(inputs.seq_ids):
+            prefix = self._unwritten.get(seq_id)
+            if prefix is None:
+                continue
+            start, stop = int(inputs.starts[i]), min(int(inputs.ends[i]), prefix.shape[2])
+            if stop == prefix.shape[2]:
+                del self._unwritten[seq_id]
+            rows = slice(int(offsets[i]), int(offsets[i]) + stop - start)
+            self._writes.append((prefix, slice(start, stop), slots[:, rows].copy()))
+            slots[:, rows] = -1
+
+    def write_prefixes(self, kernels: Kernels, caches: Sequence[LayerCache]) -> None:
+        """Writes the keys and values of the step's prefixes; before its network, behind the plan's moves of blocks."""
+        device = self._context.device
+        for prefix, span, slots in self._writes:
+            keys_values = prefix[:, :, span].to(device)
+            groups: Any = torch.from_numpy(slots).to(device)
+            for cache, (keys, values) in zip(caches, keys_values, strict=True):
+                kernels.reshape_and_cache(keys, values, cache, groups[cache.group])
+        self._writes = []
