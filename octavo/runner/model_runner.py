@@ -20,7 +20,7 @@ from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
-from octavo.core.request import Generate, Pool
+from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.startup import WorkerFacts
 from octavo.kernels import load_kernels
@@ -38,15 +38,13 @@ from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
-from octavo.runner.pending import PendingPrompt, PendingTokens, QueuedStep
+from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
+from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
-
-#: Rows of logits computed at once for prompt logprobs; bounds their memory at 128 x vocabulary x 4 bytes.
-_PROMPT_LOGPROB_ROWS = 128
 
 
 class ModelRunner:
@@ -274,8 +272,7 @@ class ModelRunner:
         samples = self._ranks.layout.is_last_stage
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples)
         self._sampler = self._make_sampler(self._batch.tokens)
-        self._wants_prompt_logprobs: dict[int, int] = {}
-        self._pooled: set[int] = set()
+        self._prompts = PromptResults(self._batch, self._sampler, self._kernels, self.config.vocab_size)
         self._in_flight: deque[QueuedStep] = deque()
         #: Weights of a GPU that are in host memory.
         self._weights_asleep: SleepState | None = None
@@ -398,10 +395,7 @@ class ModelRunner:
             self._batch.advance(inputs, inputs.sampling)
             step.timer = stop_timer()
             return
-        if self._wants_prompt_logprobs:
-            self._score_prompts(inputs, output.hidden, step)
-        if self._pooled:
-            self._pool(inputs, batch, output.hidden, step)
+        self._prompts.compute(self.model, inputs, batch, output.hidden, step)
         if len(inputs.sampling):
             self._sample(inputs, output.logits, step)
         else:
@@ -423,8 +417,7 @@ class ModelRunner:
             row = self._batch.forget(seq_id)
             if row is not None:
                 self._sampler.remove(row)
-                self._wants_prompt_logprobs.pop(seq_id, None)
-                self._pooled.discard(seq_id)
+                self._prompts.forget(seq_id)
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.forget(seq_id)
 
@@ -434,10 +427,7 @@ class ModelRunner:
             self._sampler.add(row, sequence)
             if self._prompt_adapters is not None:
                 self._prompt_adapters.add(sequence, row, self._batch.tokens)
-            if sequence.task.prompt_logprobs is not None:
-                self._wants_prompt_logprobs[sequence.seq_id] = sequence.task.prompt_logprobs
-            if isinstance(sequence.task, Pool):
-                self._pooled.add(sequence.seq_id)
+            self._prompts.add(sequence)
         if self._in_flight and (plan.forks or plan.new_tokens):
             self._require_known([fork.parent for fork in plan.forks] + list(plan.new_tokens))
         for fork in plan.forks:
@@ -480,39 +470,6 @@ class ModelRunner:
                 earlier.receive()
         sample = self._sampler.start(logits, sampled, positions)
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
-
-    def _score_prompts(self, inputs: StepInputs, hidden: Tensor, step: QueuedStep) -> None:
-        """Begins to score the prompt tokens that follow the positions computed in this step."""
-        table = self._batch.tokens
-        offsets = inputs.arrays["query_start_loc"]
-        for i, seq_id in enumerate(inputs.seq_ids):
-            count = self._wants_prompt_logprobs.get(seq_id)
-            if count is None:
-                continue
-            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
-            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
-            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self.config.vocab_size))
-            start = max(int(inputs.starts[i]), virtual)
-            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
-            scored = []
-            slot = int(self._batch.adapters[row])
-            for low in range(start, stop, _PROMPT_LOGPROB_ROWS):
-                high = min(low + _PROMPT_LOGPROB_ROWS, stop)
-                first = int(offsets[i]) + low - int(inputs.starts[i])
-                slots = torch.full((high - low,), slot, dtype=torch.int32, device=self.device) if slot >= 0 else None
-                self._kernels.use_adapters(slots)
-                logits = self.model.logits(hidden[first : first + high - low])
-                scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
-            if scored:
-                step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
-
-    def _pool(self, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep) -> None:
-        """Begins to pool the prompts of pooling requests that end in this step."""
-        ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
-        places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}
-        if places:
-            vectors = self.model.pool(hidden, batch)
-            step.pooled = {seq_id: vectors[i] for seq_id, i in places.items()}
 
 
 def _refuse_while_sleeping(batch: ForwardBatch) -> ForwardOutput:

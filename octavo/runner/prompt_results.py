@@ -1,0 +1,83 @@
+"""What requests want to know of their prompts: logprobs of its tokens, or one vector for all of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.plan import NewSequence
+from octavo.core.request import Pool
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import Kernels
+from octavo.models.network import Network
+from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.pending import PendingPrompt, QueuedStep
+from octavo.sampling.sampler import Sampler
+
+#: Rows of logits computed at once; bounds their memory at 128 x vocabulary x 4 bytes.
+_ROWS = 128
+
+
+class PromptResults:
+    """The held sequences whose prompts are scored or pooled."""
+
+    def __init__(self, batch: InputBatch, sampler: Sampler, kernels: Kernels, vocab_size: int) -> None:
+        self._batch, self._sampler, self._kernels, self._vocab_size = batch, sampler, kernels, vocab_size
+        #: By sequence: number of most likely tokens to name at each position.
+        self._scored: dict[int, int] = {}
+        self._pooled: set[int] = set()
+
+    def add(self, sequence: NewSequence) -> None:
+        """A sequence is held from now on."""
+        if sequence.task.prompt_logprobs is not None:
+            self._scored[sequence.seq_id] = sequence.task.prompt_logprobs
+        if isinstance(sequence.task, Pool):
+            self._pooled.add(sequence.seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is held no more."""
+        self._scored.pop(seq_id, None)
+        self._pooled.discard(seq_id)
+
+    def compute(
+        self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep
+    ) -> None:
+        """Begins to score and pool what the step has computed of their prompts: hidden states [T, E]."""
+        if self._scored:
+            self._score(model, inputs, hidden, step)
+        if self._pooled:
+            self._pool(model, inputs, batch, hidden, step)
+
+    def _score(self, model: Network, inputs: StepInputs, hidden: Tensor, step: QueuedStep) -> None:
+        """Scores the prompt tokens that follow the positions computed in this step."""
+        table = self._batch.tokens
+        offsets = inputs.arrays["query_start_loc"]
+        for i, seq_id in enumerate(inputs.seq_ids):
+            count = self._scored.get(seq_id)
+            if count is None:
+                continue
+            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
+            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
+            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self._vocab_size))
+            start = max(int(inputs.starts[i]), virtual)
+            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
+            scored = []
+            slot = int(self._batch.adapters[row])
+            for low in range(start, stop, _ROWS):
+                high = min(low + _ROWS, stop)
+                first = int(offsets[i]) + low - int(inputs.starts[i])
+                slots = torch.full((high - low,), slot, dtype=torch.int32, device=hidden.device) if slot >= 0 else None
+                self._kernels.use_adapters(slots)
+                logits = model.logits(hidden[first : first + high - low])
+                scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
+            if scored:
+                step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
+
+    def _pool(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep) -> None:
+        """Pools the prompts that end in this step."""
+        ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
+        places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}
+        if places:
+            vectors = model.pool(hidden, batch)
+            step.pooled = {seq_id: vectors[i] for seq_id, i in places.items()}
