@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from octavo.core.engine_outputs import DraftStats
 from octavo.core.plan import StepResult
-from octavo.scheduler.groups import Sequence
+from octavo.core.stats import SchedulerStats
+from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
 from octavo.speculation.speculator import Speculator
@@ -15,8 +17,8 @@ class Drafting:
     So nothing waits for blocks that drafts hold, and nobody is preempted for them.
     """
 
-    def __init__(self, queues: Queues, speculator: Speculator) -> None:
-        self._queues, self._speculator = queues, speculator
+    def __init__(self, queues: Queues, speculator: Speculator, stats: SchedulerStats) -> None:
+        self._queues, self._speculator, self._stats = queues, speculator, stats
 
     def add_drafts(self, step: Step) -> None:
         """Gives decodes of the step draft tokens behind theirs."""
@@ -45,19 +47,25 @@ class Drafting:
             if changes is None:
                 return False
             step.table_changes += changes
-        seq.free_slots = 0  # what is left is known when it is known how many are accepted
+        seq.free_slots = 0  # until it is known how many are accepted
         return True
 
-    def observe(self, step: Step, result: StepResult) -> None:
-        """Tells the drafter of the step's result, and gives back the blocks of rejected drafts."""
-        counts = dict(zip(result.seq_ids, result.num_tokens, strict=False)) if step.drafted else {}
-        num_drafts = 0
-        for seq, tokens in step.drafted:
-            num_drafts += len(tokens)
-            accepted = counts.get(seq.seq_id, 1) - 1
-            if seq.seq_id in self._queues.sequences:
-                self._speculator.observe(seq, len(tokens), accepted)
+    def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
+        """Tells the drafter of a step's result; the totals of each group that had drafts."""
+        groups: dict[int, SequenceGroup] = {}
+        if step.drafted:
+            counts = dict(zip(result.seq_ids, result.num_tokens, strict=True))
+            for seq, tokens in step.drafted:
+                if seq.seq_id in self._queues.sequences:
+                    group, accepted = seq.group, counts[seq.seq_id] - 1
+                    group.num_draft_tokens += len(tokens)
+                    group.num_accepted_tokens += accepted
+                    self._stats.decode_tokens += accepted
+                    groups[group.group_id] = group
+                    self._speculator.observe(seq, len(tokens), accepted)
         num_seqs = len(step.decodes) + len(step.drafted)
         if num_seqs and not step.prefills:
+            num_drafts = sum(len(tokens) for _, tokens in step.drafted)
             seconds = result.seconds - result.swap_seconds
             self._speculator.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
+        return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]

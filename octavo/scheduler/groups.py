@@ -98,7 +98,9 @@ class SequenceGroup:
         "group_id",
         "is_long",
         "max_length",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_pending_forks",
         "num_recomputed_tokens",
         "num_recomputes",
@@ -166,6 +168,8 @@ class SequenceGroup:
         self.policy_data: Any = None
         self.first_scheduled_time: float | None = None
         self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.num_recomputes = 0
         self.num_recomputed_tokens = 0
         self.num_swaps = 0

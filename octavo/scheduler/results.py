@@ -31,10 +31,10 @@ class Results:
         outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
-        for seq, _ in step.drafted:
-            self._resolve_drafts(seq)
+        for seq, tokens in step.drafted:
+            self._resolve_drafts(seq, len(tokens))
         if self._drafting is not None:
-            self._drafting.observe(step, result)
+            outputs.drafts = self._drafting.observe(step, result)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -79,7 +79,7 @@ class Results:
         for seq_id, token, extra in _tokens_of(result):
             seq = sequences.get(seq_id)
             # Aborted while the step ran, or finished by an earlier token of it.
-            if seq is None or (result.num_tokens and seq.status.finished):
+            if seq is None or (ended and seq.status.finished):
                 continue
             group = seq.group
             if group.beam is not None:
@@ -105,17 +105,23 @@ class Results:
             ended.append(seq)
         return ended
 
-    def _resolve_drafts(self, seq: Sequence) -> None:
+    def _resolve_drafts(self, seq: Sequence, num_drafts: int) -> None:
         """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
 
         Blocks without any other are given back. Those of a sequence that ends with this step enter the prefix cache,
         too, as if it had decoded one token a step.
         """
-        queues, group = self._queues, seq.group
-        if group.status is SequenceStatus.RUNNING and seq.seq_id in queues.sequences:
-            seq.num_computed = computed = len(seq.token_ids) - 1
-            queues.blocks.register(seq.seq_id, seq.token_ids, computed, group.context, group.features)
-            queues.blocks.shrink(seq.seq_id, computed)
+        queues, group, blocks = self._queues, seq.group, self._queues.blocks
+        if group.status is not SequenceStatus.RUNNING or seq.seq_id not in queues.sequences:
+            return
+        end, computed = seq.num_computed, len(seq.token_ids) - 1
+        seq.num_computed, size = computed, blocks.block_size
+        if computed // size > (end - 1 - num_drafts) // size:
+            blocks.register(seq.seq_id, seq.token_ids, computed, group.context, group.features)
+        if blocks.blocks_for(end) > blocks.blocks_for(computed):
+            blocks.shrink(seq.seq_id, computed)
+        if not group.plans_on_results and not blocks.has_windows:
+            seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""

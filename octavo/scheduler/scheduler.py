@@ -72,8 +72,8 @@ class Scheduler:
             speculator=speculator,
         )
         self._speculator = speculator
-        self._drafting = Drafting(self.queues, speculator) if speculator is not None else None
         self._stats = SchedulerStats()
+        self._drafting = Drafting(self.queues, speculator, self._stats) if speculator is not None else None
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
@@ -355,7 +355,7 @@ class Scheduler:
         if self.adapters is not None:
             stats.adapters = self.adapters.counts()
         if self._speculator is not None:
-            stats.speculation = self._speculator.stats
+            stats.speculation = self._speculator.stats()
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 

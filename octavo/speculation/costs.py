@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 
-#: Weight of the newest measurement.
-_WEIGHT = 0.2
-#: A step that took so many times what was expected counts as so many times that: other processes had the processor.
-_OUTLIER = 1.5
-#: A measurement below this share of what was expected takes its place: that was a first call, or a shorter context.
-_TOO_LONG = 0.6
+#: Measurements of one number of rows of which the median counts: other processes may have the processor in some.
+_LATEST = 5
+#: Steps after which a number of rows that has not occurred since is forgotten: contexts grow, and it may be an outlier.
+_FORGET = 256
 #: Levels of acceptance that are told apart.
 LEVELS = 16
 
 
 class StepCosts:
-    """Seconds of steps without prompts by their number of rows, as moving averages.
+    """Seconds of steps without prompts by their number of rows: medians of the latest ones.
 
     Between measured numbers the seconds are interpolated, and beyond the largest they go on as between the last two.
     """
 
     def __init__(self) -> None:
         self._rows: list[int] = []
+        self._latest: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
+        #: Steps so far, and the number of the last one of so many rows.
+        self._steps = 0
+        self._seen: dict[int, int] = {}
+
+    @property
+    def smallest(self) -> int:
+        """Fewest rows of which the time is known; 0 if none is."""
+        return self._rows[0] if self._rows else 0
 
     @property
     def largest(self) -> int:
@@ -30,15 +38,23 @@ class StepCosts:
         return self._rows[-1] if self._rows else 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Adds a step. Too much may be other processes or a compilation; too little is never measured."""
+        """Adds a step."""
         rows = _rounded(rows)
-        known = self._seconds.get(rows)
-        if known is None:
+        latest = self._latest.get(rows)
+        if latest is None:
+            latest = self._latest[rows] = deque(maxlen=_LATEST)
             bisect.insort(self._rows, rows)
-        if known is None or seconds < _TOO_LONG * known:
-            self._seconds[rows] = seconds
-        else:
-            self._seconds[rows] = known + _WEIGHT * (min(seconds, _OUTLIER * known) - known)
+        latest.append(seconds)
+        self._seconds[rows] = sorted(latest)[(len(latest) - 1) // 2]
+        self._seen[rows] = self._steps
+        self._steps += 1
+        if self._steps % 32 == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        for rows in [rows for rows in self._rows if self._seen[rows] < self._steps - _FORGET]:
+            self._rows.remove(rows)
+            del self._latest[rows], self._seconds[rows], self._seen[rows]
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a step of so many rows; 0 if nothing was measured."""
@@ -70,8 +86,10 @@ def best_lengths(costs: StepCosts, num_seqs: int, num_drafting: float, most: int
     price = [0.0] * (most + 1)  # of so many draft tokens of one sequence, in tokens
     if plain > 0:
         for length in range(1, most + 1):
-            rows = max(1, round(num_drafting * length))
-            extra = costs.seconds(num_seqs + rows) - plain
+            rows = max(1.0, num_drafting * length)
+            # Few rows more cost too little to be measured, or just fill a tile: their share of more rows counts.
+            span = max(round(rows), num_seqs // 4)
+            extra = (costs.seconds(num_seqs + span) - plain) * rows / span
             price[length] = extra * num_seqs / plain / num_drafting
     found = []
     for level in range(LEVELS):

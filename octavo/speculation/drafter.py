@@ -47,4 +47,6 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
 
-    return (NgramDrafter if config.method == "ngram" else SuffixDrafter)(config)
+    if config.method == "ngram":
+        return NgramDrafter(config)
+    return SuffixDrafter(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
 
@@ -10,14 +10,34 @@ from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
 _DECAY, _DECAY_ALL = 0.9, 0.995
 #: Draft tokens for which the acceptance of all sequences stands at the beginning of one.
 _PRIOR = 3.0
-#: Steps until a sequence that does not draft tries again, at first and at most; each failure doubles them.
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 512
+#: Steps until a sequence that does not draft tries a token, at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
 #: Rows that are tried at once, and what more rows than ever before may be of the most so far.
 _CHEAP_ROWS, _GROWTH = 8, 1.5
-#: Tokens of a try.
-_TRY = 2
+#: Steps without drafts at the beginning.
+_PLAIN = 3
 #: Steps after which the best lengths are computed anew.
 _FRESH = 8
+
+
+@dataclass(slots=True)
+class Pause:
+    """Steps between tries of what does not pay."""
+
+    length: int = _FIRST_PAUSE
+    left: int = _FIRST_PAUSE
+
+    def passes(self) -> bool:
+        """A step more; whether something is to be tried in it. The next pause is twice as long."""
+        self.left -= 1
+        if self.left > 0:
+            return False
+        self.left = self.length = min(2 * self.length, _LONGEST_PAUSE)
+        return True
+
+    def reset(self) -> None:
+        """It pays."""
+        self.left = self.length = _FIRST_PAUSE
 
 
 @dataclass(slots=True)
@@ -26,9 +46,7 @@ class Acceptance:
 
     accepted: float
     failed: float
-    #: Steps until the next try, and how many they will be after it, if it fails.
-    wait: int = 0
-    pause: int = _FIRST_PAUSE
+    tries: Pause = field(default_factory=Pause)
 
     def observe(self, drafted: int, accepted: int, decay: float) -> None:
         """Adds a draft."""
@@ -67,7 +85,7 @@ class FixedLength:
 
 
 class AdaptiveLength(FixedLength):
-    """As many as pay. A sequence whose drafts fail stops drafting, and tries again at growing intervals.
+    """As many as pay. A sequence whose drafts do not pay stops drafting, and tries again at growing intervals.
 
     With many sequences a row of drafts costs as much as the token of another sequence: then none drafts, but for one
     step now and then, in which the costs are measured.
@@ -81,9 +99,9 @@ class AdaptiveLength(FixedLength):
         self._best = [most] * LEVELS
         #: Share of the sequences that have drafts, where they may.
         self._share = 1.0
-        self._num_seqs, self._age = 0, 0
-        #: Steps until the next in which costs are measured while none drafts.
-        self._wait, self._pause = _FIRST_PAUSE, _FIRST_PAUSE
+        self._num_seqs, self._age, self._plain = 0, 0, 0
+        #: Tries in which costs are measured while none drafts.
+        self._tries = Pause()
         self._measuring = False
 
     def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
@@ -94,18 +112,19 @@ class AdaptiveLength(FixedLength):
             self._best = best_lengths(self._costs, num_seqs, max(1.0, self._share * num_seqs), self._most)
             self._num_seqs, self._age = num_seqs, 0
         self._age += 1
-        # More rows than ever before are tried in small steps.
-        tried = max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest)))
-        if self._best[-1]:
-            self._measuring, self._pause = False, _FIRST_PAUSE
-            return tried - num_seqs
-        self._wait -= 1
-        self._measuring = self._wait <= 0
-        if not self._measuring:
+        if self._plain < _PLAIN or num_seqs < self._costs.smallest:
+            self._plain += 1  # to know what a step takes without drafts
+            self._age = _FRESH
             return 0
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._wait, self._age = self._pause, _FRESH
-        return tried - num_seqs
+        self._measuring = not self._best[-1]
+        if not self._measuring:
+            self._tries.reset()
+        elif self._tries.passes():
+            self._age = _FRESH
+        else:
+            return 0
+        # More rows than ever before are tried in small steps.
+        return max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
 
     def length(self, seq_id: int) -> int:
         """See ``FixedLength``."""
@@ -113,28 +132,28 @@ class AdaptiveLength(FixedLength):
         if own is None:
             chance = self._all.accepted / (self._all.accepted + self._all.failed)
             own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance))
-        best = min(_TRY, self._most) if self._measuring else self._best[own.level]
+        if self._measuring:
+            return 1
+        best = self._best[own.level]
         if best:
+            own.tries.reset()
             return best
-        own.wait -= 1
-        return 0 if own.wait > 0 else min(_TRY, self._most)
+        return 1 if own.tries.passes() else 0
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """See ``FixedLength``."""
         self._all.observe(drafted, accepted, _DECAY_ALL)
         own = self._of.get(seq_id)
-        if own is None:
-            return
-        own.observe(drafted, accepted, _DECAY)
-        if accepted:
-            own.pause = _FIRST_PAUSE
-        elif own.wait <= 0:
-            own.wait, own.pause = own.pause, min(2 * own.pause, _LONGEST_PAUSE)
+        if own is not None:
+            own.observe(drafted, accepted, _DECAY)
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""
         if seconds > 0:
+            largest = self._costs.largest
             self._costs.observe(num_seqs + num_drafts, seconds)
+            if self._costs.largest > largest:  # what lies beyond was taken to cost as little
+                self._age = _FRESH
         if num_drafting:
             self._share += 0.1 * (num_drafting / num_seqs - self._share)
 

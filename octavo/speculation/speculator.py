@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from octavo.core.speculative_options import SpeculativeConfig
@@ -21,7 +22,9 @@ class Speculator:
         self._lengths = AdaptiveLength(most) if adaptive else FixedLength(most)
         self._failed: set[int] = set()
         self._logged = False
-        self.stats = SpeculationStats(accepted_per_position=[0] * most)
+        self._draft_tokens = self._failures = 0
+        #: Drafts by the number of their tokens that were accepted.
+        self._drafts = [0] * (most + 1)
 
     def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
         """A step of so many decoding sequences and tokens of prompts: most draft tokens of it."""
@@ -41,12 +44,8 @@ class Speculator:
     def observe(self, sequence: DraftedSequence, drafted: int, accepted: int) -> None:
         """A draft was verified."""
         self._lengths.observe(sequence.seq_id, drafted, accepted)
-        stats = self.stats
-        stats.drafts += 1
-        stats.draft_tokens += drafted
-        stats.accepted_tokens += accepted
-        for position in range(accepted):
-            stats.accepted_per_position[position] += 1
+        self._draft_tokens += drafted
+        self._drafts[accepted] += 1
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
@@ -61,9 +60,15 @@ class Speculator:
         except Exception as e:
             self._log(e)
 
+    def stats(self) -> SpeculationStats:
+        """Totals so far."""
+        # A draft of which so many tokens were accepted had the first, the second, ... accepted.
+        per_position = list(itertools.accumulate(reversed(self._drafts[1:])))[::-1]
+        return SpeculationStats(sum(self._drafts), self._draft_tokens, sum(per_position), per_position, self._failures)
+
     def _fail(self, sequence: DraftedSequence, error: Exception) -> None:
         self._failed.add(sequence.seq_id)
-        self.stats.failures += 1
+        self._failures += 1
         self._log(error)
 
     def _log(self, error: Exception) -> None:

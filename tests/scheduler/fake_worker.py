@@ -470,6 +470,7 @@ class Engine:
         *,
         max_in_flight: int = 1,
         drafter: Drafter | None = None,
+        adaptive: bool = False,
         adapters: Adapters | None = None,
         worker_adapters: FakeAdapters | None = None,
     ) -> None:
@@ -480,7 +481,7 @@ class Engine:
             blocks,
             options,
             max_model_len,
-            speculator=Speculator(drafter, 5, adaptive=False) if drafter is not None else None,
+            speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
             runs_ahead=max_in_flight > 1,
             adapters=adapters,
             clock=lambda: self.now,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,6 @@ class Tokens:
     seq_id: int = 0
     num_prompt_tokens: int = 0
     context: str = ""
-    finished: bool = field(default=False)
 
 
 def common_end(tokens: list[int], place: int, end: list[int], most: int) -> int:
@@ -94,3 +93,18 @@ def test_outputs_of_other_requests_draft_if_their_context_is_the_same() -> None:
     assert drafter.propose(Tokens([8, *output[10:14]], seq_id=1, context="a"), 6) == output[14:20]
     assert drafter.propose(Tokens([8, *output[10:14]], seq_id=2, context="b"), 6) == []
     assert drafter.propose(Tokens([5, 6, output[0]], seq_id=3, context="a"), 2) == output[1:3]
+
+
+def test_the_history_has_its_memory_from_the_beginning() -> None:
+    history, rng = History(4096), random.Random(1)
+
+    def num_bytes() -> int:
+        arrays = (history._tokens, history._owners, history._latest, history._before)
+        return sum(len(values) * values.itemsize for values in arrays)
+
+    assert num_bytes() == 4096 * History.BYTES_A_TOKEN
+    for _ in range(30):
+        history.add([rng.randrange(50) for _ in range(rng.randrange(900))], rng.randrange(3))
+    history.add(list(range(9000)), 1)
+    assert num_bytes() == 4096 * History.BYTES_A_TOKEN
+    assert history.longest_match(list(range(8990, 8999)), 24, 1)[1] == 9
