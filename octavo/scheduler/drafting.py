@@ -24,7 +24,9 @@ class Drafting:
         """Gives decodes of the step draft tokens behind theirs."""
         if step.blocked_on_memory or step.budget <= 0 or not step.decodes:
             return
-        left = min(step.budget, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
+        # Workers have logits for as many rows as the budget has tokens; every draft takes one, and so do forked children.
+        room = step.budget - len(step.forked_children)
+        left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
         if left <= 0:
             return
         decodes, propose = [], self._speculator.propose

@@ -189,7 +189,7 @@ def test_random_mixes(tiny_model: Path, seed: int) -> None:
     options: dict[str, Any] = {
         "batching": batching,
         "max_num_batched_tokens": rng.choice([24, 128, 400]) if batching == "mixed" else 400,
-        "num_gpu_blocks_override": rng.choice([40, 60, 200]),
+        "num_gpu_blocks_override": rng.choice([110, 150, 250]),
         "preemption_mode": rng.choice(["recompute", "swap", "auto"]),
         "num_host_blocks_override": rng.choice([20, 100]),
         "enable_prefix_caching": rng.random() < 0.6,

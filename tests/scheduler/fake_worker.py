@@ -334,6 +334,8 @@ class FakeWorker(Executor):
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.num_tokens)
         assert plan.total_tokens <= self.options.token_budget
         assert 0 not in plan.num_tokens, "something of each"
+        rows = sum(1 + len(plan.drafts.get(seq_id, ())) for seq_id in plan.seq_ids) + len(forked_children)
+        assert rows <= self.options.token_budget, "more rows of logits than a worker has room for"
         self.adapters.check_computes([self.rows[seq_id].adapter for seq_id in plan.seq_ids])
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}

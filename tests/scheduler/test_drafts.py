@@ -220,3 +220,11 @@ def test_what_is_counted_is_what_was_accepted() -> None:
     assert (stats.drafts, stats.draft_tokens) == (len(drafts), sum(map(len, drafts)))
     assert stats.accepted_tokens == 40 - steps == sum(stats.accepted_per_position)
     assert engine.scheduler.stats().decode_tokens == 39
+
+
+def test_drafts_leave_rows_to_forked_children() -> None:
+    for seed in range(4):
+        engine = make(Guesses(seed, 1.0), 1, blocks=200, max_num_batched_tokens=10)
+        for group_id in range(1, 7):
+            engine.add(request(group_id, 4 + 3 * group_id, 20, n=1 + group_id % 4))
+        run(engine)  # the worker counts its rows of logits
