@@ -24,7 +24,7 @@ class Drafting:
         """Gives decodes of the step draft tokens behind theirs."""
         if step.blocked_on_memory or step.budget <= 0 or not step.decodes:
             return
-        # Workers have logits for as many rows as the budget has tokens; every draft takes one, and so do forked children.
+        # Workers have as many rows of logits as the budget has tokens: drafts take one each, and so do forked children.
         room = step.budget - len(step.forked_children)
         left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
         if left <= 0:
