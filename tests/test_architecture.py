@@ -21,6 +21,7 @@ ORDER = (
     "runner",
     "executor",
     "memory",
+    "speculation",
     "scheduler",
     "engine",
     "simulate",
@@ -36,13 +37,25 @@ ONLY = {
     "workloads": {"core"},
     "sampling": {"core", "kernels"},
     "memory": {"core"},
-    "scheduler": {"core", "memory"},
+    "speculation": {"core"},
+    "scheduler": {"core", "memory", "speculation"},
     "plots": {"core"},
     "server": {"core", "engine"},
     "batch": {"core", "engine", "server"},
     "data": {"core", "engine"},
 }
-WITHOUT_TORCH = {"core", "workloads", "memory", "scheduler", "simulate", "plots", "server", "batch", "data"}
+WITHOUT_TORCH = {
+    "core",
+    "workloads",
+    "memory",
+    "speculation",
+    "scheduler",
+    "simulate",
+    "plots",
+    "server",
+    "batch",
+    "data",
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -18,6 +18,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.garbage import Collections, settled_collector
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
+from octavo.speculation.speculator import make_speculator
 
 #: The engine's options that count here: the blocks' and the scheduler's, but for those that the measurement sets.
 OPTIONS = frozenset(SchedulerOptions.model_fields) - {"max_num_seqs", "async_scheduling"} | {
@@ -27,6 +28,7 @@ OPTIONS = frozenset(SchedulerOptions.model_fields) - {"max_num_seqs", "async_sch
     "host_prefix_cache",
     "num_gpu_blocks_override",
     "num_host_blocks_override",
+    "speculative_config",
 }
 #: Token id of every sampled token; not a stop token.
 _TOKEN = 7
@@ -78,7 +80,9 @@ def measure(
         )
     options = options.model_copy(update={"max_num_seqs": running, "max_num_batched_tokens": budget})
     with settled_collector():
-        scheduler = _make_scheduler(options, running, context + _steps_of_prompts(options, context) + steps + 2)
+        drafts = options.speculative_config.num_speculative_tokens if options.speculative_config is not None else 0
+        decoded = (_steps_of_prompts(options, context) + steps + 2) * (1 + drafts)
+        scheduler = _make_scheduler(options, running, context + decoded)
         _fill(scheduler, running, waiting, context)
         with Collections() as collections:
             times = [_timed_step(scheduler, running) for _ in range(steps)]
@@ -129,7 +133,9 @@ def _timed_step(scheduler: Scheduler, running: int) -> tuple[float, float, float
     wall, start = time.perf_counter(), time.thread_time()
     plan = scheduler.schedule()
     scheduled, middle = time.thread_time(), time.perf_counter()
-    result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * len(plan.seq_ids))
+    # Every draft is accepted: prompts and outputs are one token, over and over.
+    counts = plan.num_tokens if plan.drafts else []
+    result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * plan.total_tokens, counts)
     before_update, later = time.thread_time(), time.perf_counter()
     scheduler.update(plan, result)
     updated, end = time.thread_time(), time.perf_counter()
@@ -165,7 +171,10 @@ def _make_scheduler(options: EngineConfig, running: int, length: int) -> Schedul
         prefix_caching=options.enable_prefix_caching,
         host_cache=options.host_prefix_cache,
     )
-    return Scheduler(blocks, options, max_model_len=per_sequence * options.block_size)
+    speculator = make_speculator(options.speculative_config)
+    return Scheduler(
+        blocks, options, max_model_len=per_sequence * options.block_size, speculator=speculator, runs_ahead=False
+    )
 
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
@@ -173,4 +182,5 @@ def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:
     scheduled = set(plan.seq_ids)
     forked = [fork.child for fork in plan.forks if fork.child not in scheduled]
     awaiting = [seq_id for seq_id in [*plan.seq_ids, *forked] if scheduler.queues.sequences[seq_id].awaits_token]
-    return StepResult(plan.step, awaiting, [_TOKEN] * len(awaiting))
+    counts = [1 + len(plan.drafts.get(seq_id, ())) for seq_id in awaiting] if plan.drafts else []
+    return StepResult(plan.step, awaiting, [_TOKEN] * (sum(counts) or len(awaiting)), counts)

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import bench_calibrate, bench_policies, bench_serve
+from octavo.cli import bench_calibrate, bench_policies, bench_serve, bench_speculation
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
@@ -28,6 +28,7 @@ examples:
   octavo bench offline smollm2-135m --batches 1,8,64
   octavo bench offline smollm2-135m --batches 16 --input-len 1024 --json -
   octavo bench offline llama-3.1-8b-shape --load-format dummy --input-len 1024
+  octavo bench offline smollm2-135m --speculative ngram,suffix --batches 1,4,16,64
   octavo bench kernels smollm2-135m --rows 1,8,64
   octavo bench kernels llama-3.1-8b-shape --device cuda --rows 1,64,8192
   octavo bench memory smollm2-135m
@@ -38,7 +39,9 @@ examples:
   octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
 
-offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size
+offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size.
+           With --speculative: of drafters against no drafts, in turns, on texts to write out again with a change,
+           chats, the same chats again, and random tokens; further fields of --speculative-config count for each
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths; what attention windows save, of the
            model if it has any, else of shapes that do; and savings by sharing
@@ -93,7 +96,10 @@ def make_parser() -> Parser:
         type=int,
         default=3,
         metavar="N",
-        help="of a calibration or simulation: times are medians (3)",
+        help="of a calibration, simulation or comparison of drafters: times are medians (3)",
+    )
+    parser.add_argument(
+        "--speculative", metavar="METHOD,...", help="of offline: compare drafters (ngram, suffix) with no drafts"
     )
     parser.add_argument(
         "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"
@@ -157,6 +163,9 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     from octavo.workloads.lengths import parse_inputs, parse_outputs
 
     options = read_engine_config(arguments, model)
+    if arguments.speculative is not None:
+        _show(bench_speculation.measure(arguments, options), stream, bench_speculation.TITLE, bench_speculation.line)
+        return
     device = resolve_device(options.device)
     limits = measure_device(device) if device != "cpu" else None
     lengths = parse_inputs(arguments.input_len), parse_outputs(arguments.output_len)

@@ -272,6 +272,8 @@ def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
         "total_seconds": since_arrival(metrics.finished_time),
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
     }
 
 

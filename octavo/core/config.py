@@ -22,19 +22,30 @@ from octavo.core.option_parts import Sizes as Sizes
 from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
 from octavo.core.scheduler_options import TOKEN_BUDGET as TOKEN_BUDGET
 from octavo.core.scheduler_options import SchedulerOptions as SchedulerOptions
+from octavo.core.speculative_options import SpeculativeConfig as SpeculativeConfig
+from octavo.core.speculative_options import SpeculativeOptions
 
 #: The parts of ``EngineConfig``, by the names of their sections in the documentation.
 PARTS: dict[str, type[BaseModel]] = {
     "Model": ModelOptions,
     "KV cache": CacheOptions,
     "Scheduler": SchedulerOptions,
+    "Speculative decoding": SpeculativeOptions,
     "Parallelism": ParallelOptions,
     "Adapters": AdapterOptions,
     "Device": DeviceOptions,
 }
 
 
-class EngineConfig(DeviceOptions, AdapterOptions, ParallelOptions, SchedulerOptions, CacheOptions, ModelOptions):
+class EngineConfig(
+    DeviceOptions,
+    AdapterOptions,
+    ParallelOptions,
+    SpeculativeOptions,
+    SchedulerOptions,
+    CacheOptions,
+    ModelOptions,
+):
     """Options of an engine. Every description states its unit; the defaults suit one machine and one user.
 
     It inherits from each of its parts, so an option has one name everywhere, and code that needs one part can be made

@@ -48,6 +48,14 @@ class AdmissionStats(msgspec.Struct, array_like=True):
     num_swapped_blocks: int
 
 
+class DraftStats(msgspec.Struct, array_like=True, gc=False):
+    """Draft tokens of a group so far, over its sequences, and how many of them were accepted."""
+
+    group_id: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class GroupOutput(msgspec.Struct, array_like=True):
     """The end of a whole group: of a beam search, of a prompt without sampling, or by a failure."""
 
@@ -68,4 +76,6 @@ class EngineCoreOutputs(msgspec.Struct):
 
     admissions: list[AdmissionStats] = []
     sequences: list[SequenceOutput] = []
+    #: Of the groups that had drafts in this step.
+    drafts: list[DraftStats] = []
     groups: list[GroupOutput] = []

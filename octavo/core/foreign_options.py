@@ -32,7 +32,7 @@ ON_OR_OFF = ForeignOption((False, True))
 _ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
 _GENERATES = "Octavo generates text; pooling models are not supported"
-_NO_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = "drafts are asked for with speculative_config"
 _FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
 _NO_TRANSFER = "the KV cache is not shared between engines"
 
@@ -86,13 +86,12 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     # Steps
     "num_scheduler_steps": ForeignOption((1,), "each step is scheduled; async_scheduling plans one ahead"),
     "multi_step_stream_outputs": ON_OR_OFF,
-    "num_lookahead_slots": ForeignOption((0,), _NO_SPECULATION),
+    "num_lookahead_slots": ForeignOption((0,), _SPECULATION),
     "disable_async_output_proc": ON_OR_OFF,
     "disable_cascade_attn": ON_OR_OFF,
     "scheduler_cls": ForeignOption((None,), "an order of one's own is given as scheduling_policy (module:Class)"),
-    "speculative_config": ForeignOption((None,), _NO_SPECULATION),
-    "speculative_model": ForeignOption((None,), _NO_SPECULATION),
-    "num_speculative_tokens": ForeignOption((None,), _NO_SPECULATION),
+    "speculative_model": ForeignOption((None,), _SPECULATION),
+    "num_speculative_tokens": ForeignOption((None,), _SPECULATION),
     "lora_dtype": ANY,
     "fully_sharded_loras": ON_OR_OFF,
     "guided_decoding_backend": ANY,  # requests that would need it are refused

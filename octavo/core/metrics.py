@@ -40,7 +40,7 @@ _TABLE = (
     (Gauge, "kv_cache_host_used_blocks", "host_blocks_used", "Host memory blocks that hold swapped KV."),
     (Counter, "steps", "steps", "Steps of the engine."),
     (Counter, "prefill_tokens", "prefill_tokens", "Prompt tokens computed; recomputed ones again."),
-    (Counter, "decode_tokens", "decode_tokens", "Tokens computed one a step."),
+    (Counter, "decode_tokens", "decode_tokens", "Tokens of output computed; of drafts, those accepted."),
     (Counter, "prefix_cache_queried_tokens", "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache."),
     (Counter, "prefix_cache_hit_tokens", "prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
     (Counter, "preemptions_by_recompute", "preemptions_by_recompute", "Requests set back to be computed again."),
@@ -50,7 +50,18 @@ _TABLE = (
     (Counter, "swapped_in_blocks", "swapped_in_blocks", "Blocks moved back."),
 )
 
+#: (name, field of ``SpeculationStats``, description)
+_SPECULATION = (
+    ("drafts", "drafts", "Drafts that were verified."),
+    ("draft_tokens", "draft_tokens", "Tokens of drafts."),
+    ("accepted_tokens", "accepted_tokens", "Tokens of drafts that were accepted."),
+)
+
 
 def metrics_of(stats: SchedulerStats) -> list[Metric]:
     """The statistics as a list of named figures."""
-    return [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
+    found: list[Metric] = [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
+    if stats.speculation is not None:
+        for name, field, text in _SPECULATION:
+            found.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, field), text))
+    return found

@@ -37,6 +37,9 @@ class RequestMetrics:
     #: Tokens computed again after preemption, and blocks moved out.
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
+    #: Tokens that were guessed and computed ahead, and how many of them were right; of all completions.
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     @property
     def time_in_queue(self) -> float | None:

@@ -95,7 +95,8 @@ class StepPlan(msgspec.Struct):
     #: Tokens to compute for each of ``seq_ids``, with its drafts. One whose last known token is computed samples.
     num_tokens: list[int] = []
     #: By sequence id: draft tokens after the last known one. They are computed with it, and accepted up to the first
-    #: that is not the token that the worker samples at its position.
+    #: that is not the token that the worker samples at its position. Blocks of the table behind those of computed
+    #: tokens may belong to other sequences from the next plan on; the table's changes then begin before them.
     drafts: dict[int, list[int]] = {}
 
     @property

@@ -53,6 +53,19 @@ class AdapterStats(msgspec.Struct, array_like=True, gc=False):
     longest_seconds: float = 0.0
 
 
+class SpeculationStats(msgspec.Struct, array_like=True):
+    """Totals of speculative decoding since the engine started."""
+
+    #: Times that a sequence had draft tokens in a step.
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    #: Of the drafts, how many were accepted up to their first token, their second, ...
+    accepted_per_position: list[int] = []
+    #: Sequences for which the drafter failed.
+    failures: int = 0
+
+
 class SchedulerState(msgspec.Struct, gc=False):
     """The queues and blocks now, and totals since the engine started."""
 
@@ -84,6 +97,8 @@ class SchedulerState(msgspec.Struct, gc=False):
     groups: list[GroupState] = []
     #: If adapters are enabled.
     adapters: AdapterStats | None = None
+    #: If drafts are made.
+    speculation: SpeculationStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -132,10 +147,23 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     """The statistics of several engine cores together."""
     total = SchedulerStats()
     for name in SchedulerStats.__struct_fields__:
-        if name not in ("groups", "adapters"):
+        if name not in ("groups", "adapters", "speculation"):
             setattr(total, name, sum(getattr(replica, name) for replica in replicas))
     total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
     total.adapters = _sum_adapters([replica.adapters for replica in replicas if replica.adapters is not None])
+    total.speculation = _sum_speculation([r.speculation for r in replicas if r.speculation is not None])
+    return total
+
+
+def _sum_speculation(replicas: list[SpeculationStats]) -> SpeculationStats | None:
+    if not replicas:
+        return None
+    total = SpeculationStats()
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "failures"):
+        setattr(total, name, sum(getattr(replica, name) for replica in replicas))
+    total.accepted_per_position = [
+        sum(counts) for counts in zip(*(r.accepted_per_position for r in replicas), strict=True)
+    ]
     return total
 
 

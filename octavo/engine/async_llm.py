@@ -450,7 +450,7 @@ def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
     if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
         yield outputs
         return
-    yield EngineCoreOutputs(admissions=outputs.admissions)
+    yield EngineCoreOutputs(admissions=outputs.admissions, drafts=outputs.drafts)
     for start in range(0, len(sequences), MAX_SEQUENCES_AT_ONCE):
         yield EngineCoreOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
     yield EngineCoreOutputs(groups=outputs.groups)

@@ -27,6 +27,7 @@ from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
+from octavo.speculation.speculator import make_speculator
 
 logger = logging.getLogger("octavo")
 #: Of its own, so that a command can leave these lines out.
@@ -41,6 +42,7 @@ POLICY_OPTIONS = frozenset(
         "aging_limit",
         "preemption_victim",
         "priority_preemption",
+        "speculative_config",
     }
 )
 
@@ -129,6 +131,8 @@ class EngineCore(StepLoop):
             self.blocks,
             options,
             self.max_model_len,
+            speculator=make_speculator(options.speculative_config),
+            runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             adapters=adapters,
         )

@@ -163,6 +163,14 @@ class OutputProcessor:
             request = self._groups.get(admission.group_id)
             if request is not None:
                 request.metrics = _with_admission(request.metrics, admission, request.source.num_virtual_tokens)
+        for drafts in step.drafts:
+            request = self._groups.get(drafts.group_id)
+            if request is not None:
+                request.metrics = replace(
+                    request.metrics,
+                    num_draft_tokens=drafts.num_draft_tokens,
+                    num_accepted_draft_tokens=drafts.num_accepted_tokens,
+                )
         for update in step.sequences:
             request = self._groups.get(update.group_id)
             if request is None:

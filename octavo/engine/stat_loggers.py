@@ -55,6 +55,8 @@ class StatusLine:
         self._prefill = self._decode = 0
         #: Totals at the last line: prompt tokens looked up in the prefix cache, and found.
         self._queried = self._hits = 0
+        #: Totals at the last line: drafts, their tokens, and those of them that were accepted.
+        self._drafts = (0, 0, 0)
 
     def log(self, stats: StepStats) -> None:
         """Adds a step; microseconds unless a line is due."""
@@ -73,6 +75,7 @@ class StatusLine:
             self._since = now
             self._prefill = self._decode = 0
             self._queried, self._hits = stats.prefix_queried_tokens, stats.prefix_hit_tokens
+            self._drafts = _drafts_of(stats)
 
     def _line(self, stats: StepStats, seconds: float) -> str:
         queried = stats.prefix_queried_tokens - self._queried
@@ -83,4 +86,18 @@ class StatusLine:
             f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
             f"KV cache {stats.kv_cache_usage:.1%} used; "
             f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
+            f"{self._acceptance(stats)}"
         )
+
+    def _acceptance(self, stats: StepStats) -> str:
+        """Share of the draft tokens that were accepted, and tokens that a draft gave, the one after it included."""
+        if stats.speculation is None:
+            return ""
+        drafts, tokens, accepted = (now - last for now, last in zip(_drafts_of(stats), self._drafts, strict=True))
+        found = f"{accepted / tokens:.1%}, {1 + accepted / drafts:.2f} tokens a draft" if drafts else "-"
+        return f"; drafts accepted {found}"
+
+
+def _drafts_of(stats: StepStats) -> tuple[int, int, int]:
+    found = stats.speculation
+    return (0, 0, 0) if found is None else (found.drafts, found.draft_tokens, found.accepted_tokens)

@@ -31,7 +31,11 @@ def without_clock(options: EngineConfig) -> EngineConfig:
         raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
                           "needs it to be 0")  # fmt: skip
     mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
-    return options.model_copy(update={"aging_limit": None, "preemption_mode": mode})
+    drafts = options.speculative_config
+    if drafts is not None:
+        drafts = drafts.model_copy(update={"adaptive": False})
+    changes = {"aging_limit": None, "preemption_mode": mode, "speculative_config": drafts}
+    return options.model_copy(update=changes)
 
 
 class ExternalLauncherExecutor(Executor):

@@ -321,6 +321,11 @@ class BlockManager:
             self._registrations[child_id] = _Registration(registration.chain.first(count), count)
         return True
 
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        """Frees the blocks of a sequence behind those of its first ``num_tokens`` tokens; none of them is shared."""
+        for group in self.groups:
+            group.shrink(seq_id, num_tokens)
+
     def free(self, seq_id: int) -> None:
         """Frees all blocks of a sequence, on the device or the host; nothing happens if it has none."""
         for group in self.groups:

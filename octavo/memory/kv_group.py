@@ -248,6 +248,13 @@ class KVGroup:
         table.extend(self.tables[parent_id][:num_blocks])
         self.device.share(held_blocks(table))
 
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        """``BlockManager.shrink`` for this group."""
+        table, kept = self.tables[seq_id], -(-num_tokens // self.block_size)
+        if len(table) > kept:
+            self.device.release(table[kept:])
+            del table[kept:]
+
     def free(self, seq_id: int) -> None:
         """Frees all blocks of a sequence, on the device or the host."""
         self.on_device.free(seq_id)

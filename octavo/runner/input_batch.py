@@ -190,7 +190,7 @@ class InputBatch:
         for seq_id, token_ids in sampled.items():
             row = self._rows.get(seq_id)
             if row is not None and self.appends[row]:
-                self.append(seq_id, token_ids)
+                self.accept(seq_id, token_ids)  # some of them may be drafts, behind which others were rejected
 
     def forget(self, seq_id: int) -> int | None:
         """Frees the row and returns it; None for an unknown sequence."""

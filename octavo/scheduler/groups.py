@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.request import Beam, EngineCoreRequest, SequenceStatus
+from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
@@ -60,6 +60,11 @@ class Sequence:
         return len(self.group.request.prompt_token_ids)
 
     @property
+    def context(self) -> str:
+        """What its tokens depend on besides those before them."""
+        return self.group.context
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens to compute, including one whose id is still in flight: 1 while decoding, more while prefilling."""
         return max(1, len(self.token_ids) - self.num_computed)
@@ -87,12 +92,15 @@ class SequenceGroup:
         "beam",
         "chain",
         "context",
+        "drafts",
         "features",
         "first_scheduled_time",
         "group_id",
         "is_long",
         "max_length",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_pending_forks",
         "num_recomputed_tokens",
         "num_recomputes",
@@ -141,6 +149,8 @@ class SequenceGroup:
             self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
         #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
         self.plans_on_results = plans_on_results or task.plans_on_results
+        #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
+        self.drafts = isinstance(task, Generate) and not task.params.logits_processors
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.
@@ -158,6 +168,8 @@ class SequenceGroup:
         self.policy_data: Any = None
         self.first_scheduled_time: float | None = None
         self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.num_recomputes = 0
         self.num_recomputed_tokens = 0
         self.num_swaps = 0

@@ -14,6 +14,7 @@ from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, load_policy
+from octavo.speculation.speculator import Speculator
 
 #: A queue of groups that wait or are swapped.
 AnyQueue = GroupQueue | AdapterQueue
@@ -34,9 +35,11 @@ class Queues:
         max_model_len: int,
         plans_on_results: bool = False,
         adapters: Adapters | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.blocks = blocks
         self.adapters = adapters
+        self._speculator = speculator
         self.policy = load_policy(options.scheduling_policy, options)
         self._threshold = options.long_prefill_token_threshold
         self._max_model_len = max_model_len
@@ -270,6 +273,8 @@ class Queues:
     def _free(self, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
         self.policy.on_sequence_end(seq, status)
+        if self._speculator is not None:
+            self._speculator.on_end(seq)
         if seq.on_workers:
             self.forget.append(seq.seq_id)
             seq.on_workers = False

@@ -10,6 +10,7 @@ from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import AllocStatus
 from octavo.scheduler.beam_search import Candidates
+from octavo.scheduler.drafting import Drafting
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
@@ -18,8 +19,9 @@ from octavo.scheduler.step import Step
 class Results:
     """Applies step results to the queues."""
 
-    def __init__(self, queues: Queues, max_model_len: int) -> None:
+    def __init__(self, queues: Queues, max_model_len: int, drafting: Drafting | None = None) -> None:
         self._queues = queues
+        self._drafting = drafting
         self._max_model_len = max_model_len
 
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
@@ -29,8 +31,10 @@ class Results:
         outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
-        for seq, _ in step.drafted:
-            self._resolve_drafts(seq)
+        for seq, tokens in step.drafted:
+            self._resolve_drafts(seq, len(tokens))
+        if self._drafting is not None:
+            outputs.drafts = self._drafting.observe(step, result)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -75,7 +79,7 @@ class Results:
         for seq_id, token, extra in _tokens_of(result):
             seq = sequences.get(seq_id)
             # Aborted while the step ran, or finished by an earlier token of it.
-            if seq is None or (result.num_tokens and seq.status.finished):
+            if seq is None or (ended and seq.status.finished):
                 continue
             group = seq.group
             if group.beam is not None:
@@ -101,11 +105,23 @@ class Results:
             ended.append(seq)
         return ended
 
-    def _resolve_drafts(self, seq: Sequence) -> None:
-        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten."""
-        if seq.status is SequenceStatus.RUNNING:
-            seq.num_computed = len(seq.token_ids) - 1
-            self._register(seq, seq.num_computed)
+    def _resolve_drafts(self, seq: Sequence, num_drafts: int) -> None:
+        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
+
+        Blocks without any other are given back. Those of a sequence that ends with this step enter the prefix cache,
+        too, as if it had decoded one token a step.
+        """
+        queues, group, blocks = self._queues, seq.group, self._queues.blocks
+        if group.status is not SequenceStatus.RUNNING or seq.seq_id not in queues.sequences:
+            return
+        end, computed = seq.num_computed, len(seq.token_ids) - 1
+        seq.num_computed, size = computed, blocks.block_size
+        if computed // size > (end - 1 - num_drafts) // size:
+            blocks.register(seq.seq_id, seq.token_ids, computed, group.context, group.features)
+        if blocks.blocks_for(end) > blocks.blocks_for(computed):
+            blocks.shrink(seq.seq_id, computed)
+        if not group.plans_on_results and not blocks.has_windows:
+            seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from octavo.core.config import SchedulerOptions
-from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, restore_sharing, schedule_prefill
-
-
-class Drafter(Protocol):
-    """Proposes draft tokens of a sequence; see ``StepPlan.drafts``."""
-
-    def propose(self, sequence: Sequence) -> list[int]:
-        """Tokens that may follow ``sequence.token_ids``, all of which are known; may be empty."""
-        ...
 
 
 class Running:
@@ -31,19 +21,16 @@ class Running:
         options: SchedulerOptions,
         queues: Queues,
         preemption: Preemption,
-        drafter: Drafter | None = None,
         num_stages: int = 1,
     ) -> None:
         self._num_stages = num_stages
         self._options, self._queues, self._preemption = options, queues, preemption
-        self.drafter = drafter
 
     def schedule_running(self, step: Step) -> list[SequenceGroup]:
         """Schedules the running groups; returns those that do not fit even with all blocks to themselves."""
         queues = self._queues
         chunks = self._split_budget(step)
         running, decodes = queues.running, step.decodes
-        drafts = self._propose_drafts(step) if self.drafter is not None else {}
         outgrown = []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
         position = 0
@@ -56,11 +43,11 @@ class Running:
                 work = chunks.get(group.group_id)
                 if work is None:
                     continue
-            elif seq.free_slots and len(seqs) == 1 and not drafts:  # the common case: one more token in its last block
+            elif seq.free_slots and len(seqs) == 1:  # the common case: one more token in its last block
                 seq.free_slots -= 1
                 decodes.append(seq)
                 continue
-            elif seq.is_ending or group.awaits_result or (drafts and self._schedule_drafts(group, drafts, step)):
+            elif seq.is_ending or group.awaits_result:
                 continue
             else:
                 if len(decodes) >= most_decodes:  # the rest is for the steps of the other stages
@@ -79,34 +66,6 @@ class Running:
                 self._preemption.preempt(group, step)
                 position -= 1
         return outgrown
-
-    def _propose_drafts(self, step: Step) -> dict[int, list[int]]:
-        """Drafts by sequence id, within the length limit of the sequence and the remaining budget."""
-        assert self.drafter is not None
-        eligible = [
-            seq
-            for group in self._queues.running
-            if not (group.prefilling or group.awaits_result or group.beam is not None)
-            for seq in group.seqs
-            if not seq.is_ending
-        ]
-        drafts = {}
-        for seq in eligible:
-            tokens = self.drafter.propose(seq)[: min(seq.max_length - 2 - seq.num_computed, max(step.budget, 0))]
-            if tokens:
-                drafts[seq.seq_id] = tokens
-                step.budget -= len(tokens)
-        return drafts
-
-    def _schedule_drafts(self, group: SequenceGroup, drafts: dict[int, list[int]], step: Step) -> bool:
-        """Schedules a group with its drafts if blocks for them are free; nothing is preempted for drafts."""
-        work = [(seq, drafts.get(seq.seq_id, [])) for seq in group.seqs]
-        if not any(tokens for _, tokens in work):
-            return False
-        if not allocate_slots(self._queues, [(seq, 1 + len(tokens)) for seq, tokens in work], step):
-            return False
-        step.drafted += work
-        return True
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
         """Takes one token for each decode from the budget, and splits the rest among prefilling groups, in order.

@@ -16,12 +16,14 @@ from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.scheduler.adapter_loading import AdapterLoading
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.drafting import Drafting
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.results import Results
-from octavo.scheduler.running import Drafter, Running
+from octavo.scheduler.running import Running
 from octavo.scheduler.step import Step, advance, make_plan
+from octavo.speculation.speculator import Speculator
 
 
 class Scheduler:
@@ -37,12 +39,16 @@ class Scheduler:
         options: SchedulerOptions,
         max_model_len: int,
         *,
-        drafter: Drafter | None = None,
+        speculator: Speculator | None = None,
+        runs_ahead: bool = True,
         num_stages: int = 1,
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A ``drafter`` proposes tokens that a step then verifies.
+        """A ``speculator`` proposes tokens that a step then verifies.
+
+        ``runs_ahead``: whether steps may be planned while others are in flight. A sequence that may have drafts is in
+        one step at a time.
 
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
@@ -56,14 +62,22 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
+        drafts_ahead = speculator is not None and runs_ahead
         self.queues = Queues(
-            options, blocks, max_model_len, plans_on_results=drafter is not None or num_stages > 1, adapters=adapters
+            options,
+            blocks,
+            max_model_len,
+            plans_on_results=drafts_ahead or num_stages > 1,
+            adapters=adapters,
+            speculator=speculator,
         )
+        self._speculator = speculator
         self._stats = SchedulerStats()
+        self._drafting = Drafting(self.queues, speculator, self._stats) if speculator is not None else None
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
-        self._running = Running(options, self.queues, self._preemption, drafter, num_stages)
-        self._results = Results(self.queues, max_model_len)
+        self._running = Running(options, self.queues, self._preemption, num_stages)
+        self._results = Results(self.queues, max_model_len, self._drafting)
         self.adapters = adapters
         self._loading = AdapterLoading(self.queues, adapters) if adapters is not None else None
         self._num_stages = num_stages
@@ -171,6 +185,8 @@ class Scheduler:
         else:
             self._schedule_mixed(step, preempting)
         self._end_unservable(step)
+        if self._drafting is not None:
+            self._drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         if self._loading is not None:
@@ -338,6 +354,8 @@ class Scheduler:
             stats.groups = groups
         if self.adapters is not None:
             stats.adapters = self.adapters.counts()
+        if self._speculator is not None:
+            stats.speculation = self._speculator.stats()
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
         return stats
 

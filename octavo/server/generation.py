@@ -24,7 +24,7 @@ from octavo.server.fields import refuse_unknown, refuse_unsupported
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
-from octavo.server.protocol import GenerationRequest, PromptDetails, Usage
+from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import ServedModel, Service
 
@@ -53,6 +53,9 @@ class Generation:
     completion_tokens: int = 0
     #: Prompt tokens found in the prefix cache, over the prompts that have finished.
     cached_tokens: int = 0
+    #: Draft tokens of the prompts that have finished, and how many of them were accepted.
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt index, output) pairs: increments as they come if streaming, else one complete output a prompt.
@@ -108,12 +111,18 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens used so far."""
         prompt, completion = sum(len(p.token_ids) for p in self.prompts), self.completion_tokens
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
+        if self.draft_tokens:
+            usage.completion_tokens_details = CompletionDetails(
+                accepted_prediction_tokens=self.accepted_tokens,
+                rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
+            )
+        return usage
 
     def chunk_usage(self) -> dict[str, Usage | None]:
         """The usage field of a chunk: absent, or an explicit null before the last one, as the OpenAI API sends it."""
@@ -154,6 +163,8 @@ class Generation:
                     self.completion_tokens += sum(len(c.token_ids) for c in self.choices(output))
                     if output.finished:
                         self.cached_tokens += output.metrics.num_cached_tokens
+                        self.draft_tokens += output.metrics.num_draft_tokens
+                        self.accepted_tokens += output.metrics.num_accepted_draft_tokens
                         service.queue.observe(output)
                         if service.tracer is not None:
                             service.tracer.record(output, observer, self.request.headers)

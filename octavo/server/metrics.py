@@ -14,7 +14,7 @@ from octavo import __version__
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
-    from octavo.core.stats import AdapterStats, SchedulerState, StepStats
+    from octavo.core.stats import AdapterStats, SchedulerState, SpeculationStats, StepStats
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -54,6 +54,7 @@ class Metrics:
         self._make_latencies()
         self._make_cache()
         self._make_steps()
+        self._make_speculation()
         self._make_adapters()
         self._make_http()
         self._replica(0)
@@ -164,6 +165,23 @@ class Metrics:
             "step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["replica", "phase"]
         )
 
+    def _make_speculation(self) -> None:
+        """The series begin where drafts are made."""
+        families = self._by_replica
+        families["drafts"] = self._counter("spec_decode_num_drafts", "Drafts that were verified.", ["replica"])
+        families["draft_tokens"] = self._counter("spec_decode_num_draft_tokens", "Tokens of drafts.", ["replica"])
+        families["accepted"] = self._counter(
+            "spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", ["replica"]
+        )
+        families["accepted_at"] = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts of which the token at this position was accepted.",
+            ["replica", "position"],
+        )
+        families["draft_failures"] = self._counter(
+            "spec_decode_num_failures", "Completions that went on without drafts as the drafter failed.", ["replica"]
+        )
+
     def _make_adapters(self) -> None:
         """The series of an adapter begin with its first request; those of places, where adapters are served."""
         families = self._by_replica
@@ -264,6 +282,8 @@ class _ReplicaMetrics:
         }
         self._adapters = lambda: _AdapterMetrics(families, replica)
         self._shown_adapters: _AdapterMetrics | None = None
+        self._drafts = lambda positions: _SpeculationMetrics(families, replica, positions)
+        self._shown_drafts: _SpeculationMetrics | None = None
         self.prefill_tokens, self.decode_tokens = tokens(replica, "prefill"), tokens(replica, "decode")
 
     def show(self, stats: SchedulerState) -> None:
@@ -279,6 +299,30 @@ class _ReplicaMetrics:
         if stats.adapters is not None:
             self._shown_adapters = self._shown_adapters or self._adapters()
             self._shown_adapters.show(stats.adapters)
+        if (drafts := stats.speculation) is not None:
+            self._shown_drafts = self._shown_drafts or self._drafts(len(drafts.accepted_per_position))
+            self._shown_drafts.show(drafts)
+
+
+class _SpeculationMetrics:
+    """The series of one engine core that makes drafts."""
+
+    def __init__(self, families: dict[str, Any], replica: str, positions: int) -> None:
+        """``positions``: most tokens of a draft."""
+        self._totals = {
+            "drafts": _Total(families["drafts"](replica)),
+            "draft_tokens": _Total(families["draft_tokens"](replica)),
+            "accepted_tokens": _Total(families["accepted"](replica)),
+            "failures": _Total(families["draft_failures"](replica)),
+        }
+        self._positions = [_Total(families["accepted_at"](replica, str(i))) for i in range(positions)]
+
+    def show(self, stats: SpeculationStats) -> None:
+        """Takes totals."""
+        for name, total in self._totals.items():
+            total.set_total(getattr(stats, name))
+        for position, accepted in zip(self._positions, stats.accepted_per_position, strict=True):
+            position.set_total(accepted)
 
 
 class _AdapterMetrics:

@@ -168,6 +168,13 @@ class PromptDetails(ResponseModel):
     cached_tokens: int = Field(description="Found in the prefix cache.")
 
 
+class CompletionDetails(ResponseModel):
+    """Details of the generated tokens, where tokens are drafted."""
+
+    accepted_prediction_tokens: int = Field(description="Draft tokens that were accepted.")
+    rejected_prediction_tokens: int = Field(description="Draft tokens that were computed in vain.")
+
+
 class Usage(ResponseModel):
     """Tokens used by a request: each prompt counts once, and every token of every choice."""
 
@@ -175,6 +182,7 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class CompletionLogprobs(ResponseModel):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.bench import speculation
 from octavo.bench.offline import make_batches
 from octavo.cli.main import main
 from octavo.workloads.lengths import Poisson, Uniform
@@ -39,6 +40,24 @@ def test_lengths_may_vary(tiny_model: Path, tmp_path: Path) -> None:
     assert figures["output_tokens_per_s"] == pytest.approx(total / figures["seconds"], rel=0.02)
 
 
+def test_drafters_are_compared_with_no_drafts(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "_SENTENCES", ("{name} sat in {place}.",) * 5)  # its context is short
+    target = tmp_path / "figures.json"
+    words = ["bench", "offline", str(tiny_model), "--speculative", "ngram,suffix", "--batches", "2"]
+    words += ["--output-len", "12", "--rounds", "1", "--num-gpu-blocks-override", "256", "--max-model-len", "256"]
+    assert main([*words, "--json", str(target)]) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    kinds = ("edit", "chat", "chat again", "random")
+    assert [(row["workload"], row["method"]) for row in rows] == [(k, m) for k in kinds for m in ("ngram", "suffix")]
+    for row in rows:
+        assert row["tokens_per_s"] > 0 and row["speedup"] > 0 and 2 <= row["output_tokens"] <= 24
+        assert row["acceptance"] is None or 0 <= row["acceptance"] <= 1
+    assert main([*words, "--speculative-config", '{"method": "ngram", "zzz": 1}']) == 2
+    assert "unknown field 'zzz'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -46,6 +65,8 @@ def test_lengths_may_vary(tiny_model: Path, tmp_path: Path) -> None:
         (["bench", "offlin", "x"], "needs a kind of benchmark"),
         (["bench", "offline", "x", "--batches", "1,a"], "sizes are integers"),
         (["bench", "offline", "x", "--input-len", "0"], "a length is"),
+        (["bench", "offline", "x", "--speculative", "eagle"], "speculative_config: method 'eagle'"),
+        (["bench", "offline", "x", "--speculative", "ngram", "--output-len", "uniform:1,2"], "--output-len must be"),
     ],
 )
 def test_wrong_calls_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

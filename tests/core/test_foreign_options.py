@@ -88,7 +88,10 @@ def test_flags_take_them_and_help_leaves_them_out() -> None:
     for flag, reason in (
         ("--trust-remote-code", "trust_remote_code must be False, not True: no code of a checkpoint is run"),
         ("--decode-context-parallel-size=2", "decode_context_parallel_size must be 1, not 2"),
-        ("--speculative-config={method: ngram}", "speculative_config must be None, not {'method': 'ngram'}"),
+        (
+            "--speculative-model=m",
+            "speculative_model must be None, not 'm': drafts are asked for with speculative_config",
+        ),
     ):
         with pytest.raises(ConfigError, match=reason):
             from_flags(flag)

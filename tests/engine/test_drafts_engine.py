@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.engine import core
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.scheduler import Scheduler
+from octavo.speculation.drafter import DraftedSequence, Drafter
+from octavo.speculation.speculator import Speculator
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -26,21 +27,51 @@ PARAMS = [
 ]
 
 
-class Remembering:
+class Remembering(Drafter):
     """Guesses what a run without guesses gave, and spoils some of it."""
 
     def __init__(self, answers: dict[tuple[tuple[int, ...], int], list[int]]) -> None:
         self._answers, self._rng = answers, random.Random(6)
         self.accepted = self.proposed = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
         prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
         known = len(sequence.token_ids) - sequence.num_prompt_tokens
-        guesses = self._answers[prompt, sequence.index][known : known + self._rng.randrange(5)]
+        guesses = self._answers[prompt, sequence.index][known : known + min(num_tokens, self._rng.randrange(5))]
         if guesses and self._rng.random() < 0.4:
             guesses[self._rng.randrange(len(guesses))] ^= 1
         self.proposed += len(guesses)
         return guesses
+
+
+class Rubbish(Drafter):
+    """Any tokens at all."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(7)
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        return [self._rng.randrange(100) for _ in range(self._rng.randrange(2 * num_tokens))]
+
+
+class Right(Remembering):
+    """Always right."""
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
+        prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+        known = len(sequence.token_ids) - sequence.num_prompt_tokens
+        return self._answers[prompt, sequence.index][known : known + num_tokens]
+
+
+class Failing(Right):
+    """Fails now and then."""
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        if self._rng.random() < 0.05:
+            raise RuntimeError("no idea")
+        return super().propose(sequence, num_tokens)
 
 
 def load(folder: Path, **options: Any) -> LLM:
@@ -79,10 +110,119 @@ def test_bit_for_bit_the_answers_without_guesses(
     outputs = load(tiny_model, **kind).generate(PROMPTS, PARAMS, use_tqdm=False)
     answers = {(tuple(o.prompt_token_ids), c.index): list(c.token_ids) for o in outputs for c in o.outputs}
     drafter = Remembering(answers)
-    monkeypatch.setattr(core, "Scheduler", partial(Scheduler, drafter=drafter))
+    monkeypatch.setattr(core, "make_speculator", lambda _: Speculator(drafter, 4, adaptive=False))
     llm = load(tiny_model, **options)
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert everything(found) == everything(outputs)
     assert drafter.proposed > 50
     if not options:
         assert llm.llm_engine.core.times.steps < max(len(c.token_ids) for o in outputs for c in o.outputs)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batching": "prefill_first", "max_num_batched_tokens": 128},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "recompute", "enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "num_host_blocks_override": 100},
+    ],
+    ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",
+)
+def test_drafters_of_the_option(tiny_model: Path, plain: Any, method: str, options: dict[str, Any]) -> None:
+    llm = load(tiny_model, speculative_config={"method": method, "adaptive": False}, **options)
+    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain  # ``suffix`` knows the answers now
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and 0 < stats.accepted_tokens <= stats.draft_tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Any:
+    """The answers without drafts."""
+    return everything(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize("kind", ["rubbish", "right", "failing"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_whatever_a_drafter_does(
+    tiny_model: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, kind: str, adaptive: bool
+) -> None:
+    outputs = load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False)
+    answers = {(tuple(o.prompt_token_ids), c.index): list(c.token_ids) for o in outputs for c in o.outputs}
+    drafter: Drafter = Rubbish() if kind == "rubbish" else (Right if kind == "right" else Failing)(answers)
+    monkeypatch.setattr(core, "make_speculator", lambda _: Speculator(drafter, 5, adaptive=adaptive))
+    llm = load(tiny_model)
+    found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert everything(found) == plain
+    if not adaptive:
+        drafted = [o.metrics.num_draft_tokens for o in found]
+        accepted = [o.metrics.num_accepted_draft_tokens for o in found]
+        assert max(drafted) > 0 and (accepted == drafted) == (kind != "rubbish")
+        stats = llm.llm_engine.core.scheduler.stats().speculation
+        assert stats is not None and (stats.draft_tokens, stats.accepted_tokens) == (sum(drafted), sum(accepted))
+
+
+def test_a_processor_of_a_user_is_called_once_a_token_and_beams_are_as_ever(tiny_model: Path) -> None:
+    calls: list[int] = []
+
+    def counting(token_ids: list[int], logits: Any) -> Any:
+        calls.append(len(token_ids))
+        return logits
+
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logits_processors=[counting])
+    beams = BeamSearchParams(beam_width=3, max_tokens=12)
+    llms = [load(tiny_model), load(tiny_model, speculative_config={"method": "ngram", "adaptive": False})]
+    plain, found = (llm.generate(PROMPTS[:1], params, use_tqdm=False) for llm in llms)
+    assert everything(plain) == everything(found)
+    assert calls == 2 * list(range(12))
+    one, other = (llm.beam_search([{"prompt": PROMPTS[0]}], beams)[0].sequences for llm in llms)
+    assert [b.tokens for b in one] == [b.tokens for b in other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes(tiny_model: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    batching = rng.choice(["mixed", "prefill_first"])
+    options: dict[str, Any] = {
+        "batching": batching,
+        "max_num_batched_tokens": rng.choice([24, 128, 400]) if batching == "mixed" else 400,
+        "num_gpu_blocks_override": rng.choice([40, 60, 200]),
+        "preemption_mode": rng.choice(["recompute", "swap", "auto"]),
+        "num_host_blocks_override": rng.choice([20, 100]),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "async_scheduling": rng.random() < 0.4,
+        "enable_chunked_prefill": True,
+    }
+    words = ["the ", "quick ", "fox", " 1, 2, 3,", " again", "x = y\n"]
+    prompts, params = [], []
+    for _ in range(16):
+        prompts.append("".join(rng.choices(words, k=rng.randrange(1, 14))))
+        greedy = rng.random() < 0.5
+        params.append(
+            SamplingParams(
+                temperature=0.0 if greedy else 1.0,
+                seed=rng.randrange(100),
+                n=1 if greedy else rng.choice([1, 1, 2, 3]),
+                max_tokens=rng.randrange(1, 50),
+                logprobs=rng.choice([None, 0, 3]),
+                prompt_logprobs=rng.choice([None, None, 1]),
+                ignore_eos=rng.random() < 0.5,
+                stop=rng.choice([None, "e", "ab"]),
+                stop_token_ids=rng.choice([None, [40, 50, 60]]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+                logit_bias=rng.choice([None, {30: 5.0}]),
+            )
+        )
+    config = {
+        "method": rng.choice(["ngram", "suffix"]),
+        "num_speculative_tokens": rng.choice([1, 3, 7, 12]),
+        "prompt_lookup_min": rng.choice([1, 2]),
+        "adaptive": rng.random() < 0.3,
+    }
+    wanted = everything(load(tiny_model).generate(prompts, params, use_tqdm=False))
+    llm = load(tiny_model, speculative_config=config, **options)
+    for _ in range(2):
+        assert everything(llm.generate(prompts, params, use_tqdm=False)) == wanted

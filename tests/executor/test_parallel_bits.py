@@ -72,3 +72,19 @@ def test_the_number_of_workers_changes_no_bit(
     )
     assert answers(llm, WORK) == alone
     llm.llm_engine.core.shutdown()
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_drafts_change_no_bit(ranks: int, stages: int, model: Path, alone: list[Any]) -> None:
+    llm = LLM(
+        str(model),
+        device="cpu",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+        **TIGHT,
+    )
+    assert answers(llm, WORK) == alone
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and 0 < stats.accepted_tokens < stats.draft_tokens
+    llm.llm_engine.core.shutdown()

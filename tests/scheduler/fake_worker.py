@@ -28,8 +28,9 @@ from octavo.memory.content_index import ContentIndex
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.running import Drafter
 from octavo.scheduler.scheduler import Scheduler
+from octavo.speculation.drafter import Drafter
+from octavo.speculation.speculator import Speculator
 from tests.scheduler.fake_adapters import FakeAdapters
 
 EOS = 0
@@ -425,6 +426,8 @@ class FakeWorker(Executor):
             if plan.drafts:
                 result.num_tokens.append(1 + accepted)
                 row.num_computed -= len(drafts) - accepted
+                for table in row.tables:  # blocks behind them may belong to others from now on
+                    del table[-(-row.num_computed // self.block_size) :]
                 del row.tokens[first + accepted :], row.prints[first + accepted :]
                 row.known += accepted
             if row.appends:
@@ -467,6 +470,7 @@ class Engine:
         *,
         max_in_flight: int = 1,
         drafter: Drafter | None = None,
+        adaptive: bool = False,
         adapters: Adapters | None = None,
         worker_adapters: FakeAdapters | None = None,
     ) -> None:
@@ -474,7 +478,13 @@ class Engine:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(
-            blocks, options, max_model_len, drafter=drafter, adapters=adapters, clock=lambda: self.now
+            blocks,
+            options,
+            max_model_len,
+            speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
+            runs_ahead=max_in_flight > 1,
+            adapters=adapters,
+            clock=lambda: self.now,
         )
         self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters)
         self.worker.max_in_flight = max_in_flight

@@ -12,6 +12,7 @@ from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
+from octavo.speculation.drafter import DraftedSequence, Drafter
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,
@@ -26,18 +27,19 @@ from tests.scheduler.fake_worker import (
 BLOCK = 4
 
 
-class Guesses:
+class Guesses(Drafter):
     """Guesses right with some probability, and now and then nothing."""
 
     def __init__(self, seed: int, right: float) -> None:
         self._rng, self._right = random.Random(seed), right
         self.proposed = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
         context, guesses = print_of(sequence.token_ids), []
         task = sequence.group.request.task
         seed = task.sequence_seed(sequence.index) if isinstance(task, Generate) else 0
-        for _ in range(self._rng.randrange(6)):
+        for _ in range(min(num_tokens, self._rng.randrange(6))):
             token = sample(context, seed)
             if self._rng.random() >= self._right:
                 token = (token + 1) % VOCABULARY
@@ -47,10 +49,29 @@ class Guesses:
         return guesses
 
 
-def make(drafter: Guesses, depth: int, blocks: int = 64, **options: Any) -> Engine:
+class Failing(Guesses):
+    """Fails now and then, also at the end of a sequence."""
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        if self._rng.random() < 0.2:
+            raise RuntimeError("no idea")
+        return super().propose(sequence, num_tokens)
+
+    def on_end(self, sequence: DraftedSequence) -> None:
+        raise RuntimeError("it has ended")
+
+
+def make(drafter: Drafter | None, depth: int, blocks: int = 64, adaptive: bool = False, **options: Any) -> Engine:
     manager = BlockManager(blocks, BLOCK, num_host_blocks=12, prefix_caching=True)
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), 60, max_in_flight=depth, drafter=drafter)
+    return Engine(
+        manager,
+        SchedulerOptions(**{**defaults, **options}),
+        60,
+        max_in_flight=depth,
+        drafter=drafter,
+        adaptive=adaptive,
+    )
 
 
 def request(group_id: int, prompt: int, max_tokens: int, n: int = 1, **params: Any) -> EngineCoreRequest:
@@ -65,10 +86,20 @@ def run(engine: Engine) -> None:
     while engine.scheduler.has_work:
         engine.step()
         check_accounting(engine)
+        if engine.worker.max_in_flight == 1:
+            check_blocks_are_given_back(engine)
     check_nothing_held(engine)
     for answer in engine.answers.values():
         for index, tokens in answer.tokens.items():
             assert tokens == tokens_alone(answer.request, index, 60)
+
+
+def check_blocks_are_given_back(engine: Engine) -> None:
+    """Decoding sequences hold the blocks of what they have computed, and none behind them."""
+    for group in engine.scheduler.queues.running:
+        for seq in group.seqs:
+            held = len(engine.blocks.table(seq.seq_id))
+            assert group.prefilling or held == engine.blocks.blocks_for(seq.num_computed)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
@@ -125,3 +156,67 @@ def test_an_abort_while_drafts_are_verified() -> None:
         engine.step()
         check_accounting(engine)
     check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drafter_that_fails_is_logged_once_and_its_requests_go_on(
+    batching: str, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = Failing(4, 0.8)
+    engine = make(drafter, depth, batching=batching)
+    for group_id in range(1, 7):
+        engine.add(request(group_id, 4 + group_id, 20, n=1 + group_id % 2))
+    run(engine)
+    assert drafter.proposed > 0
+    assert [r.message for r in caplog.records] == ["drafter Failing failed; such requests go on without drafts"]
+    stats = engine.scheduler.stats().speculation
+    assert stats is not None and 0 < stats.failures <= 9
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adaptive_lengths_change_no_answer(depth: int) -> None:
+    for seed in range(4):
+        engine = make(Guesses(seed, 0.5), depth, adaptive=True, blocks=24)
+        for group_id in range(1, 9):
+            engine.add(request(group_id, 3 + 2 * group_id, 22, n=1 + group_id % 3))
+        run(engine)
+
+
+def test_no_step_that_preempts_has_drafts() -> None:
+    preempted = drafted = 0
+    for seed in range(6):
+        engine = make(Guesses(seed, 0.6), 1, blocks=20)
+        for group_id in range(1, 6):
+            engine.add(request(group_id, 5 + group_id, 24))
+        while engine.scheduler.has_work:
+            before = engine.scheduler.counts().preemptions_by_recompute
+            plan = engine.step()
+            if engine.scheduler.counts().preemptions_by_recompute > before:
+                preempted += 1
+                assert not plan.drafts
+            drafted += len(plan.drafts)
+    assert preempted and drafted
+
+
+def test_the_prefix_cache_holds_what_it_holds_without_drafts() -> None:
+    cached = []
+    for drafter in (None, Guesses(5, 0.7), Guesses(5, 1.0)):
+        engine = make(drafter, 1)
+        for group_id in range(1, 5):
+            engine.add(request(group_id, 6, 10 + 5 * group_id))
+        run(engine)
+        cached.append(engine.blocks.num_cached)
+    assert cached[0] == cached[1] == cached[2] > 20
+
+
+def test_what_is_counted_is_what_was_accepted() -> None:
+    engine = make(Guesses(7, 0.7), 1)
+    engine.add(request(1, 6, 40))
+    steps = engine.run()
+    stats, plans = engine.scheduler.stats().speculation, engine.plans
+    assert stats is not None
+    drafts = [tokens for plan in plans for tokens in plan.drafts.values()]
+    assert (stats.drafts, stats.draft_tokens) == (len(drafts), sum(map(len, drafts)))
+    assert stats.accepted_tokens == 40 - steps == sum(stats.accepted_per_position)
+    assert engine.scheduler.stats().decode_tokens == 39

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, StepStats, sum_stats
+from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
 from octavo.engine.stat_loggers import StatusLine
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
@@ -234,6 +234,31 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found[f"octavo_adapter_evictions_total{{place={x},replica=0}}"] for x in ("slot", "host")] == [4, 5]
     assert [found[f"octavo_adapter_admissions_total{{replica=0,slot={x}}}"] for x in ("hit", "miss")] == [7, 6]
     assert found["octavo_adapter_stall_seconds_total{replica=0}"] == 0.5
+
+
+def test_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("m")
+    assert not any("spec_decode" in name for name in samples(metrics)), "where none are made"
+    one, two = SpeculationStats(10, 40, 16, [8, 5, 3, 0], 1), SpeculationStats(20, 80, 26, [18, 5, 3, 0], 1)
+    for stats in (one, two):
+        metrics.log(msgspec.structs.replace(STEP, speculation=stats))
+    found, prefix = samples(metrics), "octavo_spec_decode_num"
+    names = ("drafts", "draft_tokens", "accepted_tokens", "failures")
+    assert [found[f"{prefix}_{name}_total{{replica=0}}"] for name in names] == [20, 80, 26, 1]
+    positions = [found[f"{prefix}_accepted_tokens_per_pos_total{{position={i},replica=0}}"] for i in range(4)]
+    assert positions == [18, 5, 3, 0]
+    total = sum_stats([SchedulerStats(speculation=one), SchedulerStats(speculation=two)]).speculation
+    assert total == SpeculationStats(30, 120, 42, [26, 10, 6, 0], 2)
+    clock = Clock()
+    status = StatusLine(interval=1.0, clock=clock)
+    with caplog.at_level(logging.INFO, "octavo"):
+        for stats in (one, two, two):
+            clock.now += 2.0
+            status.log(msgspec.structs.replace(STEP, seconds=1.5, speculation=stats))
+    endings = [line.split("; ")[-1] for line in caplog.messages]
+    assert endings == [
+        f"drafts accepted {x}" for x in ("40.0%, 2.60 tokens a draft", "25.0%, 2.00 tokens a draft", "-")
+    ]
 
 
 def test_http_requests() -> None:

@@ -20,7 +20,8 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     own = {"temperature": 0.0, "max_new_tokens": 5}
     (folder / "generation_config.json").write_text(json.dumps(own))
     flags = ("--generation-config", str(folder), "--unknown-fields", "ignore", "--trust-request-chat-template")
-    with running(tiny_model, folder / "log", *TINY, *flags, "--max-num-batched-tokens", "64") as server:
+    drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
+    with running(tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64") as server:
         yield server
 
 
@@ -43,6 +44,16 @@ def test_a_body_that_leaves_fields_out_has_the_models_defaults(server: Running) 
             assert text(path, max_tokens=3)[1] == 3
             warm = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
             assert text(path, **warm) == text(path, **warm) != text(path, max_tokens=20)
+
+
+def test_usage_and_metrics_say_what_was_drafted(server: Running) -> None:
+    with server.http() as http:
+        body = {"prompt": "a b c a b c a b c", "max_tokens": 60, "ignore_eos": True}
+        details = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
+        lines = http.get("/metrics").text.splitlines()
+        (drafted,) = (line for line in lines if line.startswith("octavo_spec_decode_num_draft_tokens_total{"))
+        assert float(drafted.split()[-1]) >= sum(details.values())
 
 
 def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) -> None:

@@ -1,0 +1,187 @@
+"""Throughput with speculative decoding against without, on texts that differ in how much of them repeats.
+
+The answers are the same: a run whose tokens differ from those without drafts is an error.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.core.errors import WorkerError
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.speculative_options import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from octavo.core.stats import SpeculationStats
+    from octavo.engine.llm import LLM
+    from octavo.engine.tokenizer import Tokenizer
+
+#: Tokens of a prompt of random tokens.
+_RANDOM_PROMPT = 128
+
+_NAMES = ("Martha", "Joseph", "Amina", "Pavel", "Ingrid", "Tomas", "Leila", "Hugo", "Noriko", "Samuel")
+_PLACES = ("Lisbon", "Oslo", "Nairobi", "Osaka", "Quito", "Tallinn", "Perth", "Dakar", "Bergen", "Porto")
+_SENTENCES = (
+    "{name} opened the meeting in {place} at {hour} o'clock and read out the minutes of the last one.",
+    "The report of the harbour in {place} lists {count} ships, of which {few} stayed longer than a week.",
+    "Nobody objected when {name} proposed to move the office from {place} to the other side of the river.",
+    "The repair of the roof will cost {count} euros, and {name} will ask two firms for their prices.",
+    "In {place} the library was closed for {few} days because the heating had failed during the night.",
+    "{name} thanked the {count} volunteers who had cleaned the park and planted {few} trees beside the road.",
+    "The train to {place} leaves at {hour} o'clock from platform {few}, and the last one an hour before midnight.",
+    "A letter from {place} was lost, so {name} wrote another one and sent it by registered mail.",
+)
+_QUESTIONS = (
+    "Why is the sky blue in {place}, and red in the evening?",
+    "Tell a short story about {name}, who finds an old map in {place}.",
+    "What should somebody pack for {few} days in {place} in winter?",
+    "Explain to {name}, who is ten years old, how a bicycle stays upright.",
+    "Give {few} ideas for a birthday party in {place} and say what each of them costs.",
+    "How does a refrigerator work, and why does it need {count} watts?",
+    "Write a letter in which {name} asks the landlord in {place} to repair a window.",
+    "What are the advantages of trains over aeroplanes between {place} and Paris?",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of one kind, as texts of a chat or as token ids."""
+
+    name: str
+    prompts: Sequence[str] | Sequence[list[int]]
+    temperature: float
+    #: Whether the same prompts have been answered just before.
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class SpeculationFigures:
+    """One method on one workload, against no drafts in the same run."""
+
+    workload: str
+    batch: int
+    method: str
+    #: Output tokens a second, prefill included; medians of the rounds.
+    tokens_per_s: float
+    tokens_per_s_without: float
+    #: Median of the ratios of the rounds.
+    speedup: float
+    #: Share of the draft tokens that were accepted, and tokens that a draft gave, the one after it included; None
+    #: without a draft.
+    acceptance: float | None
+    tokens_per_draft: float | None
+    output_tokens: int
+
+
+def measure(
+    llm: LLM, methods: Sequence[SpeculativeConfig], batches: Sequence[int], output_len: int, rounds: int, seed: int = 0
+) -> Iterator[SpeculationFigures]:
+    """Runs each workload with each method, and without, in turns; the engine should have room for the largest batch."""
+    for batch in batches:
+        for load in workloads(llm, batch, seed):
+            yield from _measure(llm, load, methods, output_len, rounds)
+
+
+def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
+    """``count`` requests of each kind. A model without tokenizer, as one of dummy weights is, has random prompts alone.
+
+    ``greedy``: what networks of random weights answer to random prompts soon repeats itself.
+    """
+    rng = random.Random(seed)
+    vocab_size = llm.llm_engine.core.model_config.vocab_size
+    noise = [[rng.randrange(vocab_size) for _ in range(_RANDOM_PROMPT)] for _ in range(count)]
+    if llm.llm_engine.core.options.skip_tokenizer_init:
+        return [Workload("greedy", noise, 0.0), Workload("random", noise, 1.0)]
+    chats = [_fill(_QUESTIONS[i % len(_QUESTIONS)], rng) for i in range(count)]
+    return [
+        Workload("edit", [_edit(rng) for _ in range(count)], 0.0),
+        Workload("chat", chats, 0.7),
+        Workload("chat again", chats, 0.7, repeated=True),
+        Workload("random", noise, 1.0),
+    ]
+
+
+def _fill(text: str, rng: random.Random) -> str:
+    few, count = rng.randrange(2, 10), rng.randrange(100, 1000)
+    return text.format(
+        name=rng.choice(_NAMES), place=rng.choice(_PLACES), hour=rng.randrange(7, 12), few=few, count=count
+    )
+
+
+def _edit(rng: random.Random) -> str:
+    """A text to be written out again with a small change."""
+    text = " ".join(_fill(sentence, rng) for sentence in rng.sample(_SENTENCES, 5))
+    return f"Write the following text again, with every number as a word, and write nothing else.\n\n{text}"
+
+
+def _measure(
+    llm: LLM, load: Workload, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
+) -> Iterator[SpeculationFigures]:
+    prompts = _tokenized(llm.get_tokenizer(), load)
+    params = [
+        SamplingParams(temperature=load.temperature, seed=i, max_tokens=output_len, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    rates: dict[str, list[float]] = {method: [] for method in ("", *(m.method for m in methods))}
+    stats: dict[str, SpeculationStats | None] = {}
+    expected: list[list[int]] = []
+    for turn in range(rounds):
+        ordered = [None, *methods]
+        for config in ordered if turn % 2 == 0 else ordered[::-1]:
+            name = "" if config is None else config.method
+            llm.llm_engine.restart({"speculative_config": config})
+            if load.repeated:
+                _run(llm, prompts, params)
+            seconds, tokens = _run(llm, prompts, params)
+            expected = expected or tokens
+            if tokens != expected:
+                raise WorkerError(f"workload {load.name!r}: answers with {name or 'no'} drafts differ from the others")
+            rates[name].append(sum(map(len, tokens)) / seconds)
+            stats[name] = llm.llm_engine.core.scheduler.counts().speculation
+    for config in methods:
+        yield _figures(load.name, len(prompts), config.method, rates, stats[config.method], expected)
+
+
+def _figures(
+    workload: str,
+    batch: int,
+    method: str,
+    rates: Mapping[str, list[float]],
+    stats: SpeculationStats | None,
+    tokens: list[list[int]],
+) -> SpeculationFigures:
+    drafted = stats is not None and stats.drafts > 0
+    return SpeculationFigures(
+        workload=workload,
+        batch=batch,
+        method=method,
+        tokens_per_s=statistics.median(rates[method]),
+        tokens_per_s_without=statistics.median(rates[""]),
+        speedup=statistics.median(found / plain for found, plain in zip(rates[method], rates[""], strict=True)),
+        acceptance=stats.accepted_tokens / stats.draft_tokens if stats is not None and drafted else None,
+        tokens_per_draft=1 + stats.accepted_tokens / stats.drafts if stats is not None and drafted else None,
+        output_tokens=sum(map(len, tokens)),
+    )
+
+
+def _tokenized(tokenizer: Tokenizer, load: Workload) -> list[list[int]]:
+    return [
+        tokenizer.encode_chat([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
+        for prompt in load.prompts
+    ]
+
+
+def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+    """Seconds of a run, and the tokens of each answer."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    failed = next((o.outputs[0].error for o in outputs if o.outputs[0].error is not None), None)
+    if failed is not None:
+        raise WorkerError(f"a measured request failed: {failed}")
+    return seconds, [list(o.outputs[0].token_ids) for o in outputs]

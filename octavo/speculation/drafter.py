@@ -1,0 +1,52 @@
+"""The interface of drafters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from octavo.core.speculative_options import SpeculativeConfig
+
+
+class DraftedSequence(Protocol):
+    """What a drafter sees of a sequence; it changes nothing of it."""
+
+    @property
+    def seq_id(self) -> int:
+        """Never used again for another sequence."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and what was generated: always longer than at the last call, and the same up to there."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def context(self) -> str:
+        """What the tokens depend on besides those before them: the adapter, and a salt that keeps users apart."""
+
+
+class Drafter(ABC):
+    """Proposes tokens of running sequences. What it proposes changes the number of steps, never an answer."""
+
+    @abstractmethod
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        """At most ``num_tokens`` (1 or more) ids of the vocabulary that may follow ``sequence.token_ids``.
+
+        Which ones of the last call were accepted, ``token_ids`` shows. Preemption changes nothing for a drafter.
+        """
+
+    def on_end(self, sequence: DraftedSequence) -> None:  # noqa: B027  not every drafter keeps something
+        """The sequence has ended, in whatever way; it may never have been proposed for."""
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """The drafter of a configuration."""
+    from octavo.speculation.ngram import NgramDrafter
+    from octavo.speculation.suffix import SuffixDrafter
+
+    if config.method == "ngram":
+        return NgramDrafter(config)
+    return SuffixDrafter(config)

@@ -1,0 +1,162 @@
+"""How many draft tokens a sequence gets: from its own acceptance, and from what the rows of a step cost now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
+
+#: What a token counts for after each later one, in a sequence's acceptance and in that of all.
+_DECAY, _DECAY_ALL = 0.9, 0.995
+#: Draft tokens for which the acceptance of all sequences stands at the beginning of one.
+_PRIOR = 3.0
+#: Steps until a sequence that does not draft tries a token, at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
+#: Rows that are tried at once, and what more rows than ever before may be of the most so far.
+_CHEAP_ROWS, _GROWTH = 8, 1.5
+#: Steps without drafts at the beginning.
+_PLAIN = 3
+#: Steps after which the best lengths are computed anew.
+_FRESH = 8
+
+
+@dataclass(slots=True)
+class Pause:
+    """Steps between tries of what does not pay."""
+
+    length: int = _FIRST_PAUSE
+    left: int = _FIRST_PAUSE
+
+    def passes(self) -> bool:
+        """A step more; whether something is to be tried in it. The next pause is twice as long."""
+        self.left -= 1
+        if self.left > 0:
+            return False
+        self.left = self.length = min(2 * self.length, _LONGEST_PAUSE)
+        return True
+
+    def reset(self) -> None:
+        """It pays."""
+        self.left = self.length = _FIRST_PAUSE
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How well drafts were accepted: decayed counts of accepted tokens, and of drafts that failed at some token."""
+
+    accepted: float
+    failed: float
+    tries: Pause = field(default_factory=Pause)
+
+    def observe(self, drafted: int, accepted: int, decay: float) -> None:
+        """Adds a draft."""
+        kept = decay ** (accepted + (accepted < drafted))
+        self.accepted = self.accepted * kept + accepted
+        self.failed = self.failed * kept + (accepted < drafted)
+
+    @property
+    def level(self) -> int:
+        """The chance that a draft token is accepted when those before it are, in steps of 1 / ``LEVELS``."""
+        return min(LEVELS - 1, int(LEVELS * self.accepted / (self.accepted + self.failed)))
+
+
+class FixedLength:
+    """The same number for each sequence in each step."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """A step with so many decoding sequences begins: most draft tokens of all of them."""
+        return num_seqs * self._most
+
+    def length(self, seq_id: int) -> int:
+        """Most draft tokens of a sequence in this step."""
+        return self._most
+
+    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended."""
+
+
+class AdaptiveLength(FixedLength):
+    """As many as pay. A sequence whose drafts do not pay stops drafting, and tries again at growing intervals.
+
+    With many sequences a row of drafts costs as much as the token of another sequence: then none drafts, but for one
+    step now and then, in which the costs are measured.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._costs = StepCosts()
+        self._all = Acceptance(2.0, 1.0)
+        self._of: dict[int, Acceptance] = {}
+        self._best = [most] * LEVELS
+        #: Share of the sequences that have drafts, where they may.
+        self._share = 1.0
+        self._num_seqs, self._age, self._plain = 0, 0, 0
+        #: Tries in which costs are measured while none drafts.
+        self._tries = Pause()
+        self._measuring = False
+
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """See ``FixedLength``. Beside prompts, which are worth their rows, nothing is drafted."""
+        if num_prompt_tokens:
+            return 0
+        if num_seqs != self._num_seqs or self._age >= _FRESH:
+            self._best = best_lengths(self._costs, num_seqs, max(1.0, self._share * num_seqs), self._most)
+            self._num_seqs, self._age = num_seqs, 0
+        self._age += 1
+        if self._plain < _PLAIN or num_seqs < self._costs.smallest:
+            self._plain += 1  # to know what a step takes without drafts
+            self._age = _FRESH
+            return 0
+        self._measuring = not self._best[-1]
+        if not self._measuring:
+            self._tries.reset()
+        elif self._tries.passes():
+            self._age = _FRESH
+        else:
+            return 0
+        # More rows than ever before are tried in small steps.
+        return max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+
+    def length(self, seq_id: int) -> int:
+        """See ``FixedLength``."""
+        own = self._of.get(seq_id)
+        if own is None:
+            chance = self._all.accepted / (self._all.accepted + self._all.failed)
+            own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance))
+        if self._measuring:
+            return 1
+        best = self._best[own.level]
+        if best:
+            own.tries.reset()
+            return best
+        return 1 if own.tries.passes() else 0
+
+    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
+        """See ``FixedLength``."""
+        self._all.observe(drafted, accepted, _DECAY_ALL)
+        own = self._of.get(seq_id)
+        if own is not None:
+            own.observe(drafted, accepted, _DECAY)
+
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """See ``FixedLength``."""
+        if seconds > 0:
+            largest = self._costs.largest
+            self._costs.observe(num_seqs + num_drafts, seconds)
+            if self._costs.largest > largest:  # what lies beyond was taken to cost as little
+                self._age = _FRESH
+        if num_drafting:
+            self._share += 0.1 * (num_drafting / num_seqs - self._share)
+
+    def forget(self, seq_id: int) -> None:
+        """See ``FixedLength``."""
+        self._of.pop(seq_id, None)

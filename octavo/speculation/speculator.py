@@ -1,0 +1,85 @@
+"""A drafter at work: how many tokens it is asked for, what becomes of them, and what happens if it fails."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+from octavo.core.speculative_options import SpeculativeConfig
+from octavo.core.stats import SpeculationStats
+from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
+from octavo.speculation.lengths import AdaptiveLength, FixedLength
+
+logger = logging.getLogger("octavo")
+
+
+class Speculator:
+    """Owns a drafter and the lengths of its drafts. Sequences for which the drafter fails have no further drafts."""
+
+    def __init__(self, drafter: Drafter, most: int, *, adaptive: bool) -> None:
+        """``most``: draft tokens of a sequence in a step."""
+        self._drafter = drafter
+        self._lengths = AdaptiveLength(most) if adaptive else FixedLength(most)
+        self._failed: set[int] = set()
+        self._logged = False
+        self._draft_tokens = self._failures = 0
+        #: Drafts by the number of their tokens that were accepted.
+        self._drafts = [0] * (most + 1)
+
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """A step of so many decoding sequences and tokens of prompts: most draft tokens of it."""
+        return self._lengths.begin_step(num_seqs, num_prompt_tokens)
+
+    def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
+        """Draft tokens of a sequence, at most ``most``."""
+        wanted = min(most, self._lengths.length(sequence.seq_id))
+        if wanted <= 0 or sequence.seq_id in self._failed:
+            return []
+        try:
+            return self._drafter.propose(sequence, wanted)[:wanted]
+        except Exception as e:
+            self._fail(sequence, e)
+            return []
+
+    def observe(self, sequence: DraftedSequence, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        self._lengths.observe(sequence.seq_id, drafted, accepted)
+        self._draft_tokens += drafted
+        self._drafts[accepted] += 1
+
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+        self._lengths.observe_step(num_seqs, num_drafting, num_drafts, seconds)
+
+    def on_end(self, sequence: DraftedSequence) -> None:
+        """The sequence has ended."""
+        self._lengths.forget(sequence.seq_id)
+        self._failed.discard(sequence.seq_id)
+        try:
+            self._drafter.on_end(sequence)
+        except Exception as e:
+            self._log(e)
+
+    def stats(self) -> SpeculationStats:
+        """Totals so far."""
+        # A draft of which so many tokens were accepted had the first, the second, ... accepted.
+        per_position = list(itertools.accumulate(reversed(self._drafts[1:])))[::-1]
+        return SpeculationStats(sum(self._drafts), self._draft_tokens, sum(per_position), per_position, self._failures)
+
+    def _fail(self, sequence: DraftedSequence, error: Exception) -> None:
+        self._failed.add(sequence.seq_id)
+        self._failures += 1
+        self._log(error)
+
+    def _log(self, error: Exception) -> None:
+        if not self._logged:
+            name = type(self._drafter).__name__
+            logger.error("drafter %s failed; such requests go on without drafts", name, exc_info=error)
+        self._logged = True
+
+
+def make_speculator(config: SpeculativeConfig | None) -> Speculator | None:
+    """What an engine with this option drafts with; None if it does not."""
+    if config is None:
+        return None
+    return Speculator(make_drafter(config), config.num_speculative_tokens, adaptive=config.adaptive)

@@ -1,0 +1,86 @@
+"""Adaptive lengths on a virtual machine: what they bring where drafts are right, and cost where they are not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from octavo.speculation.costs import StepCosts, best_lengths
+from octavo.speculation.lengths import AdaptiveLength
+
+
+def cpu(rows: int) -> float:
+    """Weights are read in the time of 8 rows; from there on each row takes its time."""
+    return 8.0 + 0.6 * max(0, rows - 8)
+
+
+def gpu(rows: int) -> float:
+    return 10.0 + 0.01 * rows
+
+
+def seconds_a_token(seconds: Callable[[int], float], batch: int, right: float, steps: int, adaptive: bool) -> float:
+    """Seconds of ``steps`` steps of ``batch`` sequences, by their tokens; drafts are right with this probability."""
+    rng, lengths = random.Random(1), AdaptiveLength(7)
+    total, tokens = 0.0, 0
+    for _ in range(steps):
+        left = lengths.begin_step(batch, 0) if adaptive else 0
+        drafts = []
+        for seq_id in range(batch):
+            wanted = min(left, lengths.length(seq_id)) if left > 0 else 0
+            left -= wanted
+            if wanted:
+                drafts.append((seq_id, wanted))
+        took = seconds(batch + sum(n for _, n in drafts)) * rng.uniform(0.98, 1.02)
+        total, tokens = total + took, tokens + batch
+        for seq_id, n in drafts:
+            accepted = 0
+            while accepted < n and rng.random() < right:
+                accepted += 1
+            tokens += accepted
+            lengths.observe(seq_id, n, accepted)
+        lengths.observe_step(batch, len(drafts), sum(n for _, n in drafts), took)
+    return total / tokens
+
+
+@pytest.mark.parametrize("machine", [cpu, gpu])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.3, 0.6, 0.95])
+def test_drafts_never_cost_much_and_bring_most_of_what_they_can(
+    machine: Callable[[int], float], batch: int, right: float
+) -> None:
+    plain = seconds_a_token(machine, batch, right, 600, False)
+    found = seconds_a_token(machine, batch, right, 600, True)
+    # The best length of all that are the same in every step.
+    best = min(machine(batch * (1 + n)) / batch / sum(right**i for i in range(n + 1)) for n in range(8))
+    assert found < 1.03 * plain
+    assert found < 1.12 * best
+
+
+def test_costs_are_those_that_were_measured_and_lie_between_them() -> None:
+    costs = StepCosts()
+    assert costs.seconds(3) == 0.0
+    costs.observe(4, 1.0)
+    assert costs.seconds(4) == costs.seconds(100) == costs.seconds(1) == 1.0
+    costs.observe(8, 2.0)
+    assert costs.seconds(6) == pytest.approx(1.5) and costs.seconds(12) == pytest.approx(3.0)
+    costs.observe(8, 200.0)  # another process had the processor
+    assert costs.seconds(8) == 2.0
+    for _ in range(3):
+        costs.observe(8, 3.0)
+    assert costs.seconds(8) == 3.0
+    costs.observe(20, 90.0)
+    for _ in range(300):
+        costs.observe(4, 1.0)
+    assert costs.largest == 4 and costs.seconds(8) == 1.0  # what has not occurred for long is forgotten
+
+
+@pytest.mark.parametrize("num_seqs", [1, 5, 40])
+def test_free_rows_are_all_taken_and_dear_ones_are_not(num_seqs: int) -> None:
+    free, dear = StepCosts(), StepCosts()
+    for rows in range(1, 250):
+        free.observe(rows, 1.0)
+        dear.observe(rows, float(rows))
+    assert best_lengths(free, num_seqs, num_seqs, 5)[-1] == 5
+    assert best_lengths(dear, num_seqs, num_seqs, 5) == [0] * 16
