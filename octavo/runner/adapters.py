@@ -246,13 +246,11 @@ def adapter_bytes(network: Network) -> int:
 
 
 def reserved_bytes(options: EngineConfig, network: Network, free: int) -> int:
-    """Bytes of host memory that adapters may take, of ``free``.
+    """Bytes of host memory that LoRA adapters may take, of ``free``.
 
     Raises:
         InsufficientMemoryError: that is more than there is.
     """
-    if not options.enable_lora:
-        return 0
     each, count = adapter_bytes(network), options.num_host_loras
     if each * count > free:
         raise InsufficientMemoryError(

@@ -125,7 +125,8 @@ class ModelRunner:
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
         self._adapters = make_adapter_store(options, config, self.model, self._prompt_adapters)
-        self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
+        if options.enable_lora:
+            self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
         self._device.reserved += virtual_token_bytes(options, self.model, context)
         #: The group that keeps most tokens first, as the block manager expects.
         self._kv_groups = sorted(

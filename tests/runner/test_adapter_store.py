@@ -219,7 +219,6 @@ def test_memory_of_adapters_is_reserved(network: Path) -> None:
     assert (
         adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, 1 << 40) == 4 * network_bytes
     )
-    assert adapters.reserved_bytes(plain.runner.options, plain.runner.model, 0) == 0
     with pytest.raises(InsufficientMemoryError, match=r"4 adapters of rank 8 take up to .* lower max_cpu_loras"):
         adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, network_bytes)
     assert with_adapters.runner.startup_facts().adapters.startswith(
