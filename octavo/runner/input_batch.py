@@ -358,9 +358,14 @@ class InputBatch:
         self.tokens.ids[new.rows[held], new.places[held]] = sampled[held]
 
     def accept(self, seq_id: int, token_ids: list[int]) -> None:
-        """Appends the tokens that a step with drafts gave a sequence; all but the last of them are computed."""
-        self.append(seq_id, token_ids)
+        """Appends the tokens that a step with drafts gave a sequence; all but the last of them are computed.
+
+        Nothing changes for one that does not append what it samples: its tokens come with a later plan.
+        """
         row = self._rows[seq_id]
+        if not self.appends[row]:
+            return
+        self.append(seq_id, token_ids)
         self.num_computed[row] = self.tokens.num_tokens[row] - 1
 
     def find_pending(self, inputs: StepInputs, new: NewTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

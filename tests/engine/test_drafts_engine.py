@@ -226,3 +226,11 @@ def test_random_mixes(tiny_model: Path, seed: int) -> None:
     llm = load(tiny_model, speculative_config=config, **options)
     for _ in range(2):
         assert everything(llm.generate(prompts, params, use_tqdm=False)) == wanted
+
+
+def test_beams_beside_drafts(tiny_model: Path) -> None:
+    work = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=20)]
+    prompts = [*PROMPTS, "beams"]
+    wanted = everything(load(tiny_model).generate(prompts, work, use_tqdm=False))
+    llm = load(tiny_model, speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False})
+    assert everything(llm.generate(prompts, work, use_tqdm=False)) == wanted
