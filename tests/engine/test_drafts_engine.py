@@ -229,7 +229,7 @@ def test_random_mixes(tiny_model: Path, seed: int) -> None:
 
 
 def test_beams_beside_drafts(tiny_model: Path) -> None:
-    work = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=20)]
+    work: list[SamplingParams | BeamSearchParams] = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=20)]
     prompts = [*PROMPTS, "beams"]
     wanted = everything(load(tiny_model).generate(prompts, work, use_tqdm=False))
     llm = load(tiny_model, speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False})
