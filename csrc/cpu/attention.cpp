@@ -210,7 +210,11 @@ class Tile {
         F32 w = exp2_not_above_zero(load(scores + i) - highest);
         if constexpr (by_pairs && !kScaled) w = rounded(w);
         sums += w;
-        store_weights(scores + weight_offset(i), kScaled ? w * load(value_scales_ + i) : w);
+        if constexpr (kScaled) w *= load(value_scales_ + i);
+        if constexpr (by_pairs)
+          store_words(scores + weight_offset(i), w);
+        else
+          store(scores + weight_offset(i), w);
       }
     } else {
       top(states, row) = -kInfinity;
@@ -223,13 +227,6 @@ class Tile {
   // From a row's first weight to that of a position of the piece, an even one: in floats, or in words of two. Weights take
   // the place of the scores: a pair's is written when its scores have been read.
   static int64_t weight_offset(int64_t position) { return by_pairs ? position / 2 : position; }
-
-  static void store_weights(float* weights, F32 w) {
-    if constexpr (by_pairs)
-      store_words(weights, w);
-    else
-      store(weights, w);
-  }
 
   // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
   static float largest(const float* scores, int32_t begin, int32_t end) {

@@ -305,8 +305,8 @@ OCTAVO_INLINE void store_words(float* words, F32 x) {
 }
 #else
 // Never called: only with that instruction set are products those of pairs.
-[[maybe_unused]] F32 rounded(F32 x);
-[[maybe_unused]] void store_words(float* words, F32 x);
+[[maybe_unused]] F32 rounded(F32 x) { return x; }
+[[maybe_unused]] void store_words(float* words, F32 x) { store(words, x); }
 #endif
 
 }  // namespace
