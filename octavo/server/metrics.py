@@ -11,10 +11,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from octavo import __version__
+from octavo.server.replica_metrics import ReplicaMetrics, Total
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
-    from octavo.core.stats import AdapterStats, SchedulerState, SpeculationStats, StepStats
+    from octavo.core.stats import SchedulerState, StepStats
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -46,7 +47,7 @@ class Metrics:
         self._gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
         #: Functions from label values to metrics, of the families with a series for each replica.
         self._by_replica: dict[str, Any] = {}
-        self._replicas: dict[int, _ReplicaMetrics] = {}
+        self._replicas: dict[int, ReplicaMetrics] = {}
         #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
         self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
         self._adapter_labels: set[str] = set()
@@ -82,9 +83,9 @@ class Metrics:
         """Shows queues, blocks and totals before the first step, so that the capacity is never 0."""
         self._replica(replica).show(stats)
 
-    def _replica(self, number: int) -> _ReplicaMetrics:
+    def _replica(self, number: int) -> ReplicaMetrics:
         if number not in self._replicas:
-            self._replicas[number] = _ReplicaMetrics(self._by_replica, str(number))
+            self._replicas[number] = ReplicaMetrics(self._by_replica, str(number))
         return self._replicas[number]
 
     def http_started(self) -> None:
@@ -235,7 +236,7 @@ class Metrics:
         self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()
         self._http_responses = self._counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
         self._http_rejected = self._counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
-        self._log_lines_dropped = _Total(
+        self._log_lines_dropped = Total(
             self._counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
         )
 
@@ -252,106 +253,6 @@ class Metrics:
         """Makes a family; returns a function from its label values to the metric."""
         family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
-
-
-class _ReplicaMetrics:
-    """The series of one engine core."""
-
-    def __init__(self, families: dict[str, Any], replica: str) -> None:
-        """``families`` as ``Metrics`` made them, by a short name."""
-        requests, blocks, tokens, preemptions = (
-            families[name] for name in ("requests", "blocks", "step_tokens", "preemptions")
-        )
-        self._gauges = {
-            "num_running": requests(replica, "running"),
-            "num_waiting": requests(replica, "waiting"),
-            "num_swapped": requests(replica, "swapped"),
-            "blocks_used": blocks(replica, "used"),
-            "blocks_cached": blocks(replica, "cached"),
-            "blocks_free": blocks(replica, "free"),
-            "blocks_pinned": blocks(replica, "pinned"),
-            "num_blocks": families["capacity"](replica),
-            "host_blocks_used": families["host_blocks"](replica),
-        }
-        self._group_blocks = lambda *labels: families["group_blocks"](replica, *labels)
-        self._totals = {
-            "preemptions_by_recompute": _Total(preemptions(replica, "recompute")),
-            "preemptions_by_swap": _Total(preemptions(replica, "swap")),
-            "prefix_queried_tokens": _Total(families["queried"](replica)),
-            "prefix_hit_tokens": _Total(families["hits"](replica)),
-        }
-        self._adapters = lambda: _AdapterMetrics(families, replica)
-        self._shown_adapters: _AdapterMetrics | None = None
-        self._drafts = lambda positions: _SpeculationMetrics(families, replica, positions)
-        self._shown_drafts: _SpeculationMetrics | None = None
-        self.prefill_tokens, self.decode_tokens = tokens(replica, "prefill"), tokens(replica, "decode")
-
-    def show(self, stats: SchedulerState) -> None:
-        """Takes queues, blocks and totals."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(stats, name))
-        for number, group in enumerate(stats.groups):
-            window = "all" if group.window is None else str(group.window)
-            for state in ("used", "cached", "free", "pinned"):
-                self._group_blocks(str(number), window, state).set(getattr(group, state))
-        for name, total in self._totals.items():
-            total.set_total(getattr(stats, name))
-        if stats.adapters is not None:
-            self._shown_adapters = self._shown_adapters or self._adapters()
-            self._shown_adapters.show(stats.adapters)
-        if (drafts := stats.speculation) is not None:
-            self._shown_drafts = self._shown_drafts or self._drafts(len(drafts.accepted_per_position))
-            self._shown_drafts.show(drafts)
-
-
-class _SpeculationMetrics:
-    """The series of one engine core that makes drafts."""
-
-    def __init__(self, families: dict[str, Any], replica: str, positions: int) -> None:
-        """``positions``: most tokens of a draft."""
-        self._totals = {
-            "drafts": _Total(families["drafts"](replica)),
-            "draft_tokens": _Total(families["draft_tokens"](replica)),
-            "accepted_tokens": _Total(families["accepted"](replica)),
-            "failures": _Total(families["draft_failures"](replica)),
-        }
-        self._positions = [_Total(families["accepted_at"](replica, str(i))) for i in range(positions)]
-
-    def show(self, stats: SpeculationStats) -> None:
-        """Takes totals."""
-        for name, total in self._totals.items():
-            total.set_total(getattr(stats, name))
-        for position, accepted in zip(self._positions, stats.accepted_per_position, strict=True):
-            position.set_total(accepted)
-
-
-class _AdapterMetrics:
-    """The series of one engine core that serves adapters."""
-
-    def __init__(self, families: dict[str, Any], replica: str) -> None:
-        places, evictions, lookups = (families[f"adapter{name}"] for name in ("s", "_evictions", "_lookups"))
-        self._gauges = {
-            "in_slots": places(replica, "slot"),
-            "in_host": places(replica, "host"),
-            "loading": places(replica, "loading"),
-            "longest_seconds": families["adapter_longest"](replica),
-        }
-        self._totals = {
-            "loads": _Total(families["adapter_loads"](replica)),
-            "failed_loads": _Total(families["adapter_failures"](replica)),
-            "slot_evictions": _Total(evictions(replica, "slot")),
-            "host_evictions": _Total(evictions(replica, "host")),
-            "slot_hits": _Total(lookups(replica, "hit")),
-            "slot_misses": _Total(lookups(replica, "miss")),
-            "seconds": _Total(families["adapter_seconds"](replica)),
-        }
-
-    def show(self, stats: AdapterStats) -> None:
-        """Takes counts and totals."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(stats, name))
-        for name, total in self._totals.items():
-            total.set_total(getattr(stats, name))
 
 
 class RequestObserver:
@@ -415,15 +316,3 @@ class RequestObserver:
         self._last[index] = now if count else first_token_time
         for _ in range(count):
             self._metrics.inter_token.observe((now - last) / count)
-
-
-class _Total:
-    """A counter that follows a running total."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._last = 0.0
-
-    def set_total(self, total: float) -> None:
-        self._counter.inc(max(total - self._last, 0))
-        self._last = total
