@@ -18,7 +18,14 @@ from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.lora import AdapterRows, LowRank, LowRankEmbedding, PlainLowRank, PlainLowRankEmbedding
+from octavo.kernels.lora import (
+    AdapterRows,
+    LowRank,
+    LowRankEmbedding,
+    LowRankShape,
+    PlainLowRank,
+    PlainLowRankEmbedding,
+)
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, PlainHeads
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
@@ -224,33 +231,16 @@ class Kernels(ABC):
         """
         return plain_route(logits, spec, bias)
 
-    def make_low_rank(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> LowRank:
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
         """Empty slots for the low-rank products of a linear layer.
 
-        Args:
-            inputs: of this rank.
-            outputs: of this rank, of each part.
-            slots: how many adapters are held at once.
-            max_rank: the greatest rank of one.
-            dtype: of the network.
-            sampled: whether the rows of x are the step's sampled rows, not its tokens.
+        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
         """
-        return PlainLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+        return PlainLowRank(self, shape, sampled=sampled)
 
-    def make_low_rank_embedding(
-        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> LowRankEmbedding:
-        """Empty slots for the low-rank products of a token embedding, of which this rank has so many rows."""
-        return PlainLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
+        """Empty slots for the low-rank products of a token embedding."""
+        return PlainLowRankEmbedding(self, shape)
 
     def begin_adapters(self, batch: ForwardBatch) -> None:
         """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""

@@ -34,6 +34,21 @@ class AdapterRows(NamedTuple):
     sampled: Tensor
 
 
+class LowRankShape(NamedTuple):
+    """The slots of one layer."""
+
+    #: Of this rank; of an embedding the rows of its table.
+    inputs: int
+    #: Of this rank, of each part; of an embedding its width.
+    outputs: tuple[int, ...]
+    #: How many adapters are held at once.
+    slots: int
+    #: The greatest rank of one.
+    max_rank: int
+    #: Of the network.
+    dtype: torch.dtype
+
+
 class LowRankPart(NamedTuple):
     """The two matrices of an adapter for one part of a layer's outputs."""
 
@@ -55,10 +70,9 @@ class PackedAdapter(Protocol):
 class LowRank(ABC):
     """The low-rank products of a linear layer, made by ``Kernels.make_low_rank``."""
 
-    def __init__(self, inputs: int, outputs: Sequence[int], slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: LowRankShape) -> None:
         """See ``Kernels.make_low_rank``."""
-        self.inputs, self.outputs = inputs, tuple(outputs)
-        self.slots, self.max_rank, self.dtype = slots, max_rank, dtype
+        self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
 
     def check(self, parts: Sequence[LowRankPart | None]) -> None:
         """Refuses matrices that do not fit the layer.
@@ -110,10 +124,9 @@ class LowRank(ABC):
 class LowRankEmbedding(ABC):
     """The low-rank products of a token embedding, made by ``Kernels.make_low_rank_embedding``."""
 
-    def __init__(self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: LowRankShape) -> None:
         """See ``Kernels.make_low_rank_embedding``."""
-        self.rows, self.outputs = rows, outputs
-        self.slots, self.max_rank, self.dtype = slots, max_rank, dtype
+        self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
 
     @abstractmethod
     def pack(self, part: LowRankPart) -> PackedAdapter:
@@ -171,21 +184,11 @@ class PlainAdapter:
 class PlainLowRank(LowRank):
     """Low-rank products by torch on any device; the rows of an adapter in one product."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> None:
+    def __init__(self, kernels: Kernels, shape: LowRankShape, *, sampled: bool = False) -> None:
         """See ``Kernels.make_low_rank``."""
-        super().__init__(inputs, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels, self._sampled = kernels, sampled
-        self._held: list[PlainAdapter | None] = [None] * slots
+        self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> PlainAdapter:
         """Copies the matrices."""
@@ -216,13 +219,11 @@ class PlainLowRank(LowRank):
 class PlainLowRankEmbedding(LowRankEmbedding):
     """Low-rank products of an embedding by torch on any device."""
 
-    def __init__(
-        self, kernels: Kernels, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kernels: Kernels, shape: LowRankShape) -> None:
         """See ``Kernels.make_low_rank_embedding``."""
-        super().__init__(rows, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels = kernels
-        self._held: list[PlainAdapter | None] = [None] * slots
+        self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, part: LowRankPart) -> PlainAdapter:
         """Copies the matrices."""

@@ -8,6 +8,7 @@ import torch
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import Kernels
+from octavo.kernels.lora import LowRankShape
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class LayerContext:
     def kv_dtype_name(self) -> str:
         """Type of the KV cache's numbers, as in ``KVSpec.dtype``."""
         return self.dtype_name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def low_rank_shape(self, inputs: int, *outputs: int) -> LowRankShape:
+        """The slots for adapters of a layer of these sizes, of this rank; see ``LowRankShape``."""
+        return LowRankShape(inputs, outputs, self.max_loras, self.max_lora_rank, self.dtype)
 
     def layers_of(self, num_layers: int) -> range:
         """The layers of this stage, in a network of ``num_layers``.

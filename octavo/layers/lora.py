@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, PackedAd
 LoraMatrices = tuple[Tensor, Tensor]
 
 
-class LoraLayer:
+class LoraLayer(ABC):
     """A layer to whose product adapters may add low-rank ones; without slots for them it has no ``low_rank``."""
 
     #: Whole sizes, of all ranks together, of the parts that adapters name: (outputs, inputs) by the part's name below
@@ -21,6 +22,7 @@ class LoraLayer:
     lora_parts: Mapping[str, tuple[int, int]]
     low_rank: LowRank | LowRankEmbedding | None = None
 
+    @abstractmethod
     def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
         """This rank's share of an adapter's matrices in host memory, for ``place_lora``.
 
@@ -32,7 +34,6 @@ class LoraLayer:
         Raises:
             AdapterError: a shape does not fit the layer, or a rank is above ``LayerContext.max_lora_rank``.
         """
-        raise NotImplementedError
 
     def check_lora(self, weights: Mapping[str, LoraMatrices], max_rank: int) -> dict[str, LowRankPart]:
         """The same, if all of them are whole matrices of this layer's parts.

@@ -15,7 +15,7 @@ from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E402
 from octavo.kernels.cpu.lora import CpuLowRank  # noqa: E402
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch  # noqa: E402
-from octavo.kernels.lora import LowRank  # noqa: E402
+from octavo.kernels.lora import LowRank, LowRankShape  # noqa: E402
 from octavo.kernels.packed_weight import Activation  # noqa: E402
 from octavo.layers.context import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
@@ -52,7 +52,7 @@ def make_kernels(threads: int = 2) -> CpuKernels:
 
 
 def filled(kernels: CpuKernels, inputs: int, dtype: torch.dtype, outputs: Sequence[int] = OUTPUTS) -> CpuLowRank:
-    low_rank = kernels.make_low_rank(inputs, outputs, len(RANKS) + 1, 64, dtype)
+    low_rank = kernels.make_low_rank(LowRankShape(inputs, tuple(outputs), len(RANKS) + 1, 64, dtype))
     for slot, adapter in enumerate(adapters_of(inputs, outputs)):
         low_rank.place(slot, low_rank.pack(adapter))
     return low_rank
@@ -138,7 +138,7 @@ def test_rows_without_adapters_have_the_bits_of_a_product_alone(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings(isa: str, dtype: torch.dtype) -> None:
     kernels = make_kernels()
-    low_rank = kernels.make_low_rank_embedding(20, 37, 3, 8, dtype)
+    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (37,), 3, 8, dtype))
     parts = [make_adapter(20, [37], [rank], rank)[0] for rank in (1, 8)]
     for slot, part in enumerate(parts):
         assert part is not None
@@ -176,9 +176,10 @@ class Network:
         self.weights = [kernels.pack([matrix]) for matrix in (self.up, self.down, self.head)]
         shapes = [(64, 96), (96, 64), (64, 20)]
         self.low_ranks = [
-            kernels.make_low_rank(inputs, [outputs], 2, 8, dtype, sampled=outputs == 20) for inputs, outputs in shapes
+            kernels.make_low_rank(LowRankShape(inputs, (outputs,), 2, 8, dtype), sampled=outputs == 20)
+            for inputs, outputs in shapes
         ]
-        self.of_embedding = kernels.make_low_rank_embedding(20, 64, 2, 8, dtype)
+        self.of_embedding = kernels.make_low_rank_embedding(LowRankShape(20, (64,), 2, 8, dtype))
 
     def place(self, slot: int, seed: int | None) -> None:
         for low_rank in self.low_ranks:

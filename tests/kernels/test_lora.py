@@ -7,7 +7,7 @@ import torch
 
 from octavo.core.errors import AdapterError
 from octavo.kernels.forward_batch import make_batch
-from octavo.kernels.lora import LowRankPart
+from octavo.kernels.lora import LowRankPart, LowRankShape
 from octavo.kernels.reference import ReferenceKernels
 from tests.lora_cases import exact, make_adapter, random
 
@@ -18,7 +18,7 @@ SLOTS = [1, -1, 0, 1, 2, 3, 0]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_several_adapters(dtype: torch.dtype) -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank(48, OUTPUTS, 4, 16, dtype)
+    low_rank = kernels.make_low_rank(LowRankShape(48, tuple(OUTPUTS), 4, 16, dtype))
     adapters = [make_adapter(48, OUTPUTS, ranks, i) for i, ranks in enumerate([(8, 8, 8), (1, 0, 16), (3, 5, 0)])]
     for slot, adapter in enumerate(adapters):
         packed = low_rank.pack(adapter)
@@ -40,7 +40,7 @@ def test_rows_of_several_adapters(dtype: torch.dtype) -> None:
 
 def test_a_step_without_adapters_adds_nothing() -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank(8, [8], 1, 8, torch.float32)
+    low_rank = kernels.make_low_rank(LowRankShape(8, (8,), 1, 8, torch.float32))
     low_rank.place(0, low_rank.pack(make_adapter(8, [8], [2], 0)))
     kernels.begin_adapters(make_batch([1, 1], [1, 1], torch.zeros(2, 1), 16))
     x, add = random(2, 8), random(2, 8, seed=1)
@@ -60,7 +60,7 @@ def test_a_step_names_the_rows_of_its_tokens_and_the_sampled_ones() -> None:
 
 def test_embeddings_of_several_adapters() -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank_embedding(20, 16, 2, 8, torch.float32)
+    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (16,), 2, 8, torch.float32))
     adapters = [make_adapter(20, [16], [rank], rank)[0] for rank in (1, 8)]
     for slot, part in enumerate(adapters):
         assert part is not None
@@ -84,6 +84,6 @@ def test_embeddings_of_several_adapters() -> None:
     ],
 )
 def test_matrices_that_do_not_fit(down: tuple[int, int], up: tuple[int, int], message: str) -> None:
-    low_rank = ReferenceKernels().make_low_rank(8, [8], 1, 16, torch.float32)
+    low_rank = ReferenceKernels().make_low_rank(LowRankShape(8, (8,), 1, 16, torch.float32))
     with pytest.raises(AdapterError, match=message):
         low_rank.pack([LowRankPart(torch.zeros(down), torch.zeros(up))])

@@ -40,6 +40,7 @@ from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
+from octavo.kernels.lora import LowRankShape
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 
@@ -227,24 +228,13 @@ class CpuKernels(Kernels):
         """Packs each head's matrix for the register tiles."""
         return DenseHeads(self, weight)
 
-    def make_low_rank(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> CpuLowRank:
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
         """Each adapter with its own rank."""
-        return CpuLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+        return CpuLowRank(self, shape, sampled=sampled)
 
-    def make_low_rank_embedding(
-        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> CpuLowRankEmbedding:
+    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
         """Each adapter with its own rank."""
-        return CpuLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
+        return CpuLowRankEmbedding(self, shape)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, check_part, rounded_part
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part, rounded_part
 
 if TYPE_CHECKING:
     from octavo.kernels.cpu.backend import CpuKernels
@@ -25,21 +25,11 @@ _DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 class CpuLowRank(LowRank):
     """An operation that does nothing in steps without adapters."""
 
-    def __init__(
-        self,
-        kernels: CpuKernels,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, shape: LowRankShape, *, sampled: bool = False) -> None:
         """See ``Kernels.make_low_rank``."""
-        super().__init__(inputs, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels, self._sampled = kernels, sampled
-        self._held = _cpu.LowRankSlots(slots)
+        self._held = _cpu.LowRankSlots(shape.slots)
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
         """For vectors of 16 outputs, and of 64 bytes of inputs, in the order in which they are read."""
@@ -86,13 +76,11 @@ class CpuLowRank(LowRank):
 class CpuLowRankEmbedding(LowRankEmbedding):
     """An operation over the tokens, in the loop of the embedding's own."""
 
-    def __init__(
-        self, kernels: CpuKernels, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, shape: LowRankShape) -> None:
         """See ``Kernels.make_low_rank_embedding``."""
-        super().__init__(rows, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels = kernels
-        self._held = _cpu.LowRankTableSlots(slots)
+        self._held = _cpu.LowRankTableSlots(shape.slots)
 
     def pack(self, part: LowRankPart) -> Any:
         """Transposes ``down``."""

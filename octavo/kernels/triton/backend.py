@@ -12,6 +12,7 @@ from octavo.core.kv_spec import KVSpec
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
+from octavo.kernels.lora import LowRankShape
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
@@ -147,26 +148,15 @@ class TritonKernels(Kernels):
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 
-    def make_low_rank(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> TritonLowRank:
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
         """Matrices of ``max_rank`` for each slot, on the device."""
-        self._adapter_slots = slots
-        return TritonLowRank(self, inputs, outputs, slots, max_rank, dtype, sampled=sampled)
+        self._adapter_slots = shape.slots
+        return TritonLowRank(self, shape, sampled=sampled)
 
-    def make_low_rank_embedding(
-        self, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> TritonLowRankEmbedding:
+    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
         """Matrices of ``max_rank`` for each slot, on the device."""
-        self._adapter_slots = slots
-        return TritonLowRankEmbedding(self, rows, outputs, slots, max_rank, dtype)
+        self._adapter_slots = shape.slots
+        return TritonLowRankEmbedding(self, shape)
 
     def begin_adapters(self, batch: ForwardBatch) -> None:
         """Drops the tiles of the step before."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, check_part
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
 from octavo.kernels.pinned import host_empty
 from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.rounding import rounded
@@ -243,27 +243,17 @@ def _pad(part: LowRankPart, dtype: torch.dtype, block: int) -> LowRankPart:
 class TritonLowRank(LowRank):
     """Slots of equal size on the device."""
 
-    def __init__(
-        self,
-        kernels: TritonKernels,
-        inputs: int,
-        outputs: Sequence[int],
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        sampled: bool = False,
-    ) -> None:
+    def __init__(self, kernels: TritonKernels, shape: LowRankShape, *, sampled: bool = False) -> None:
         """See ``Kernels.make_low_rank``."""
-        super().__init__(inputs, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels, self._sampled = kernels, sampled
         self._starts = [0, *itertools.accumulate(self.outputs)]
-        self._rank, self._block = _rank_blocks(max_rank)
+        self._rank, self._block = _rank_blocks(self.max_rank)
         device, parts = kernels.device, len(self.outputs)
-        self._down = torch.zeros((slots, parts, self._rank, inputs), dtype=dtype, device=device)
-        self._up = torch.zeros((slots, self._starts[-1], self._rank), dtype=dtype, device=device)
+        self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self.dtype, device=device)
+        self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self.dtype, device=device)
         #: Of each slot's parts, 0 where it has none; the last row is that of rows without an adapter.
-        self._ranks = torch.zeros((slots + 1, parts), dtype=torch.int32, device=device)
+        self._ranks = torch.zeros((shape.slots + 1, parts), dtype=torch.int32, device=device)
         tiles = [
             (part, column, end)
             for part, (start, end) in enumerate(itertools.pairwise(self._starts))
@@ -346,16 +336,14 @@ class TritonLowRank(LowRank):
 class TritonLowRankEmbedding(LowRankEmbedding):
     """Slots of equal size on the device; of ``down`` the transposed matrix."""
 
-    def __init__(
-        self, kernels: TritonKernels, rows: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kernels: TritonKernels, shape: LowRankShape) -> None:
         """See ``Kernels.make_low_rank_embedding``."""
-        super().__init__(rows, outputs, slots, max_rank, dtype)
+        super().__init__(shape)
         self._kernels = kernels
-        self._rank, self._block = _rank_blocks(max_rank)
-        self._down = torch.zeros((slots, rows, self._rank), dtype=dtype, device=kernels.device)
-        self._up = torch.zeros((slots, outputs, self._rank), dtype=dtype, device=kernels.device)
-        self._ranks = torch.zeros(slots, dtype=torch.int32, device=kernels.device)
+        self._rank, self._block = _rank_blocks(self.max_rank)
+        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self.dtype, device=kernels.device)
+        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self.dtype, device=kernels.device)
+        self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=kernels.device)
 
     def pack(self, part: LowRankPart) -> TritonAdapter:
         """Pads the rank to the block that tiles take."""

@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Container
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def unreadable(path: Path, error: OSError) -> AdapterError:
     return AdapterError(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _header(file: BinaryIO, path: Path) -> tuple[bytes, list[Entry]]:
+def _header(file: FileIO, path: Path) -> tuple[bytes, list[Entry]]:
     """The bytes before the data, and what they say."""
     head = _exactly(file, 8, path)
     length = int.from_bytes(head, "little")
@@ -147,7 +148,7 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
     return Entry(name, _DTYPES[value["dtype"]], shape, start, stop)
 
 
-def _read_tensor(file: BinaryIO, entry: Entry, digest: Digest, path: Path) -> Tensor:
+def _read_tensor(file: FileIO, entry: Entry, digest: Digest, path: Path) -> Tensor:
     data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
     view = memoryview(cast(Any, data.numpy()))
     for start in range(0, len(view), _PIECE):
@@ -157,7 +158,7 @@ def _read_tensor(file: BinaryIO, entry: Entry, digest: Digest, path: Path) -> Te
     return data.view(entry.dtype).view(entry.shape).float()
 
 
-def _skip(file: BinaryIO, count: int, digest: Digest, path: Path) -> None:
+def _skip(file: FileIO, count: int, digest: Digest, path: Path) -> None:
     piece = memoryview(bytearray(min(count, _PIECE)))
     while count:
         part = piece[:count]
@@ -166,20 +167,20 @@ def _skip(file: BinaryIO, count: int, digest: Digest, path: Path) -> None:
         count -= len(part)
 
 
-def _digest_rest(file: BinaryIO, digest: Digest) -> None:
+def _digest_rest(file: FileIO, digest: Digest) -> None:
     while piece := file.read(_PIECE):
         digest.update(piece)
 
 
-def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def _exactly(file: FileIO, count: int, path: Path) -> bytes:
     data = bytearray(min(count, _MAX_HEADER_BYTES))
     _fill(file, memoryview(data), path)
     return bytes(data)
 
 
-def _fill(file: BinaryIO, target: memoryview, path: Path) -> None:
+def _fill(file: FileIO, target: memoryview, path: Path) -> None:
     while target:
-        count = file.readinto(target)  # type: ignore[attr-defined]
+        count = file.readinto(target)
         if not count:
             raise AdapterError(f"{path} is truncated or no safetensors file")
         target = target[count:]

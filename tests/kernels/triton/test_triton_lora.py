@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from octavo.kernels.lora import LowRank
+from octavo.kernels.lora import LowRank, LowRankShape
 from octavo.kernels.triton import lora
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.lora import RowTiles
@@ -28,7 +28,7 @@ def adapters_of(inputs: int) -> list[Adapter]:
 
 
 def filled(kernels: TritonKernels, inputs: int, dtype: torch.dtype) -> LowRank:
-    low_rank = kernels.make_low_rank(inputs, OUTPUTS, len(RANKS) + 1, 40, dtype)
+    low_rank = kernels.make_low_rank(LowRankShape(inputs, tuple(OUTPUTS), len(RANKS) + 1, 40, dtype))
     for slot, adapter in enumerate(adapters_of(inputs)):
         low_rank.place(slot, low_rank.pack(make_adapter(inputs, OUTPUTS, (40, 40, 40), 9)))  # another one before
         low_rank.place(slot, low_rank.pack(adapter))
@@ -84,7 +84,7 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch)
 
 def test_embeddings() -> None:
     kernels = TritonKernels(DEVICE)
-    low_rank = kernels.make_low_rank_embedding(20, 70, 3, 40, torch.float32)
+    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (70,), 3, 40, torch.float32))
     parts = [make_adapter(20, [70], [rank], rank)[0] for rank in (1, 40)]
     for slot, part in enumerate(parts):
         assert part is not None
