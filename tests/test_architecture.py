@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "octavo"
 ORDER = (
     "core",
     "workloads",
+    "grammar",
     "kernels",
     "layers",
     "models",
@@ -35,7 +36,8 @@ ORDER = (
 #: Rooms that may import less than what lies below them.
 ONLY = {
     "workloads": {"core"},
-    "sampling": {"core", "kernels"},
+    "grammar": {"core"},
+    "sampling": {"core", "grammar", "kernels"},
     "memory": {"core"},
     "speculation": {"core"},
     "scheduler": {"core", "memory", "speculation"},
@@ -47,6 +49,7 @@ ONLY = {
 WITHOUT_TORCH = {
     "core",
     "workloads",
+    "grammar",
     "memory",
     "speculation",
     "scheduler",

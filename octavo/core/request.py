@@ -10,6 +10,7 @@ import msgspec
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.structured_outputs import Grammar
 from octavo.core.untracked import untracked
 
 _MASK64 = (1 << 64) - 1
@@ -80,6 +81,8 @@ class Generate(Task):
     bad_words_ids: list[list[int]] = []
     #: End-of-sequence tokens that do not end it (``ignore_eos``); forbidden before ``min_tokens`` like the others.
     ignored_eos_ids: list[int] = []
+    #: Of ``params.structured_outputs``.
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):
