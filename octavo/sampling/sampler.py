@@ -97,6 +97,10 @@ class Sampler:
         """
         return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
 
+    def takes_most_likely(self, rows: NDArray[np.int64]) -> bool:
+        """Whether ``start`` would choose the most likely token of each of these rows, and do nothing else."""
+        return self._special.isdisjoint(rows.tolist())
+
     def start(
         self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
     ) -> PendingSamplerOutput:
