@@ -36,6 +36,7 @@ from octavo.runner import memory
 from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
+from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingTokens, QueuedStep
@@ -90,7 +91,8 @@ class ModelRunner:
         )
         if ranks.group is not None:
             kernels.join(ranks.group)
-        kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
+        self._num_threads = share.num_threads(options.num_threads)
+        kernels.set_threads(self._num_threads, options.pin_threads)
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
@@ -116,6 +118,7 @@ class ModelRunner:
             kernels.block_bytes(spec, options.block_size)
         memory.check_weights_fit(config, context, self._device.free_memory())
         self._folder, self._context = folder, context
+        self._grammars = GrammarStore(options, config, folder, samples=layout.is_last_stage)
         #: Seconds of each part of the start.
         self._startup_seconds: dict[str, float] = {}
         with self._timed("reading and packing weights"):
@@ -208,7 +211,8 @@ class ModelRunner:
 
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
-        return Sampler(vocab_size, tokens, self._kernels.make_sampling_backend(vocab_size))
+        backend = self._kernels.make_sampling_backend(vocab_size)
+        return Sampler(vocab_size, tokens, backend, self._num_threads)
 
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
@@ -275,6 +279,9 @@ class ModelRunner:
         self._sampler = self._make_sampler(self._batch.tokens)
         self._prompts = PromptResults(self._batch, self._sampler, self._kernels, self.config.vocab_size)
         self._in_flight: deque[QueuedStep] = deque()
+        #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
+        ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device.type)
+        self._jumps = options.jump_forward and not ahead
         #: Weights of a GPU that are in host memory.
         self._weights_asleep: SleepState | None = None
 
@@ -371,6 +378,7 @@ class ModelRunner:
             self._forget(plan.forget)
             if self._adapters is not None:
                 self._adapters.apply(plan, result)
+            self._grammars.apply(plan, result)
             self._change_rows(plan)
             inputs = self._batch.build(plan) if plan.seq_ids else None
             step = QueuedStep(result, self._batch, self._in_flight)
@@ -425,7 +433,8 @@ class ModelRunner:
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            self._sampler.add(row, sequence)
+            grammar = sequence.task.grammar if isinstance(sequence.task, Generate) else None
+            self._sampler.add(row, sequence, self._grammars.get(grammar) if grammar is not None else None)
             if self._prompt_adapters is not None:
                 self._prompt_adapters.add(sequence, row, self._batch.tokens)
             self._prompts.add(sequence)
@@ -471,6 +480,13 @@ class ModelRunner:
                 earlier.receive()
         sample = self._sampler.start(logits, sampled, positions)
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
+        if self._jumps and self._sampler.may_force(rows):
+            step.find_forced = self._find_forced
+
+    def _find_forced(self, seq_ids: list[int]) -> dict[int, list[int]]:
+        """Tokens that grammars force after the known ones of these sequences, as far as there are any."""
+        rows = {seq_id: row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None}
+        return {seq_id: tokens for seq_id, row in rows.items() if (tokens := self._sampler.forced_tokens(row))}
 
 
 def _refuse_while_sleeping(batch: ForwardBatch) -> ForwardOutput:
