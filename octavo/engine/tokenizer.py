@@ -86,6 +86,7 @@ class Tokenizer:
         _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         #: Number of ids that stand for a token; a model may have more embeddings.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
         self.decoder_kind = _decoder_kind(backend)
