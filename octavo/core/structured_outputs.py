@@ -48,8 +48,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     begin_after: list[int] = []
 
     def __post_init__(self) -> None:
-        if hasattr(self.json, "model_json_schema"):
-            self.json = self.json.model_json_schema()
+        make_schema = getattr(self.json, "model_json_schema", None)
+        if make_schema is not None:
+            self.json = make_schema()
         self.validate()
 
     @property

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.protocol_base import RequestModel
 from octavo.server.service import Service
 
 #: Accepted with any value: the answer is the same.
