@@ -143,8 +143,7 @@ class StepResult(msgspec.Struct):
     token_ids: list[int] = []
     #: How many of ``token_ids`` each sequence has; empty: one each.
     num_tokens: list[int] = []
-    #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it cannot. Such
-    #: sequences should have none any more.
+    #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it could not.
     num_drafts: dict[int, int] = {}
     draft_error: str | None = None
     #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled.

@@ -141,9 +141,10 @@ class SpeculativeOptions(OptionPart):
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse)] = Field(
         None,
         description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
-        "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; draft_model: "
-        "what a smaller model of the same vocabulary says), model (of draft_model: as the option model; alone it means "
-        "draft_model), quantization and revision (of that model, as the options of these names), num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
+        "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
+        "draft_model: what a smaller model of the same vocabulary says), model (of draft_model: as the option model; "
+        "alone it means draft_model), quantization and revision (of that model, as the options of these names), "
+        "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
         "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
         "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "
         "change. Default: none.",

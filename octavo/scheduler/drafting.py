@@ -60,7 +60,7 @@ class Drafting:
         groups: dict[int, SequenceGroup] = {}
         num_drafts = 0
         if step.drafted:
-            counts = dict(zip(result.seq_ids, result.num_tokens or itertools.repeat(1)))
+            counts = dict(zip(result.seq_ids, result.num_tokens or itertools.repeat(1), strict=False))
             for seq, tokens in step.drafted:
                 drafted = len(tokens) if tokens[0] != BY_WORKER else result.num_drafts.get(seq.seq_id, 0)
                 num_drafts += drafted

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from octavo.core.speculative_options import SpeculativeConfig
 
-
 #: In place of a draft token: the workers propose one.
 BY_WORKER = -1
 
@@ -39,7 +38,8 @@ class Drafter(ABC):
     def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
         """At most ``num_tokens`` (1 or more) ids of the vocabulary that may follow ``sequence.token_ids``.
 
-        Or ``BY_WORKER`` as often as the workers are to propose a token. Which ones of the last call were accepted, ``token_ids`` shows. Preemption changes nothing for a drafter.
+        Or ``BY_WORKER`` as often as the workers are to propose a token. Which ones of the last call were accepted,
+        ``token_ids`` shows. Preemption changes nothing for a drafter.
         """
 
     def backlog(self, sequence: DraftedSequence) -> int:
