@@ -241,18 +241,36 @@ class ChoiceLogprobs(ResponseModel):
     refusal: None
 
 
+class FunctionCall(ResponseModel):
+    """A call of a function."""
+
+    name: str
+    arguments: str = Field(description="JSON text, as the model wrote it.")
+
+
+class ToolCall(ResponseModel):
+    """A tool that the model calls."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(ResponseModel):
     """The assistant's message."""
 
-    content: str
+    content: str | None
     refusal: None
     role: Literal["assistant"]
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = Field(None, description="What the model thought before it answered.")
+    reasoning: str | None = Field(None, description="The same under its other name.")
 
 
 class ChatChoice(ResponseModel):
     """One choice of a chat completion."""
 
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     index: int
     logprobs: ChoiceLogprobs | None
     message: Message
@@ -272,18 +290,37 @@ class ChatCompletion(ResponseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class FunctionCallDelta(ResponseModel):
+    """An increment of a call: its name at first, then pieces of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(ResponseModel):
+    """An increment of one of the calls; the first of each has its id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
+
+
 class Delta(ResponseModel):
     """An increment of a message."""
 
     content: str | None = None
     role: Literal["assistant"] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChunkChoice(ResponseModel):
     """An increment of a choice."""
 
     delta: Delta
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     index: int
     logprobs: ChoiceLogprobs | None
     stop_reason: StopReason = None
