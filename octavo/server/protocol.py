@@ -81,6 +81,9 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: Int | None = Field(None, description="Logprobs of so many likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Put the prompt before its completion.")
+    suffix: str | None = Field(
+        None, description="The text after a gap that the completion fills; for models with tokens for this."
+    )
     add_special_tokens: bool | None = Field(None, description="Put the model's own tokens around a text (true).")
 
 
