@@ -98,6 +98,9 @@ class StepPlan(msgspec.Struct):
     #: that is not the token that the worker samples at its position. Blocks of the table behind those of computed
     #: tokens may belong to other sequences from the next plan on; the table's changes then begin before them.
     drafts: dict[int, list[int]] = {}
+    #: By sequence id: most draft tokens that the worker itself proposes, at the beginning of the step and in place of
+    #: ``drafts``. ``num_tokens`` counts them, and there are slots for them.
+    num_drafts: dict[int, int] = {}
 
     @property
     def total_tokens(self) -> int:
@@ -140,6 +143,12 @@ class StepResult(msgspec.Struct):
     token_ids: list[int] = []
     #: How many of ``token_ids`` each sequence has; empty: one each.
     num_tokens: list[int] = []
+    #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it could not.
+    num_drafts: dict[int, int] = {}
+    draft_error: str | None = None
+    #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled.
+    draft_seconds: float = 0.0
+    draft_catch_up_seconds: float = 0.0
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
     #: Keys of adapters that are in host memory since the last result.
