@@ -108,6 +108,9 @@ class StepPlan(msgspec.Struct):
     #: that is not the token that the worker samples at its position. Blocks of the table behind those of computed
     #: tokens may belong to other sequences from the next plan on; the table's changes then begin before them.
     drafts: dict[int, list[int]] = {}
+    #: By sequence id: most draft tokens that the worker itself proposes, at the beginning of the step and in place of
+    #: ``drafts``. ``num_tokens`` counts them, and there are slots for them.
+    num_drafts: dict[int, int] = {}
 
     @property
     def total_tokens(self) -> int:
@@ -153,6 +156,12 @@ class StepResult(msgspec.Struct):
     #: By sequence id: tokens that must follow the sampled ones, as the sequence's grammar allows no other. They are
     #: neither computed nor appended by the worker: they come back with the plan that computes them.
     forced_tokens: dict[int, list[int]] = {}
+    #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it could not.
+    num_drafts: dict[int, int] = {}
+    draft_error: str | None = None
+    #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled.
+    draft_seconds: float = 0.0
+    draft_catch_up_seconds: float = 0.0
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
     #: Keys of adapters that are in host memory since the last result.

@@ -30,7 +30,7 @@ class Sampler:
 
         ``num_threads``: those that compute the masks of grammars.
         """
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
         rows = tokens.num_rows
@@ -55,7 +55,7 @@ class Sampler:
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
-            self._num_logprobs[row] = min(task.num_candidates, self._vocab_size)
+            self._num_logprobs[row] = min(task.num_candidates, self.vocab_size)
             self._special.add(row)
         elif isinstance(task, Generate):
             self._add(row, sequence, task, grammar)
@@ -65,12 +65,12 @@ class Sampler:
         random = not params.greedy and params.top_k != 1
         if random:
             self._seeds[row] = task.seed & 0xFFFFFFFFFFFFFFFF
-            self._filters[row] = astuple(Filters.of(params, self._vocab_size))
+            self._filters[row] = astuple(Filters.of(params, self.vocab_size))
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
         num_prompt = sequence.num_prompt_tokens
         mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
-        self._set_processors(row, LogitsProcessors(task, sequence.token_ids, num_prompt, self._vocab_size, mask))
+        self._set_processors(row, LogitsProcessors(task, sequence.token_ids, num_prompt, self.vocab_size, mask))
         # Logprobs are those of logits, which forced tokens have not; sequences of one request sample together.
         alone = params.logprobs is None and params.num_sequences == 1
         if mask is not None and alone and self._processors[row].may_force:
@@ -169,6 +169,34 @@ class Sampler:
         found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts)
         return PendingSamplerOutput(tokens, failed, found)
 
+    def draft(
+        self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64], *, edited: bool = True
+    ) -> NDArray[np.int64]:
+        """Tokens that ``start`` would choose if these were the model's logits: with the rows' own noise.
+
+        As the noise of a position is the same for both, a smaller model's token is the model's more often than one that
+        is drawn independently. Waits for the device.
+
+        Args:
+            logits: [n, vocab_size], of another network; may be changed in place.
+            rows: [n], the row of each. The table must hold the ids of all tokens before each position.
+            positions: [n], position of each token in its sequence.
+            edited: whether what requests change in their logits is done to these, too; else there may be fewer than
+                ``vocab_size``.
+
+        Returns:
+            [n] token ids; negative where none can be chosen.
+        """
+        backend = self._backend
+        logits = backend.prepare(logits)
+        row_list = rows.tolist()
+        if self._special.isdisjoint(row_list):
+            return backend.choose_most_likely(logits).cpu().numpy()
+        processed = [i for i, row in enumerate(row_list) if row in self._processors] if edited else []
+        mask = self._process(logits, row_list, positions.tolist(), processed)[1] if processed else None
+        keys = noise.keys(self._seeds[rows], positions)
+        return backend.choose(logits, self._filters[rows], keys, mask).cpu().numpy()
+
     def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
         """Logprobs of given tokens.
 
@@ -247,7 +275,7 @@ class Sampler:
         if not masks:
             return None
         if len(self._masks) < num_rows:
-            self._masks = np.empty((num_rows, mask_words(self._vocab_size)), np.uint32)
+            self._masks = np.empty((num_rows, mask_words(self.vocab_size)), np.uint32)
         stacked = self._masks[:num_rows]
         if len(masks) < num_rows:
             stacked.fill(0xFFFFFFFF)

@@ -13,6 +13,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import Demand
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
+from octavo.speculation.drafter import BY_WORKER
 
 #: Tokens to compute of some sequences of one group.
 Chunks = list[tuple[Sequence, int]]
@@ -188,7 +189,10 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     for seq, drafts in step.drafted:
         plan.seq_ids.append(seq.seq_id)
         plan.num_tokens.append(1 + len(drafts))
-        plan.drafts[seq.seq_id] = drafts
+        if drafts[0] == BY_WORKER:
+            plan.num_drafts[seq.seq_id] = len(drafts)
+        else:
+            plan.drafts[seq.seq_id] = drafts
     for chunks in (step.extended, step.prefills):
         if chunks:
             plan.seq_ids += [s.seq_id for s, _ in chunks]
