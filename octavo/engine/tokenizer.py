@@ -11,6 +11,7 @@ import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
 from octavo.loader.tokenizer_parts import read_object, token_text
@@ -86,9 +87,11 @@ class Tokenizer:
         _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         #: Number of ids that stand for a token; a model may have more embeddings.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
         self.decoder_kind = _decoder_kind(backend)
+        self.fill_in_middle = find_fill_in_middle(backend, config)
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes | None] = {}
         self._anchor = self._find_anchor()
@@ -218,6 +221,30 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def encode_gap(self, prefix: str, suffix: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt whose continuation stands between two texts.
+
+        Args:
+            prefix: the text before the gap.
+            suffix: the text after it.
+            add_special_tokens: begins with the beginning token, if texts of this model do.
+
+        Raises:
+            InvalidRequestError: the model was not trained for this, or as for ``encode``.
+        """
+        if self.fill_in_middle is None:
+            raise no_fill_in_middle()
+        ids = self.fill_in_middle.arrange(self.encode(prefix, False), self._encode_within(suffix))
+        start = self.encode("", add_special_tokens)[:1]
+        return start + ids if start == [self.bos_token_id] else ids
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Token ids without the space that SentencePiece puts before a text."""
+        line_break = self.encode("\n", add_special_tokens=False)
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        within = self.decoder_kind != "byte_level" and ids[: len(line_break)] == line_break
+        return ids[len(line_break) :] if within else self.encode(text, add_special_tokens=False)
 
     def bad_word_ids(self, word: str) -> list[list[int]]:
         """The token sequences a word is written with: at the start of a text, after a space, within a line.

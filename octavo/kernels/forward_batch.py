@@ -135,10 +135,16 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor
     #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Tensor | None = None
+    #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
+    features: Tensor | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first ``tokens`` rows of ``hidden`` and the first ``sampled`` rows of ``logits``."""
-        return ForwardOutput(self.hidden[:tokens], None if self.logits is None else self.logits[:sampled])
+        """The first ``tokens`` rows of ``hidden`` and ``features`` and the first ``sampled`` rows of ``logits``."""
+        return ForwardOutput(
+            self.hidden[:tokens],
+            None if self.logits is None else self.logits[:sampled],
+            None if self.features is None else self.features[:tokens],
+        )
 
 
 #: A network as it is captured: embedding, layers, norm and head.

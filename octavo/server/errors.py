@@ -108,7 +108,19 @@ def _param(message: str) -> str | None:
     return name if "_" in name or name in _PLAIN_NAMES else None
 
 
-_PLAIN_NAMES = ("n", "messages", "priority", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
+_PLAIN_NAMES = (
+    "n",
+    "messages",
+    "priority",
+    "prompt",
+    "seed",
+    "stop",
+    "suffix",
+    "temperature",
+    "tokens",
+    "logprobs",
+    "tools",
+)
 
 
 def _http_error(error: HTTPException) -> ApiError:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.protocol_base import RequestModel
 from octavo.server.service import Service
 
 #: Accepted with any value: the answer is the same.
@@ -60,7 +61,7 @@ UNSUPPORTED = {
     "verbosity": Unsupported("ask for it in the messages", ("medium",)),
     "web_search_options": Unsupported("the model does not search"),
     "service_tier": Unsupported("there is one tier", ("auto", "default")),
-    "suffix": Unsupported("the model continues texts, it does not fill gaps", ("",)),
+    "suffix": Unsupported("gaps are filled by /v1/completions", ("",)),
     "top_logprobs": Unsupported("on this route logprobs is their number"),
     "max_completion_tokens": Unsupported("on this route its name is max_tokens"),
     # vLLM, SGLang and llama.cpp: formats of the output

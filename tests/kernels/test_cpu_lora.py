@@ -201,7 +201,7 @@ class Network:
 
 
 def run(forward: Callable[[ForwardBatch], ForwardOutput], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    hidden, logits = forward(batch)
+    hidden, logits, _ = forward(batch)
     assert logits is not None
     return hidden.clone(), logits.clone()
 
