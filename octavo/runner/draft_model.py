@@ -164,7 +164,7 @@ class DraftModel(WorkerDrafter):
         rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
         known = table.num_tokens[rows]
         # The last draft is not computed, so it may be one past the context.
-        wanted = np.minimum(wanted, np.minimum(self.config.max_position + 1 - known, self._drafts.shape[1]))
+        wanted = np.minimum(wanted, self.config.max_position + 1 - known)
         rows, wanted, known = (values[wanted > 0] for values in (rows, wanted, known))
         starts = self._computed(rows, known)
         order = np.argsort(known - starts, kind="stable")
