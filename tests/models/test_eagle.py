@@ -57,7 +57,7 @@ class Runner:
         return ForwardOutput(hidden, self.network.logits(hidden), reader.features if reader else None)
 
     def _run_head(self, batch: ForwardBatch) -> ForwardOutput:
-        hidden = self.head.forward(self._features[: len(batch.token_ids)], batch, self._head_caches)
+        hidden = self.head.forward_layers(self._features[: len(batch.token_ids)], batch, self._head_caches)
         return ForwardOutput(hidden, self.head.logits(hidden))
 
     def _batch(self, start: int, tokens: list[int]) -> ForwardBatch:
@@ -163,8 +163,8 @@ def _with(head: Head, **tensors: Tensor) -> Head:
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(39).long()), WeightError, ["'d2t'"]),
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(40)), WeightError, ["'d2t'", "F32"]),
         ("eagle3", lambda: eagle3(hidden_size=32, target_hidden_size=48, head_dim=16), WeightError, ["embed_tokens"]),
-        ("eagle", lambda: eagle1(hidden_size=64), ConfigError, ["hidden_size is 64", "48"]),
-        ("eagle3", lambda: eagle3(target_hidden_size=64), ConfigError, ["target_hidden_size is 64", "48"]),
+        ("eagle", lambda: eagle1(hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
+        ("eagle3", lambda: eagle3(target_hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
         ("eagle", lambda: eagle1(vocab_size=102), ConfigError, ["vocab_size is 102", "101"]),
         ("eagle3", lambda: eagle3(draft_vocab_size=200), ConfigError, ["draft_vocab_size", "200"]),
         ("eagle3", lambda: eagle3(eagle_aux_hidden_state_layer_ids=[2, 3, 8]), ConfigError, ["0 to 7", "[2, 3, 8]"]),
