@@ -13,7 +13,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
@@ -46,6 +45,7 @@ from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
+from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -115,6 +115,7 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            screen_head=options.screen_lm_head,
             max_loras=options.max_loras if options.enable_lora else 0,
             max_lora_rank=options.max_lora_rank,
             virtual_tokens=options.num_virtual_tokens,
@@ -295,7 +296,7 @@ class ModelRunner:
         hidden = self.model.forward_layers(residual, batch, caches)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        return ForwardOutput(hidden, self.model.logits(kernels.take_sampled(hidden, batch)))
+        return ForwardOutput(hidden, *self.model.logits_or_tokens(kernels.take_sampled(hidden, batch)))
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -463,6 +464,8 @@ class ModelRunner:
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
             self._prompt_adapters.write_prefixes(self._kernels, self._split_layers(self._cache.device)[0])
+        if self.options.screen_lm_head:
+            batch.only_most_likely = self._wants_most_likely(inputs)
         output = self._forward(batch)
         if self._drafter is not None:
             self._drafter.after_forward(inputs, batch, output)
@@ -472,7 +475,7 @@ class ModelRunner:
             return
         self._prompts.compute(self.model, inputs, batch, output.hidden, step)
         if len(inputs.sampling):
-            self._sample(inputs, output.logits, step)
+            self._sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
         step.timer = stop_timer()
@@ -531,8 +534,16 @@ class ModelRunner:
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
 
-    def _sample(self, inputs: StepInputs, logits: Tensor, step: QueuedStep) -> None:
+    def _wants_most_likely(self, inputs: StepInputs) -> bool:
+        """Whether every sequence that samples wants the most likely token and nothing else."""
+        rows = inputs.rows[inputs.sampling]
+        if inputs.forked is not None:
+            rows = np.concatenate([rows, inputs.forked.rows])
+        return self._sampler.takes_most_likely(rows)
+
+    def _sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
         """Samples for the sequences whose last known token is computed, and for those just forked from them."""
+        assert output.logits is not None
         chosen, forked = inputs.sampling, inputs.forked
         rows, seq_ids = inputs.rows, inputs.seq_ids
         if len(chosen) != len(rows):
@@ -548,7 +559,10 @@ class ModelRunner:
         if self._in_flight and self._sampler.needs_tokens(rows):
             for earlier in self._in_flight:
                 earlier.receive()
-        sample = self._sampler.start(logits, sampled, positions)
+        if output.most_likely is None:
+            sample = self._sampler.start(output.logits, sampled, positions)
+        else:
+            sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
         if self._jumps and self._sampler.may_force(rows):
             step.find_forced = self._find_forced
