@@ -85,6 +85,16 @@ class EngineConfig(
             )
         return self
 
+    @model_validator(mode="after")
+    def _drafters_see_all_layers(self) -> Self:
+        drafts = self.speculative_config
+        if drafts is not None and drafts.drafts_on_workers and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config: method {drafts.method!r} is not supported with pipeline_parallel_size "
+                f"({self.pipeline_parallel_size}) above 1; use tensor_parallel_size, or method 'ngram' or 'suffix'"
+            )
+        return self
+
     def with_token_budget(self, device: str, context_length: int) -> Self:
         """These options with ``max_num_batched_tokens`` resolved for a model of so many tokens on this device.
 

@@ -20,6 +20,9 @@ def _numbers(value: Any) -> Any:
 #: A list of positive integers; in flags and variables with commas between.
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
+#: How matrices are quantised as they are loaded.
+Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"]
+
 
 def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
@@ -43,7 +46,7 @@ class ModelOptions(OptionPart):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"] = Field(
+    quantization: Quantization = Field(
         "auto",
         description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
         "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "

@@ -140,13 +140,16 @@ class ForwardOutput(NamedTuple):
     #: int64 [N]: what ``SamplingBackend.choose_most_likely`` would give; ``logits`` are then undefined. None without a
     #: screened head, and in steps that want more than ``only_most_likely``.
     most_likely: Tensor | None = None
+    #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
+    features: Tensor | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first ``tokens`` rows of ``hidden`` and the first ``sampled`` rows of the others."""
+        """The first ``tokens`` rows of what each token has, and the first ``sampled`` rows of the others."""
         return ForwardOutput(
             self.hidden[:tokens],
             None if self.logits is None else self.logits[:sampled],
             None if self.most_likely is None else self.most_likely[:sampled],
+            None if self.features is None else self.features[:tokens],
         )
 
 

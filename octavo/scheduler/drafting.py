@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from octavo.core.engine_outputs import DraftStats
 from octavo.core.plan import StepResult
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
+from octavo.speculation.drafter import BY_WORKER
 from octavo.speculation.speculator import Speculator
 
 
@@ -33,7 +36,9 @@ class Drafting:
         for seq in step.decodes:
             # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
             most = min(left, seq.max_length - 2 - seq.num_computed)
-            tokens = propose(seq, most) if most > 0 and seq.group.drafts else []
+            # Behind the last known token: forced ones may come before it that are still to be computed.
+            may = most > 0 and seq.group.drafts and seq.num_computed + 1 == len(seq.token_ids)
+            tokens = propose(seq, most) if may else []
             if tokens and self._add_slots(seq, len(tokens), step):
                 step.drafted.append((seq, tokens))
                 left -= len(tokens)
@@ -55,19 +60,25 @@ class Drafting:
     def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
         """Tells the drafter of a step's result; the totals of each group that had drafts."""
         groups: dict[int, SequenceGroup] = {}
+        num_drafts = 0
         if step.drafted:
-            counts = dict(zip(result.seq_ids, result.num_tokens, strict=True))
+            counts = dict(zip(result.seq_ids, result.num_tokens or itertools.repeat(1), strict=False))
             for seq, tokens in step.drafted:
+                drafted = len(tokens) if tokens[0] != BY_WORKER else result.num_drafts.get(seq.seq_id, 0)
+                num_drafts += drafted
                 if seq.seq_id in self._queues.sequences:
                     group, accepted = seq.group, counts[seq.seq_id] - 1
-                    group.num_draft_tokens += len(tokens)
+                    if not drafted:
+                        if result.draft_error is not None:
+                            self._speculator.fail(seq, result.draft_error)
+                        continue
+                    group.num_draft_tokens += drafted
                     group.num_accepted_tokens += accepted
                     self._stats.decode_tokens += accepted
                     groups[group.group_id] = group
-                    self._speculator.observe(seq, len(tokens), accepted)
+                    self._speculator.observe(seq, drafted, accepted)
         num_seqs = len(step.decodes) + len(step.drafted)
         if num_seqs and not step.prefills:
-            num_drafts = sum(len(tokens) for _, tokens in step.drafted)
-            seconds = result.seconds - result.swap_seconds
+            seconds = result.seconds - result.swap_seconds - result.draft_seconds
             self._speculator.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
         return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]

@@ -12,10 +12,9 @@ from octavo import __version__
 from octavo.server import adapters, admin, chat, completions, operation, tokenization
 from octavo.server.errors import handle_errors
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
-from octavo.server.protocol import (
+from octavo.server.protocol import ChatCompletion, Completion
+from octavo.server.protocol_admin import (
     AdapterStatus,
-    ChatCompletion,
-    Completion,
     Detokenized,
     Error,
     Health,

@@ -103,12 +103,27 @@ def handle_errors(app: FastAPI) -> None:
 
 def _param(message: str) -> str | None:
     """Messages about a parameter begin with its name."""
-    found = re.match(r"([a-z_]+)(\[[^\]]*\])*(:? |$)", message)
+    found = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
     name = found.group(1) if found else ""
     return name if "_" in name or name in _PLAIN_NAMES else None
 
 
-_PLAIN_NAMES = ("n", "messages", "priority", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
+_PLAIN_NAMES = (
+    "n",
+    "messages",
+    "priority",
+    "prompt",
+    "seed",
+    "stop",
+    "suffix",
+    "temperature",
+    "regex",
+    "grammar",
+    "ebnf",
+    "tokens",
+    "logprobs",
+    "tools",
+)
 
 
 def _http_error(error: HTTPException) -> ApiError:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
 from octavo.server.errors import as_api_error
 from octavo.server.logging import log_fields
-from octavo.server.protocol import ResponseModel
+from octavo.server.protocol_base import ResponseModel
 
 DONE = b"data: [DONE]\n\n"
 #: Seconds that sending an error at the end of a stream may take.

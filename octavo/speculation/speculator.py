@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 
+from octavo.core.errors import WorkerError
 from octavo.core.speculative_options import SpeculativeConfig
 from octavo.core.stats import SpeculationStats
 from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
@@ -46,6 +47,10 @@ class Speculator:
         self._lengths.observe(sequence.seq_id, drafted, accepted)
         self._draft_tokens += drafted
         self._drafts[accepted] += 1
+
+    def fail(self, sequence: DraftedSequence, message: str) -> None:
+        """The workers could not propose tokens for the sequence."""
+        self._fail(sequence, WorkerError(message))
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
