@@ -147,28 +147,39 @@ _ROUTES: dict[type[RequestModel], str] = {
 }
 
 
-def refuse_unsupported(body: RequestModel) -> None:
-    """Refuses fields that are known and would change the answer.
+def refuse_unsupported(body: RequestModel, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
+    """Refuses fields that are known and would change the answer: those of the route's ``table``.
 
     Raises:
         ApiError: 400, naming the field, what is wrong with it, and the values that are accepted.
     """
     for name, value in _extra(body).items():
-        known = UNSUPPORTED.get(name)
+        known = table.get(name)
         if known is not None and value not in known.accepted:
             values = " or ".join(repr(accepted) for accepted in known.accepted if accepted not in ("", [], {}))
             besides = f", except {values}" if values else ""
             raise unsupported(name, f"{name} is not supported{besides}: {known.reason}")
 
 
-def refuse_unknown(service: Service, body: RequestModel) -> None:
+def refuse_unknown(
+    service: Service,
+    body: RequestModel,
+    harmless: frozenset[str] = HARMLESS,
+    table: Mapping[str, Unsupported] = UNSUPPORTED,
+) -> None:
     """Refuses fields that are unknown here, as OpenAI's API does; with ``unknown_fields: ignore`` it logs them once.
+
+    Args:
+        service: the service.
+        body: the request.
+        harmless: accepted with any value.
+        table: known ones, see ``refuse_unsupported``.
 
     Raises:
         ApiError: 400, naming the field and the nearest one that exists.
     """
     for name in _extra(body):
-        if name in HARMLESS or name in UNSUPPORTED:
+        if name in harmless or name in table:
             continue
         if service.options.unknown_fields == "ignore":
             service.note_unknown(name)
