@@ -502,8 +502,7 @@ class ModelRunner:
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            grammar = sequence.task.grammar if isinstance(sequence.task, Generate) else None
-            self._sampler.add(row, sequence, self._grammars.get(grammar) if grammar is not None else None)
+            self._sampler.add(row, sequence, self._grammars.find(sequence.task))
             if self._drafter is not None:
                 self._drafter.add(row)
             if self._prompt_adapters is not None:

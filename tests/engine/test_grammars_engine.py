@@ -167,7 +167,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     found = answer(llm, FORMS[0] or WORDS, params)
     ids = llm.get_tokenizer().encode("a") + found.token_ids
     [whole] = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
-    expected = whole.prompt_logprobs[-len(found.token_ids) :]
+    expected: Any = (whole.prompt_logprobs or [])[-len(found.token_ids) :]
     assert [p[t].logprob for p, t in zip(found.logprobs, found.token_ids, strict=True)] == [
         p[t].logprob for p, t in zip(expected, found.token_ids, strict=True)
     ]
