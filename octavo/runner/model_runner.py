@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -98,8 +99,10 @@ class ModelRunner:
         )
         if ranks.group is not None:
             kernels.join(ranks.group)
-        self._num_threads = share.num_threads(options.num_threads)
-        kernels.set_threads(self._num_threads, options.pin_threads)
+        threads = share.num_threads(options.num_threads)
+        kernels.set_threads(threads, options.pin_threads)
+        #: Those that compute the masks of grammars.
+        self._num_threads = threads or len(os.sched_getaffinity(0))
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
@@ -502,8 +505,7 @@ class ModelRunner:
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            grammar = sequence.task.grammar if isinstance(sequence.task, Generate) else None
-            self._sampler.add(row, sequence, self._grammars.get(grammar) if grammar is not None else None)
+            self._sampler.add(row, sequence, self._grammars.find(sequence.task))
             if self._drafter is not None:
                 self._drafter.add(row)
             if self._prompt_adapters is not None:
