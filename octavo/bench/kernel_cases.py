@@ -164,7 +164,8 @@ def low_rank_cases(
             product = kernels.make_low_rank(LowRankShape(inputs, (outputs,), _ADAPTERS, _RANK, types.dtype))
             for slot in range(_ADAPTERS):
                 down, up = (
-                    _random(*shape, dtype=types.dtype, device="cpu") for shape in ((_RANK, inputs), (outputs, _RANK))
+                    _random(*shape, dtype=types.dtype, device=torch.device("cpu"))
+                    for shape in ((_RANK, inputs), (outputs, _RANK))
                 )
                 product.place(slot, product.pack([LowRankPart(down, up)]))
             products.append(product)

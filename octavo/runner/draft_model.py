@@ -67,6 +67,7 @@ class DraftSource:
             max_loras=0,
             max_lora_rank=0,
             virtual_tokens=0,
+            screen_head=False,
         )
 
 

@@ -92,10 +92,14 @@ def screened_steps(llm: LLM) -> list[bool]:
         {"max_num_batched_tokens": 17},
         {"num_gpu_blocks_override": 20, "preemption_mode": "recompute"},
         {"speculative_config": {"method": "ngram", "adaptive": False}},
+        {"speculative_config": {"method": "draft_model", "model": "", "adaptive": False}},
     ],
     ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
 def test_bit_for_bit_the_answers_of_the_whole_head(folder: Path, options: dict[str, Any]) -> None:
+    drafts = options.get("speculative_config", {})
+    if "model" in drafts:  # it drafts for itself
+        options = {"speculative_config": drafts | {"model": str(folder)}}
     plain = load(folder, **options)
     llm = load(folder, screen_lm_head=True, **options)
     steps = screened_steps(llm)
