@@ -147,7 +147,7 @@ class AdaptiveLength(FixedLength):
         limit = max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
         self._each = self._most
         if num_seqs > 1 and self._drafting.pass_seconds(num_seqs):
-            # A pass of the workers' drafter costs little more for all sequences than for one: none is to have many more.
+            # A pass of the workers' drafter costs little more for all sequences than for one: none has many more.
             self._each = max(1, min(limit // num_seqs, self._best[self._all.level].length))
         return limit
 

@@ -98,7 +98,7 @@ def with_a_draft_model(
     rng, lengths = random.Random(1), AdaptiveLength(most) if adaptive else FixedLength(most)
     computed, known = [0] * batch, [0] * batch
     seq_ids, total, plain, ended = list(range(batch)), 0.0, 0.0, 0
-    while ended < 12 * batch:
+    while ended < 24 * batch:
         left = lengths.begin_step(batch, 0)
         drafts, backlog = {}, 0
         for place, seq_id in enumerate(seq_ids):
@@ -135,9 +135,9 @@ def with_a_draft_model(
     return total / plain
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("right", [0.0, 0.4, 0.9])
-@pytest.mark.parametrize("of_model", [0.03, 0.2, 0.6])
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("of_model", [0.05, 0.5])
 @pytest.mark.parametrize(("prompt", "output"), [(100, 200), (2000, 40)])
 def test_the_time_of_a_drafter_counts(batch: int, right: float, of_model: float, prompt: int, output: int) -> None:
     found = with_a_draft_model(batch, right, of_model, prompt, output, True)
