@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
@@ -27,7 +27,10 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
         return
     assert given.model is not None
     dummy = options.load_format == "dummy"
-    draft_folder = resolve_model(given.model, dtype=options.dtype, revision=given.revision, weights=not dummy)
+    try:
+        draft_folder = resolve_model(given.model, dtype=options.dtype, revision=given.revision, weights=not dummy)
+    except ModelNotFoundError as e:
+        raise ModelNotFoundError(f"speculative_config: {e}") from None
     draft_size = read_model_config(draft_folder).vocab_size
     if draft_folder == folder:
         return
