@@ -467,7 +467,8 @@ class ModelRunner:
         else:
             self._batch.advance(inputs, inputs.sampling)
         if self._drafter is not None:
-            self._drafter.after_step(inputs, batch, output, step.sampled and step.sampled.sample.tokens)
+            sampled = None if step.sampled is None else step.sampled.sample.tokens
+            self._drafter.after_step(inputs, batch, output, sampled)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:

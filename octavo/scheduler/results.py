@@ -202,8 +202,10 @@ def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceR
         extra = result.extras.get(seq_id)
         for i in range(count):
             # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
-            whole = extra is None or count == 1 or i >= len(extra.logprobs)
-            yield seq_id, next(tokens), extra if whole else SequenceResult([extra.logprobs[i]])
+            if extra is None or count == 1 or i >= len(extra.logprobs):
+                yield seq_id, next(tokens), extra
+            else:
+                yield seq_id, next(tokens), SequenceResult([extra.logprobs[i]])
 
 
 def _failed(seq: Sequence, extra: SequenceResult) -> SequenceOutput:
