@@ -305,6 +305,7 @@ class AsyncLLM(AsyncAdmin):
             await self.ready()
         params = params if params is not None else self.inputs.default_params()
         prompt = await self._tokenize(prompt)
+        await self._compile_grammar(params)
         # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         adapter = None if lora_request is None else await self._find_adapter(lora_request)
         if request_id in self._outputs:
@@ -336,6 +337,16 @@ class AsyncLLM(AsyncAdmin):
         # Unlike ``encode``, this lets other threads run.
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**given, "prompt_token_ids": ids}
+
+    async def _compile_grammar(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Compiles the grammar of structured output in a thread, if it is new, so that ``process`` finds it."""
+        wanted = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if wanted is not None:
+            params.validate()  # fields may have been assigned
+            if self.inputs.grammars.cached(wanted) is None:
+                await asyncio.get_running_loop().run_in_executor(
+                    self.inputs.grammars.threads, self.inputs.grammar, wanted
+                )
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""

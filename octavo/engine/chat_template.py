@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -139,6 +140,17 @@ def render_chat(
         raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
     # If the template trims messages, the space after the mark is gone, and those before it are to go.
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+
+@functools.lru_cache(maxsize=32)
+def template_variables(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set itself.
+
+    Raises:
+        TokenizerError: the template is not valid.
+    """
+    _compiled(template)
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
 def _listed(name: str, value: object) -> Sequence[Any]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
+from octavo.engine.chat_template import choose_template
+from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.message_fields import check_fields_are_read, check_parts, check_variables
 from octavo.server.protocol import ChatMessage, CompletionRequest, TemplateOptions
 from octavo.server.service import Service
 
@@ -40,10 +44,36 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokeni
         raise ApiError(400, f"prompt holds {len(given)} prompts; at most {limit} can be served at once", param="prompt")
     special = body.add_special_tokens is not False
     texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if body.suffix:
+        return await _around_a_gap(service, body, texts)
     if not texts:
         return [TokenizedPrompt(None, prompt) for prompt in given]
     ids = await encode(service, texts, special)
     return [TokenizedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+
+async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokenizedPrompt]:
+    """Prompts whose completions stand between each text and the suffix.
+
+    Raises:
+        ApiError: the model does not fill gaps, a text is too long, or the body has what does not go with a suffix.
+    """
+    for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported with suffix")
+    if service.llm.tokenizer.fill_in_middle is None:
+        raise unsupported("suffix", str(no_fill_in_middle()))
+    if not texts:
+        raise unsupported("suffix", "suffix is not supported with a prompt of token ids: give it as text")
+    suffix, special = body.suffix or "", body.add_special_tokens is not False
+    gap = service.llm.tokenizer.encode_gap
+    for text in texts:
+        _check_length(service, len(text) + len(suffix))
+
+    def make() -> list[TokenizedPrompt]:
+        return [TokenizedPrompt(None, gap(text, suffix, special)) for text in texts]
+
+    return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
 
 
 async def encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -53,17 +83,21 @@ async def encode(service: Service, texts: list[str], add_special_tokens: bool) -
         ApiError: a text is too long to be served.
     """
     for text in texts:
-        if len(text) > service.max_prompt_chars:
-            raise ApiError(
-                400,
-                f"the prompt has {len(text)} characters; at most {service.max_prompt_chars} can be served",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        _check_length(service, len(text))
     tokenizer = service.llm.tokenizer
     if sum(map(len, texts)) < _SHORT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+def _check_length(service: Service, length: int) -> None:
+    if length > service.max_prompt_chars:
+        raise ApiError(
+            400,
+            f"the prompt has {length} characters; at most {service.max_prompt_chars} can be served",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
@@ -84,10 +118,10 @@ async def render_chat(service: Service, messages: Sequence[ChatMessage], body: T
     plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
+    check_parts(service, plain)
     length = sum(len(str(message.get("content"))) for message in plain)
-    apply = service.llm.tokenizer.apply_chat_template
     if length + 100 * len(plain) < _SHORT and body.chat_template is None:
-        return apply(plain, **options)
+        return _render(service, plain, options)
     if length > service.max_prompt_chars:
         raise ApiError(
             400,
@@ -95,7 +129,14 @@ async def render_chat(service: Service, messages: Sequence[ChatMessage], body: T
             param="messages",
             code="context_length_exceeded",
         )
-    return await asyncio.to_thread(apply, plain, **options)
+    return await asyncio.to_thread(_render, service, plain, options)
+
+
+def _render(service: Service, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    apply = partial(service.llm.tokenizer.apply_chat_template, **options)
+    text: str = apply(messages)
+    check_fields_are_read(service, messages, apply, text)
+    return text
 
 
 def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]:
@@ -120,6 +161,10 @@ def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.documents is not None:
         variables["documents"] = body.documents
+    if variables:
+        check_variables(
+            service, choose_template(service.llm.tokenizer.chat_templates, template, has_tools=False), variables
+        )
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from octavo.server.errors import ApiError
 from octavo.server.fields import refuse_unsupported
 from octavo.server.prompts import encode, render_chat
-from octavo.server.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.service import service_of
 
 #: Up to this many tokens are decoded in well under a millisecond, and not in a thread.
