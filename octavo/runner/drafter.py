@@ -51,8 +51,9 @@ class Drafts:
 
     #: By row: one token or more.
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    #: Seconds that went to tokens that it had not computed when they were sampled, such as a prompt.
+    #: Seconds that went to tokens that it had not computed when they were sampled, such as a prompt, and their number.
     catch_up_seconds: float = 0.0
+    catch_up_tokens: int = 0
 
 
 class WorkerDrafter(ABC):
@@ -218,4 +219,5 @@ def add_drafts(
     num_tokens = [n - missing.get(s, 0) for s, n in zip(plan.seq_ids, plan.num_tokens, strict=True)]
     result.draft_seconds = time.perf_counter() - start
     result.draft_catch_up_seconds = found.catch_up_seconds
+    result.draft_catch_up_tokens = found.catch_up_tokens
     return msgspec.structs.replace(plan, num_tokens=num_tokens, drafts={**plan.drafts, **tokens})
