@@ -36,8 +36,7 @@ from octavo.runner import memory
 from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
-from octavo.runner.draft_model import find_drafter
-from octavo.runner.drafter import WorkerDrafter, add_drafts, find_groups, make_caches
+from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter, find_groups, make_caches
 from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
@@ -82,7 +81,7 @@ class ModelRunner:
         self.device = self._device.torch_device
         # Of the whole network: kernels that serve some of its layers only are not chosen.
         kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
-        drafts = find_drafter(options)
+        drafts = find_drafter(options, config)
         if drafts is not None:
             draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
             find_groups(draft_specs, [spec.window for spec in kv_specs])
@@ -143,7 +142,7 @@ class ModelRunner:
         self._drafter: WorkerDrafter | None = None
         if drafts is not None:
             with self._timed("drafter"):
-                self._drafter = drafts.load(context, config)
+                self._drafter = drafts.load(context, self.model)
         self._prompt_adapters = None
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
@@ -296,10 +295,12 @@ class ModelRunner:
             residual = self.model.embed(batch.token_ids)
         else:
             residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
-        hidden = self.model.forward_layers(residual, batch, caches)
+        reader = None if self._drafter is None else self._drafter.make_reader()
+        hidden = self.model.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        return ForwardOutput(hidden, *self.model.logits_or_tokens(kernels.take_sampled(hidden, batch)))
+        logits, tokens = self.model.logits_or_tokens(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, tokens, None if reader is None else reader.features)
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -405,7 +406,7 @@ class ModelRunner:
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
             if self._drafter is not None:
-                self._drafter.load()
+                self._drafter.load(self.model)
             if self._adapters is not None:
                 self._adapters.attach(self.model)
         if self._weights_asleep is not None:
@@ -470,8 +471,6 @@ class ModelRunner:
         if self.options.screen_lm_head:
             batch.only_most_likely = self._wants_most_likely(inputs)
         output = self._forward(batch)
-        if self._drafter is not None:
-            self._drafter.after_forward(inputs, batch, output)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
             step.timer = stop_timer()
@@ -481,6 +480,9 @@ class ModelRunner:
             self._sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
+        if self._drafter is not None:
+            sampled = None if step.sampled is None else step.sampled.sample.tokens
+            self._drafter.after_step(inputs, batch, output, sampled)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:

@@ -134,10 +134,12 @@ def test_a_head_computes_what_the_reference_does(name: str, target: tuple[Any, P
             assert last.logits is not None
             choice = last.logits[-1:].argmax(-1)
             choice = choice if run.head.target_ids is None else run.head.target_ids[choice]
-            assert margin > 1e-2, "the test needs drafts that are no ties"
+            if margin < 1e-2:
+                break
             assert choice.tolist() == [draft]
             last = run.draft(position, [draft], last.hidden[-1:])
             position += 1
+        assert position > 16, "the test needs drafts that are no ties"
 
 
 def _without(head: Head, *names: str) -> Head:
