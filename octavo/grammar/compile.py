@@ -10,9 +10,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 from octavo.grammar.digest import MAX_BYTES, digest
-from octavo.grammar.json_schema import Schema, SchemaError, endless, locate
+from octavo.grammar.json_schema import Schema, SchemaError
 from octavo.grammar.limits import parser_limits
 from octavo.grammar.messages import readable
+from octavo.grammar.schema_search import endless, locate
 from octavo.grammar.sources import choice_source, grammar_source, json_source, read_schema, read_tags, tags_source
 
 NOTHING = "no text has this form"

@@ -1,4 +1,4 @@
-"""JSON schemas: which keywords are supported, and where in a schema an error is.
+"""JSON schemas: which keywords are supported, and what stands where.
 
 Keywords are those of drafts 7 and 2020-12 (json-schema.org). A schema is read like llguidance reads it: from its root,
 along all keywords that hold schemas and along references.
@@ -6,8 +6,7 @@ along all keywords that hold schemas and along references.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -71,8 +70,6 @@ _SINGLE = ("additionalProperties", "additionalItems", "items")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _TEXTS = frozenset({"$ref", "pattern", "format"})
-#: Seconds that are spent on finding the place of an error.
-_SEARCH_SECONDS = 0.5
 
 
 class SchemaError(InvalidRequestError):
@@ -85,7 +82,8 @@ class SchemaError(InvalidRequestError):
 def prepare(root: Schema, field: str, *, disable_additional_properties: bool = False) -> None:
     """Checks a schema as far as its own text says what is wrong, and leaves out what has no effect; in place.
 
-    ``field`` is the schema's, for messages. ``disable_additional_properties``: objects whose schema does not speak of additional properties have none.
+    ``field`` is the schema's, for messages. ``disable_additional_properties``: objects whose schema does not speak of
+    additional properties have none.
 
     Raises:
         SchemaError: a keyword is not supported, or its value is none of it.
@@ -104,8 +102,8 @@ def prepare(root: Schema, field: str, *, disable_additional_properties: bool = F
         if disable_additional_properties and ("properties" in schema or schema.get("type") == "object"):
             schema.setdefault("additionalProperties", False)
         waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
-        if (target := _target(root, path, schema)) is not None:
-            waiting.append(target)
+        if (referred := target(root, schema)) is not None:
+            waiting.append(referred)
 
 
 def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
@@ -119,81 +117,6 @@ def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
                 yield f"/{keyword}/{i}", child
         elif keyword in _SINGLE:
             yield f"/{keyword}", value
-
-
-def endless(root: Schema) -> str | None:
-    """The JSON pointer of a schema that is needed within itself, so that no value of it is complete; None: there is none.
-
-    The least set of schemas that have a complete value is built from those that need no other.
-    """
-    places: dict[int, tuple[str, Schema]] = {}
-    waiting: list[tuple[str, Any]] = [("", root)]
-    while waiting:
-        path, schema = waiting.pop()
-        if isinstance(schema, dict) and id(schema) not in places:
-            places[id(schema)] = (path, schema)
-            waiting += [(path + step, child) for step, child in subschemas(schema)]
-            if (target := _target(root, path, schema)) is not None:
-                waiting.append(target)
-    complete: set[int] = set()
-    unknown = dict(places)
-    grows = True
-    while grows:
-        found = [key for key, (path, schema) in unknown.items() if _is_complete(root, path, schema, complete)]
-        for key in found:
-            del unknown[key]
-        complete |= set(found)
-        grows = bool(found)
-    return min((path for path, _ in unknown.values()), key=len, default=None)
-
-
-def _is_complete(root: Schema, path: str, schema: Schema, complete: set[int]) -> bool:
-    """Whether a schema has a value that needs only schemas of ``complete``."""
-
-    def known(child: Any) -> bool:
-        return not isinstance(child, dict) or id(child) in complete
-
-    target = _target(root, path, schema)
-    if target is not None and not known(target[1]):
-        return False
-    if not all(map(known, schema.get("allOf", ()))):
-        return False
-    if not all(any(map(known, schema[name])) for name in ("anyOf", "oneOf") if name in schema):
-        return False
-    properties, needed = schema.get("properties", {}), schema.get("required", ())
-    if schema.get("type") == "object":
-        return all(known(properties.get(name)) for name in needed)
-    if schema.get("type") == "array" and schema.get("minItems"):
-        return all(map(known, [*schema.get("prefixItems", ())][: schema["minItems"]])) and known(schema.get("items"))
-    return True
-
-
-def locate(root: Schema, error_of: Callable[[Schema], str]) -> str:
-    """The JSON pointer of the innermost schema that has the same error as the whole.
-
-    Each schema on the way is tried alone, with the definitions of the root. ``error_of``: a schema's error, or "".
-    """
-    message = _kind(error_of(root))
-    deadline = time.process_time() + _SEARCH_SECONDS
-    shared = {name: root[name] for name in ("$schema", "$defs", "definitions") if name in root}
-    path, schema, seen = "", root, {id(root)}
-    while True:
-        children = [(path + step, child) for step, child in subschemas(schema)]
-        if (target := _target(root, path, schema)) is not None:
-            children.append(target)
-        for place, child in children:
-            if time.process_time() > deadline:
-                return path
-            if isinstance(child, dict) and id(child) not in seen and _kind(error_of({**shared, **child})) == message:
-                seen.add(id(child))
-                path, schema = place, child
-                break
-        else:
-            return path
-
-
-def _kind(error: str) -> str:
-    return error.partition("\n  while processing ")[0]
 
 
 def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> None:
@@ -230,7 +153,7 @@ def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> N
         raise SchemaError(field, f"{path}/$id", "$id beside $ref is not supported: drafts differ in what it means")
 
 
-def _target(root: Schema, path: str, schema: Schema) -> tuple[str, Any] | None:
+def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:
     """The schema that a JSON pointer in ``$ref`` points to; None: there is none."""
     ref = schema.get("$ref")
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):

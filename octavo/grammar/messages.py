@@ -19,9 +19,7 @@ def readable(message: str, *, with_place: bool) -> str:
     if (regex := _REGEX.search(text)) is not None:
         text = f"{regex[2]}, at character {len(regex[1]) - 3} of the regex"
     elif text.startswith("oneOf constraints"):
-        text = (
-            "oneOf is supported where no value can be of two of its schemas, as far as that is easily seen; use anyOf"
-        )
+        text = "a oneOf is supported if no value can be of two of its schemas, as far as that is easily seen"
     elif text.startswith("Resource "):
         text = f"the document {text.split()[1]} is not fetched; references are supported within a schema"
     elif text.startswith("panic"):
