@@ -13,14 +13,11 @@ from octavo.server.fields import Unsupported
 from octavo.server.renamed_chat import start_renamed
 from octavo.server.responses.items import Message, messages_of
 from octavo.server.responses.protocol import ResponsesRequest
+from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 
 #: Fields that a chat has too, with the same meaning.
-_SHARED = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "top_k", "min_p", "seed",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-    "min_tokens", "skip_special_tokens", "priority", "cache_salt", "chat_template_kwargs",
-)  # fmt: skip
+_SHARED = ("model", "parallel_tool_calls", "stream", "user", "stop", *SamplingFields.model_fields)
 #: Fields of a chat by their names here; errors about a chat are told under these.
 _RENAMED = {
     "messages": "input",
