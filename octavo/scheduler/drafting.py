@@ -36,7 +36,9 @@ class Drafting:
         for seq in step.decodes:
             # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
             most = min(left, seq.max_length - 2 - seq.num_computed)
-            tokens = propose(seq, most) if most > 0 and seq.group.drafts else []
+            # Behind the last known token: forced ones may come before it that are still to be computed.
+            may = most > 0 and seq.group.drafts and seq.num_computed + 1 == len(seq.token_ids)
+            tokens = propose(seq, most) if may else []
             if tokens and self._add_slots(seq, len(tokens), step):
                 step.drafted.append((seq, tokens))
                 left -= len(tokens)
@@ -75,6 +77,11 @@ class Drafting:
                     self._stats.decode_tokens += accepted
                     groups[group.group_id] = group
                     self._speculator.observe(seq, drafted, accepted)
+        if result.draft_seconds:
+            drafts = result.num_drafts.values()
+            caught_up, seconds = result.draft_catch_up_tokens, result.draft_catch_up_seconds
+            passing = result.draft_seconds - seconds
+            self._speculator.observe_drafting(len(drafts), max(drafts, default=0), passing, caught_up, seconds)
         num_seqs = len(step.decodes) + len(step.drafted)
         if num_seqs and not step.prefills:
             seconds = result.seconds - result.swap_seconds - result.draft_seconds

@@ -122,7 +122,7 @@ def handle_errors(app: FastAPI) -> None:
 
 def _param(message: str) -> str | None:
     """Messages about a parameter begin with its name."""
-    found = re.match(r"([a-z_]+)(\[[^\]]*\])*(:? |$)", message)
+    found = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
     name = found.group(1) if found else ""
     return name if "_" in name or name in _PLAIN_NAMES else None
 
@@ -136,6 +136,9 @@ _PLAIN_NAMES = (
     "stop",
     "suffix",
     "temperature",
+    "regex",
+    "grammar",
+    "ebnf",
     "tokens",
     "logprobs",
     "tools",

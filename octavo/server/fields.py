@@ -25,6 +25,8 @@ HARMLESS = frozenset(
         "request_id", "rid",
         # Without effect on byte-level tokens, and where reasoning stays in the content.
         "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning",
+        # Which library follows a grammar: all mean the same by it.
+        "guided_decoding_backend",
         # llama.cpp: where and how it caches.
         "cache_prompt", "id_slot", "n_cache_reuse",
     }
@@ -38,7 +40,7 @@ class Unsupported(NamedTuple):
     accepted: tuple[Any, ...] = ()
 
 
-_FORMAT = "output cannot be constrained to a format yet"
+_LAZY = "structural_tag says where JSON begins within the answer"
 _TOOLS = "tools are not supported yet"
 _ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
 _REASONING = "reasoning is not separated from the answer; it stays in its content"
@@ -49,7 +51,6 @@ _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 
 UNSUPPORTED = {
     # OpenAI
-    "response_format": Unsupported(_FORMAT, ({"type": "text"},)),
     "tools": Unsupported(_TOOLS, ([],)),
     "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
     "functions": Unsupported(_TOOLS, ([],)),
@@ -64,15 +65,9 @@ UNSUPPORTED = {
     "suffix": Unsupported("gaps are filled by /v1/completions", ("",)),
     "top_logprobs": Unsupported("on this route logprobs is their number"),
     "max_completion_tokens": Unsupported("on this route its name is max_tokens"),
-    # vLLM, SGLang and llama.cpp: formats of the output
-    **dict.fromkeys(
-        (
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-            "guided_whitespace_pattern", "structured_outputs", "structural_tag", "regex", "ebnf", "json_schema",
-            "grammar", "grammar_lazy", "grammar_triggers",
-        ),
-        Unsupported(_FORMAT, ("", {})),
-    ),
+    # llama.cpp: a grammar that begins within the answer
+    "grammar_lazy": Unsupported(_LAZY, (False,)),
+    "grammar_triggers": Unsupported(_LAZY, ([], "")),
     # Adapters
     "lora_request": Unsupported(_ADAPTER),
     "lora_path": Unsupported(_ADAPTER),
