@@ -208,8 +208,8 @@ def test_what_is_not_kept_is_not_found(http: httpx.Client) -> None:
 
 def test_truncation_leaves_out_the_oldest_messages(http: httpx.Client) -> None:
     turns = [{"role": "user", "content": f"{i}" * 30} for i in range(10)]
-    for given in ({}, {"truncation": "disabled"}):
-        error = refused(http, input=turns, instructions="sys", max_output_tokens=None, **given)
+    for truncation in (None, "disabled"):
+        error = refused(http, input=turns, instructions="sys", max_output_tokens=None, truncation=truncation)
         assert error["code"] == "context_length_exceeded" and error["param"] == "input"
     response = create(http, input=turns, instructions="sys", truncation="auto")
     kept = [{"role": "system", "content": "sys"}, *turns]

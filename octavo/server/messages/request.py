@@ -144,7 +144,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
         kind = tool.take("type", str, "custom")
         if kind != "custom":
             raise not_supported(tool.where, f"its type is {kind[:100]!r}; only tools of the client can be used")
-        function = {"name": tool.take("name", str), "parameters": tool.take("input_schema", dict)}
+        function: dict[str, Any] = {"name": tool.take("name", str), "parameters": tool.take("input_schema", dict)}
         function |= {"description": tool.take("description", str, None), "strict": tool.take("strict", bool, None)}
         if (callers := tool.take("allowed_callers", list, ["direct"])) != ["direct"]:
             raise not_supported(tool.at("allowed_callers"), f"tools are used by the model, not by {callers!r:.100}")

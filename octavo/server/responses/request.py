@@ -134,7 +134,7 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
         kind = form.choice("type", ("text", "json_object", "json_schema"))
         found["response_format"] = {"type": kind}
         if kind == "json_schema":
-            schema = {"name": form.take("name", str), "schema": form.take("schema", dict)}
+            schema: dict[str, Any] = {"name": form.take("name", str), "schema": form.take("schema", dict)}
             schema |= {"strict": form.take("strict", bool, None), "description": form.take("description", str, None)}
             found["response_format"]["json_schema"] = {k: v for k, v in schema.items() if v is not None}
         form.refuse_rest()
@@ -156,12 +156,12 @@ def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
     """Tools and the choice among them, in the notation of chats."""
-    tools = []
+    tools: list[dict[str, Any]] = []
     for tool in entries("tools", body.tools or []):
         kind = tool.take("type", str)
         if kind != "function":
             raise not_supported(tool.where, f"its type is {kind[:100]!r}; only functions of the client can be called")
-        function = {"name": tool.take("name", str), "parameters": tool.take("parameters", dict, None)}
+        function: dict[str, Any] = {"name": tool.take("name", str), "parameters": tool.take("parameters", dict, None)}
         function |= {"description": tool.take("description", str, None), "strict": tool.take("strict", bool, None)}
         if (callers := tool.take("allowed_callers", list, ["direct"])) != ["direct"]:
             raise not_supported(tool.at("allowed_callers"), f"tools are called by the model, not by {callers!r:.100}")
