@@ -17,6 +17,7 @@ from octavo.core.option_parts import (
     DeviceOptions,
     ModelOptions,
     ParallelOptions,
+    StructuredOutputOptions,
 )
 from octavo.core.option_parts import Sizes as Sizes
 from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
@@ -31,6 +32,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "KV cache": CacheOptions,
     "Scheduler": SchedulerOptions,
     "Speculative decoding": SpeculativeOptions,
+    "Structured output": StructuredOutputOptions,
     "Parallelism": ParallelOptions,
     "Adapters": AdapterOptions,
     "Device": DeviceOptions,
@@ -41,6 +43,7 @@ class EngineConfig(
     DeviceOptions,
     AdapterOptions,
     ParallelOptions,
+    StructuredOutputOptions,
     SpeculativeOptions,
     SchedulerOptions,
     CacheOptions,

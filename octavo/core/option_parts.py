@@ -54,6 +54,13 @@ class ModelOptions(OptionPart):
         "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
         "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
     )
+    screen_lm_head: bool = Field(
+        False,
+        description="On a CPU, for models in bfloat16 or float32: keep a second copy of the language-model head, in 8 "
+        "bits. Steps with few tokens whose requests are all greedy, without logprobs, penalties or other changes of "
+        "logits, find with it the tokens that can be the most likely, and compute exactly these. The same tokens in "
+        "less time, for half the head's memory more (of bfloat16).",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
         description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
@@ -85,6 +92,18 @@ class ModelOptions(OptionPart):
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ValueError(f"skip_tokenizer_init loads no tokenizer; leave it out, or tokenizer ({self.tokenizer})")
         return self
+
+
+class StructuredOutputOptions(OptionPart):
+    """The grammars of structured output."""
+
+    structured_outputs_compile_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="Seconds of processor time that compiling the schema or grammar of a request may take; one that "
+        "takes longer is refused. It is compiled in a process beside the engine.",
+    )
 
 
 class CacheOptions(OptionPart):

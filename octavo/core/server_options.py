@@ -102,6 +102,12 @@ class ServerOptions(BaseModel):
         ge=1,
         description=f"Longest prompt, in characters; default: {CHARS_PER_TOKEN} for each token of the context.",
     )
+    max_stored_responses: int = Field(
+        1000, ge=0, description="Most responses of /v1/responses that are kept for previous_response_id; 0: none."
+    )
+    max_stored_response_bytes: int = Field(
+        64 << 20, ge=0, description="Most bytes of these responses and their conversations; older ones are forgotten."
+    )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds from the arrival of a request to the end of its answer."
     )

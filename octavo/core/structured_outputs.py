@@ -100,7 +100,7 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
         raise InvalidRequestError(
             f"structured_outputs must be StructuredOutputsParams or a mapping with its fields, not {value!r}"
         )
-    known = StructuredOutputsParams.__struct_fields__
+    known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # is not of users
     for name in value:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

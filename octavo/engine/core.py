@@ -26,6 +26,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.adapters import Adapters
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
@@ -93,7 +94,7 @@ class EngineCore(StepLoop):
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
         adapters = Adapters(options) if options.enable_lora or options.enable_prompt_adapter else None
-        scheduler = self._new_scheduler(executor, sizes, adapters)
+        scheduler = self._new_scheduler(executor, sizes, adapters, Grammars())
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -118,7 +119,9 @@ class EngineCore(StepLoop):
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
-    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None) -> Scheduler:
+    def _new_scheduler(
+        self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None, grammars: Grammars
+    ) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
         self.blocks = BlockManager(
@@ -138,6 +141,7 @@ class EngineCore(StepLoop):
             runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             adapters=adapters,
+            grammars=grammars,
         )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
@@ -165,7 +169,8 @@ class EngineCore(StepLoop):
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
         self.options = self.options.model_copy(update=dict(changes))
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.adapters)
+        old = self.scheduler
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -242,8 +247,7 @@ def _steps_in_flight(options: EngineConfig) -> int:
     """
     if options.pipeline_parallel_size > 1:
         return options.pipeline_parallel_size
-    ahead = options.async_scheduling
-    return 2 if ahead or (ahead is None and resolve_device(options.device) != "cpu") else 1
+    return 2 if options.plans_ahead(resolve_device(options.device)) else 1
 
 
 def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:

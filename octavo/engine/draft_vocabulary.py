@@ -23,7 +23,7 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
         OctavoError: there is no such model, or it is not supported.
     """
     given = options.speculative_config
-    if given is None or not given.drafts_on_workers:
+    if given is None or given.method != "draft_model":
         return
     assert given.model is not None
     dummy = options.load_format == "dummy"

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Collection
 
-import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
-from octavo.grammar.limits import MAX_BYTES, parser_limits
+from octavo.grammar.digest import MAX_BYTES, digest
+from octavo.grammar.limits import parser_limits
 from octavo.grammar.sources import make_source
-
-
-def digest(params: StructuredOutputsParams) -> str:
-    """The name of a form in caches: equal where all fields are equal, the order of properties among them.
-
-    Raises:
-        InvalidRequestError: the form has a value that JSON has not, is too deep, or too large.
-    """
-    try:
-        content = msgspec.json.encode(params)
-    except (TypeError, ValueError, RecursionError, OverflowError) as e:
-        raise InvalidRequestError(f"structured_outputs.{params.form} cannot be written as JSON: {e}") from None
-    if len(content) > MAX_BYTES:
-        raise InvalidRequestError(
-            f"structured_outputs.{params.form} has {len(content)} bytes as JSON; at most {MAX_BYTES} are compiled"
-        )
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = ()) -> Grammar:

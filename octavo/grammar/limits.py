@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from llguidance import LLParserLimits
 
-#: Most bytes of a form as a request gives it, and as it is written in llguidance's notation.
-MAX_BYTES = 1 << 20
 #: Most texts of a choice.
 MAX_CHOICES = 10_000
 #: Most states of a lexer, of one to two kilobytes each.

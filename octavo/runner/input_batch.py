@@ -149,6 +149,10 @@ class InputBatch:
         """The row of a held sequence."""
         return self._rows[seq_id]
 
+    def find_row(self, seq_id: int) -> int | None:
+        """The row of a sequence, if it is held."""
+        return self._rows.get(seq_id)
+
     def add(self, sequence: NewSequence, slot: int = -1) -> int:
         """Gives a new sequence its row; ``slot`` is that of its adapter, if it has one."""
         self._last = None

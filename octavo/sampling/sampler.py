@@ -12,6 +12,7 @@ from octavo.core.plan import NewSequence
 from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
+from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
 from octavo.sampling.logits_processors import LogitsProcessors, RowError
 from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.token_table import TokenTable
@@ -24,8 +25,11 @@ class Sampler:
     result of a row depends bit for bit on its logits, its tokens and its request only, and not on the other rows.
     """
 
-    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend) -> None:
-        """State for the rows of ``tokens``; tokens are chosen on the backend's device."""
+    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend, num_threads: int = 1) -> None:
+        """State for the rows of ``tokens``; tokens are chosen on the backend's device.
+
+        ``num_threads``: those that compute the masks of grammars.
+        """
         self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
@@ -38,19 +42,25 @@ class Sampler:
         self._processors: dict[int, LogitsProcessors] = {}
         #: Rows whose processors read token ids.
         self._token_readers: set[int] = set()
+        #: Rows whose grammar may force tokens that need not be sampled.
+        self._forcing: set[int] = set()
         self._masks = np.empty((0, mask_words(vocab_size)), np.uint32)
+        self._grammar_masks = GrammarMasks(vocab_size, num_threads)
 
-    def add(self, row: int, sequence: NewSequence) -> None:
-        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens."""
+    def add(self, row: int, sequence: NewSequence, grammar: CompiledGrammar | None = None) -> None:
+        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens.
+
+        ``grammar``: the compiled one of its task, if that has one.
+        """
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
             self._num_logprobs[row] = min(task.num_candidates, self.vocab_size)
             self._special.add(row)
         elif isinstance(task, Generate):
-            self._add(row, sequence, task)
+            self._add(row, sequence, task, grammar)
 
-    def _add(self, row: int, sequence: NewSequence, task: Generate) -> None:
+    def _add(self, row: int, sequence: NewSequence, task: Generate, grammar: CompiledGrammar | None) -> None:
         params = task.params
         random = not params.greedy and params.top_k != 1
         if random:
@@ -58,9 +68,13 @@ class Sampler:
             self._filters[row] = astuple(Filters.of(params, self.vocab_size))
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
-        self._set_processors(
-            row, LogitsProcessors(task, sequence.token_ids, sequence.num_prompt_tokens, self.vocab_size)
-        )
+        num_prompt = sequence.num_prompt_tokens
+        mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
+        self._set_processors(row, LogitsProcessors(task, sequence.token_ids, num_prompt, self.vocab_size, mask))
+        # Logprobs are those of logits, which forced tokens have not; sequences of one request sample together.
+        alone = params.logprobs is None and params.num_sequences == 1
+        if mask is not None and alone and self._processors[row].may_force:
+            self._forcing.add(row)
         if random or row in self._processors or params.logprobs is not None:
             self._special.add(row)
 
@@ -85,6 +99,7 @@ class Sampler:
         """Clears the state of the row, if it has any."""
         self._special.discard(row)
         self._token_readers.discard(row)
+        self._forcing.discard(row)
         self._num_logprobs[row] = -1
         self._filters[row] = 0
         self._processors.pop(row, None)
@@ -92,10 +107,32 @@ class Sampler:
     def needs_tokens(self, rows: NDArray[np.int64]) -> bool:
         """Whether the ids of all tokens of these rows must be in the table when ``start`` is called.
 
-        True if a row has penalties, bad words of several tokens or custom processors. For everything else (minimum
-        tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
+        True if a row has penalties, bad words of several tokens, a grammar or custom processors. For everything else
+        (minimum tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
         """
         return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
+
+    def may_force(self, rows: NDArray[np.int64]) -> bool:
+        """Whether ``forced_tokens`` may find any for these rows."""
+        return bool(self._forcing) and not self._forcing.isdisjoint(rows.tolist())
+
+    def forced_tokens(self, row: int) -> list[int]:
+        """Tokens that would be sampled next whatever the logits are, as a grammar allows no other.
+
+        All tokens of the row must be in the table; these are to be appended, or the row removed.
+        """
+        if row not in self._forcing:
+            return []
+        grammar = self._processors[row].grammar
+        assert grammar is not None
+        try:
+            return grammar.forced_tokens(self._tokens.ids[row, : self._tokens.num_tokens[row]])
+        except RowError:  # again when the next token is sampled, where it ends the sequence
+            return []
+
+    def takes_most_likely(self, rows: NDArray[np.int64]) -> bool:
+        """Whether ``start`` would choose the most likely token of each of these rows, and do nothing else."""
+        return self._special.isdisjoint(rows.tolist())
 
     def start(
         self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
@@ -211,6 +248,7 @@ class Sampler:
             editable = dict(zip(edited, copies.numpy(), strict=True))
         failed: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint32]] = {}
+        bound: dict[int, GrammarMask] = {}
         with np.errstate(over="ignore"):
             for i in indices:
                 row, position = rows[i], positions[i]
@@ -221,6 +259,10 @@ class Sampler:
                     if i in editable:
                         processors.edit(editable[i], known)
                     bits = processors.bitmask(known)
+                    if processors.grammar is not None:
+                        processors.grammar.advance(known)
+                        if processors.grammar.binds:
+                            bound[i] = processors.grammar
                 except RowError as error:
                     failed[i] = str(error)
                 else:
@@ -228,6 +270,8 @@ class Sampler:
                         masks[i] = bits
         if edited and not logits.is_cpu:
             logits[device_rows] = copies.to(logits.device)
+        if bound:
+            failed |= self._grammar_masks.add_to(masks, bound)
         return failed, self._stack_masks(masks, len(rows))
 
     def _stack_masks(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:

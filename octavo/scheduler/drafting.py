@@ -36,7 +36,9 @@ class Drafting:
         for seq in step.decodes:
             # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
             most = min(left, seq.max_length - 2 - seq.num_computed)
-            tokens = propose(seq, most) if most > 0 and seq.group.drafts else []
+            # Behind the last known token: forced ones may come before it that are still to be computed.
+            may = most > 0 and seq.group.drafts and seq.num_computed + 1 == len(seq.token_ids)
+            tokens = propose(seq, most) if may else []
             if tokens and self._add_slots(seq, len(tokens), step):
                 step.drafted.append((seq, tokens))
                 left -= len(tokens)

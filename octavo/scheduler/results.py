@@ -35,6 +35,8 @@ class Results:
             self._resolve_drafts(seq, len(tokens))
         if self._drafting is not None:
             outputs.drafts = self._drafting.observe(step, result)
+        if result.forced_tokens:
+            ended += self._append_forced(result, outputs.sequences)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -93,16 +95,29 @@ class Results:
             tokens.append(token)
             update = SequenceOutput(group.group_id, seq.index, token, extra)
             updates.append(update)
-            if token in seq.stop_token_ids:
-                seq.status = SequenceStatus.FINISHED_STOPPED
-                assert isinstance(group.request.task, Generate)
-                update.stop_reason = group.request.task.stop_reason(token)
-            elif len(tokens) >= seq.max_length:
-                seq.status = SequenceStatus.FINISHED_LENGTH
-            else:
+            if token in seq.stop_token_ids or len(tokens) >= seq.max_length:
+                _finish(seq, token, update)
+                ended.append(seq)
+        return ended
+
+    def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
+        """Appends tokens that grammars force, which are not computed yet; returns the sequences that finish."""
+        ended = []
+        for seq_id, forced in result.forced_tokens.items():
+            seq = self._queues.sequences.get(seq_id)
+            if seq is None or seq.status.finished:
                 continue
-            update.finish_reason = seq.status.value
-            ended.append(seq)
+            for token in forced:
+                seq.token_ids.append(token)
+                update = SequenceOutput(seq.group.group_id, seq.index, token)
+                updates.append(update)
+                if token in seq.stop_token_ids or len(seq.token_ids) >= seq.max_length:
+                    _finish(seq, token, update)
+                    ended.append(seq)
+                    break
+            else:
+                seq.free_slots = 0  # so that its next step computes them together
+                self._queues.unsent_tokens.append((seq, len(forced)))
         return ended
 
     def _resolve_drafts(self, seq: Sequence, num_drafts: int) -> None:
@@ -201,8 +216,22 @@ def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceR
     for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
         extra = result.extras.get(seq_id)
         for i in range(count):
-            own = extra if extra is None or i >= len(extra.logprobs) else SequenceResult([extra.logprobs[i]])
-            yield seq_id, next(tokens), own
+            # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
+            if extra is None or count == 1 or i >= len(extra.logprobs):
+                yield seq_id, next(tokens), extra
+            else:
+                yield seq_id, next(tokens), SequenceResult([extra.logprobs[i]])
+
+
+def _finish(seq: Sequence, token: int, update: SequenceOutput) -> None:
+    """The sequence ends with this token: a stop token, or the last that its limit allows."""
+    seq.status = SequenceStatus.FINISHED_LENGTH
+    if token in seq.stop_token_ids:
+        seq.status = SequenceStatus.FINISHED_STOPPED
+        task = seq.group.request.task
+        assert isinstance(task, Generate)
+        update.stop_reason = task.stop_reason(token)
+    update.finish_reason = seq.status.value
 
 
 def _failed(seq: Sequence, extra: SequenceResult) -> SequenceOutput:

@@ -24,6 +24,8 @@ from octavo.server.protocol_admin import (
     Tokenized,
     Version,
 )
+from octavo.server.responses import routes as responses
+from octavo.server.responses.protocol import DeletedResponse, ResponseObject
 from octavo.server.service import Service
 
 #: Status -> its description in OpenAPI.
@@ -67,7 +69,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -79,6 +81,11 @@ def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
     _add(app, "POST", "/v1/chat/completions", chat.create_chat_completion, ChatCompletion, "OpenAI", stream=True)
     _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
+    _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
+    one = "/v1/responses/{response_id}"
+    forgotten = {404: "The response is not known, or forgotten."}
+    _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
+    _add(app, "DELETE", one, responses.delete_response, DeletedResponse, "OpenAI", errors=forgotten)
     # Hub ids contain a slash.
     _add(
         app, "GET", "/v1/models/{model:path}", operation.retrieve_model, Model, "OpenAI", errors={404: _WITH_BODY[404]}

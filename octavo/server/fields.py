@@ -25,6 +25,8 @@ HARMLESS = frozenset(
         "request_id", "rid",
         # Without effect on byte-level tokens, and where reasoning stays in the content.
         "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning",
+        # Which library follows a grammar: all mean the same by it.
+        "guided_decoding_backend",
         # llama.cpp: where and how it caches.
         "cache_prompt", "id_slot", "n_cache_reuse",
     }
@@ -38,7 +40,7 @@ class Unsupported(NamedTuple):
     accepted: tuple[Any, ...] = ()
 
 
-_FORMAT = "output cannot be constrained to a format yet"
+_LAZY = "structural_tag says where JSON begins within the answer"
 _TOOLS = "tools are not supported yet"
 _ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
 _REASONING = "reasoning is not separated from the answer; it stays in its content"
@@ -49,7 +51,6 @@ _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 
 UNSUPPORTED = {
     # OpenAI
-    "response_format": Unsupported(_FORMAT, ({"type": "text"},)),
     "tools": Unsupported(_TOOLS, ([],)),
     "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
     "functions": Unsupported(_TOOLS, ([],)),
@@ -64,15 +65,9 @@ UNSUPPORTED = {
     "suffix": Unsupported("gaps are filled by /v1/completions", ("",)),
     "top_logprobs": Unsupported("on this route logprobs is their number"),
     "max_completion_tokens": Unsupported("on this route its name is max_tokens"),
-    # vLLM, SGLang and llama.cpp: formats of the output
-    **dict.fromkeys(
-        (
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-            "guided_whitespace_pattern", "structured_outputs", "structural_tag", "regex", "ebnf", "json_schema",
-            "grammar", "grammar_lazy", "grammar_triggers",
-        ),
-        Unsupported(_FORMAT, ("", {})),
-    ),
+    # llama.cpp: a grammar that begins within the answer
+    "grammar_lazy": Unsupported(_LAZY, (False,)),
+    "grammar_triggers": Unsupported(_LAZY, ([], "")),
     # Adapters
     "lora_request": Unsupported(_ADAPTER),
     "lora_path": Unsupported(_ADAPTER),
@@ -152,28 +147,39 @@ _ROUTES: dict[type[RequestModel], str] = {
 }
 
 
-def refuse_unsupported(body: RequestModel) -> None:
-    """Refuses fields that are known and would change the answer.
+def refuse_unsupported(body: RequestModel, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
+    """Refuses fields that are known and would change the answer: those of the route's ``table``.
 
     Raises:
         ApiError: 400, naming the field, what is wrong with it, and the values that are accepted.
     """
     for name, value in _extra(body).items():
-        known = UNSUPPORTED.get(name)
+        known = table.get(name)
         if known is not None and value not in known.accepted:
             values = " or ".join(repr(accepted) for accepted in known.accepted if accepted not in ("", [], {}))
             besides = f", except {values}" if values else ""
             raise unsupported(name, f"{name} is not supported{besides}: {known.reason}")
 
 
-def refuse_unknown(service: Service, body: RequestModel) -> None:
+def refuse_unknown(
+    service: Service,
+    body: RequestModel,
+    harmless: frozenset[str] = HARMLESS,
+    table: Mapping[str, Unsupported] = UNSUPPORTED,
+) -> None:
     """Refuses fields that are unknown here, as OpenAI's API does; with ``unknown_fields: ignore`` it logs them once.
+
+    Args:
+        service: the service.
+        body: the request.
+        harmless: accepted with any value.
+        table: known ones, see ``refuse_unsupported``.
 
     Raises:
         ApiError: 400, naming the field and the nearest one that exists.
     """
     for name in _extra(body):
-        if name in HARMLESS or name in UNSUPPORTED:
+        if name in harmless or name in table:
             continue
         if service.options.unknown_fields == "ignore":
             service.note_unknown(name)

@@ -15,12 +15,14 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.errors import AdapterConflictError
+from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.engine.request_stream import RequestStream
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
+from octavo.server.formats import renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
@@ -140,10 +142,8 @@ class Generation:
             "system_fingerprint": f"octavo-{__version__}",
         }
 
-    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one prompt."""
-        service = self.service
-        stream = await service.llm.submit(
+    async def _submit(self, index: int) -> RequestStream:
+        return await self.service.llm.submit(
             f"{self.response_id}-{index}",
             {"prompt_token_ids": self.prompts[index].token_ids},
             self.params,
@@ -155,6 +155,14 @@ class Generation:
             lora_request=self.model.adapter,
             streaming=bool(self.body.stream),
         )
+
+    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one prompt."""
+        service = self.service
+        try:
+            stream = await self._submit(index)
+        except InvalidRequestError as e:
+            raise renamed(e, self.body) from None
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, Seed
+from octavo.server.protocol_formats import FormFields
 
 
 class StreamOptions(RequestModel):
@@ -22,7 +23,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(FormFields):
     """Fields common to completions and chat completions."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")

@@ -21,6 +21,7 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
+from octavo.server.responses.store import ResponseStore
 from octavo.server.tracing import Tracer
 
 #: Most unknown fields that are logged, as clients can send any number.
@@ -48,6 +49,8 @@ class Service:
     #: Names that requests may give the model; responses carry the name that was requested, or the first.
     model_names: list[str]
     queue: QueueLimit
+    #: Those of ``/v1/responses`` that requests can continue.
+    responses: ResponseStore
     tracer: Tracer | None = None
     #: Finds adapters that are not loaded yet.
     resolver: AdapterResolver | None = None
@@ -162,7 +165,8 @@ def make_service(
     llm.adapters.reserved += model_names
     metrics.adapter_states = llm.adapter_requests
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
-    return Service(llm, options, metrics, model_names, limit, tracer, resolver)
+    responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+    return Service(llm, options, metrics, model_names, limit, responses, tracer, resolver)
 
 
 def service_of(request: Request) -> Service:

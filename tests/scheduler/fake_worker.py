@@ -28,16 +28,20 @@ from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.beam_search import BeamSearch, Candidates
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
 from tests.scheduler.fake_adapters import FakeAdapters
+from tests.scheduler.fake_grammars import FakeGrammars
 
 EOS = 0
 #: Tokens that the fake model knows: the end, and a few others.
 VOCABULARY = 12
 _START = 17
+WAITING = (SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR)
 
 
 def extend_print(before: int, token: int) -> int:
@@ -124,6 +128,8 @@ class Row:
     #: Tokens at which the sequence ends.
     limit: int
     adapter: str | None = None
+    #: Tokens that must follow, which come back with a plan.
+    forced: list[int] = field(default_factory=list)
 
     @property
     def appends(self) -> bool:
@@ -177,8 +183,10 @@ class FakeWorker(Executor):
         options: SchedulerOptions,
         max_model_len: int,
         adapters: FakeAdapters | None = None,
+        grammars: FakeGrammars | None = None,
     ) -> None:
         self.adapters = adapters or FakeAdapters()
+        self.grammars = grammars or FakeGrammars()
         self.max_model_len = max_model_len
         self.options = options
         self.max_in_flight = 2
@@ -233,7 +241,7 @@ class FakeWorker(Executor):
             self._forget(plan)
             if fail == "before moving":
                 self.has_failed = True
-                self.adapters.lose_report()
+                self._lose_reports()
                 raise InjectedFailure(fail)
             if any(s.failure for s in self.in_flight):
                 step.failure = "after one that failed"
@@ -251,6 +259,7 @@ class FakeWorker(Executor):
         plan = step.plan
         self._move(plan)
         self.adapters.apply(plan)
+        self.grammars.apply(plan)
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
@@ -258,8 +267,11 @@ class FakeWorker(Executor):
         assert len(self.rows) <= self.options.max_num_seqs
         for seq_id, tokens in plan.new_tokens.items():
             row = self.rows[seq_id]
-            assert not row.appends, "a token that the worker has already"
-            assert row.num_computed == len(row.tokens), "a token after one that is still to be computed"
+            assert not row.appends or row.forced, "a token that the worker has already"
+            assert row.num_computed == len(row.tokens) - row.appends, "a token after one that is still to be computed"
+            if row.forced:
+                assert tokens == row.forced, "not the tokens that are forced"
+                row.forced = []
             for token in tokens:
                 row.append(token)
                 row.known += 1
@@ -271,7 +283,7 @@ class FakeWorker(Executor):
         if fail == "before computing":
             self.has_failed = True
             step.failure = fail
-            self.adapters.lose_report()
+            self._lose_reports()
             return
         if plan.num_drafts:
             plan = step.plan = self._draft(plan, step.result)
@@ -279,6 +291,11 @@ class FakeWorker(Executor):
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
         self.adapters.report(step.result)
+        self.grammars.report(step.result)
+
+    def _lose_reports(self) -> None:
+        self.adapters.lose_report()
+        self.grammars.lose_report()
 
     def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Drafts as many tokens as are asked for, or fewer; none if its drafter fails."""
@@ -324,12 +341,15 @@ class FakeWorker(Executor):
         if before is not None:
             assert before.known_in_full, "back before its last token is known"
             unsent = len(new.token_ids) - len(before.tokens)
-            assert unsent == 0 or (unsent == 1 and not before.appends), "back without one of its tokens"
+            wanted = len(before.forced) if before.appends else min(unsent, 1)
+            assert unsent == wanted, "back without one of its tokens"
         limit, task = self.max_model_len, new.task
         if not task.samples:
             limit = new.num_prompt_tokens + 1  # all of them are computed
         elif task.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + task.max_tokens)
+        if isinstance(task, Generate) and task.grammar is not None:
+            assert task.grammar.key in self.grammars.compiled and not task.grammar.source
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
@@ -432,6 +452,7 @@ class FakeWorker(Executor):
         result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
         for seq_id in [*plan.seq_ids, *forked_children]:
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
+            assert not row.forced, "computed without the tokens that are forced"
             if row.num_computed < len(row.tokens):
                 continue
             if isinstance(row.task, Pool):
@@ -464,6 +485,19 @@ class FakeWorker(Executor):
             if row.appends:
                 row.append(token)
                 step.sampled.append(row)
+            self._force(seq_id, row, result)
+
+    def _force(self, seq_id: int, row: Row, result: StepResult) -> None:
+        """Names some of the next tokens, of a sequence alone with a grammar, whatever they are; or none."""
+        task = row.task
+        if self.max_in_flight > 1 or not isinstance(task, Generate) or task.grammar is None or task.params.n > 1:
+            return
+        context, count = row.prints[-1], _scramble((row.prints[-1], -77)) % 8 - 3
+        for _ in range(count):
+            row.forced.append(sample(context, row.seed))
+            context = extend_print(context, row.forced[-1])
+        if row.forced:
+            result.forced_tokens[seq_id] = list(row.forced)
 
 
 @dataclass
@@ -504,6 +538,7 @@ class Engine:
         adaptive: bool = False,
         adapters: Adapters | None = None,
         worker_adapters: FakeAdapters | None = None,
+        grammars: FakeGrammars | None = None,
     ) -> None:
         self.now = 0.0
         self.blocks = blocks
@@ -515,9 +550,10 @@ class Engine:
             speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
             runs_ahead=max_in_flight > 1,
             adapters=adapters,
+            grammars=Grammars(max_idle=2),
             clock=lambda: self.now,
         )
-        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters)
+        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters, grammars)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._record_plan
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
@@ -533,7 +569,7 @@ class Engine:
         """Group ids that wait, run (in order) and are swapped out."""
         groups = self.scheduler.queues.groups.values()
         return (
-            sorted(g.group_id for g in groups if g.status is SequenceStatus.WAITING),
+            sorted(g.group_id for g in groups if g.status in WAITING),
             [g.group_id for g in self.scheduler.queues.running],
             sorted(g.group_id for g in groups if g.status is SequenceStatus.SWAPPED),
         )
@@ -649,13 +685,17 @@ def check_accounting(engine: Engine) -> None:
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
     assert unfinished - refused == set(queues.groups), "a group was lost"
+    waiting_for_grammars = check_grammars(queues)
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
     tables = 0
     for gid, group in queues.groups.items():
         places = [gid in running, group in queues.waiting, group in queues.waiting_long, group in queues.swapped]
+        places.append(gid in waiting_for_grammars)
         assert sum(places) == 1, "a group is in exactly one queue"
-        wanted = [SequenceStatus.RUNNING, *[SequenceStatus.WAITING] * 2, SequenceStatus.SWAPPED][places.index(True)]
+        wanted = [SequenceStatus.RUNNING, SequenceStatus.WAITING, *WAITING[:1], SequenceStatus.SWAPPED, WAITING[1]][
+            places.index(True)
+        ]
         assert group.status is wanted
         assert (group in queues.prefilling) == (group.prefilling and wanted is SequenceStatus.RUNNING)
         assert group.seqs, "a group without sequences"
@@ -680,6 +720,23 @@ def check_accounting(engine: Engine) -> None:
     assert tables == blocks.num_tables
     if not any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight):
         check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
+
+
+def check_grammars(queues: Queues) -> set[int]:
+    """Grammars are kept for unfinished groups, and for a few others; the ids of groups that wait for theirs."""
+    grammars = queues.grammars
+    users: dict[str, int] = {}
+    for group in queues.groups.values():
+        if group.grammar is not None:
+            users[group.grammar.key] = users.get(group.grammar.key, 0) + 1
+    entries = grammars._entries
+    assert {key: entry.num_groups for key, entry in entries.items() if entry.num_groups} == users
+    assert {*grammars._idle} == {key for key, entry in entries.items() if entry.ready and not entry.num_groups}
+    assert len(grammars._idle) <= 2 and grammars.num_compiling == sum(not entry.ready for entry in entries.values())
+    waiting = {group_id for entry in entries.values() for group_id in entry.waiting}
+    assert not any(entry.ready and entry.waiting for entry in entries.values())
+    assert grammars.num_waiting == len(waiting)
+    return waiting
 
 
 def check_cache(engine: Engine) -> None:

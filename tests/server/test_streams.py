@@ -139,6 +139,7 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
     page = tiny_server.http().get("/openapi.json").json()
     assert set(page["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
+        "/v1/responses", "/v1/responses/{response_id}",
         "/health", "/version", "/metrics", "/reset_prefix_cache",
     }  # fmt: skip
     guide = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
