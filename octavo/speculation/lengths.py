@@ -112,7 +112,7 @@ class AdaptiveLength(FixedLength):
         self._costs, self._drafting = StepCosts(), DraftingCosts()
         #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
         self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
-        #: Whether a sequence begins to draft in this step, where it is not known what catching up costs.
+        #: Whether a sequence begins to draft in this step: one shows what catching up costs, if it is not known.
         self._has_begun = False
         #: Most tokens of each sequence.
         self._each = most
@@ -180,19 +180,22 @@ class AdaptiveLength(FixedLength):
         own.tokens += 1
         if self._measuring:
             return self._try(backlog)
-        joint = self._joint[own.level]
+        level = own.level
+        joint = self._joint[level]
         if not joint.length:
             return self._try(backlog) if own.tries.passes() else 0
         own.tries.reset()
-        best, cost = self._best[own.level], self._drafting.catch_up_seconds(backlog)
-        if backlog and not cost:  # one sequence shows what it costs
-            has_begun, self._has_begun = self._has_begun, True
-            return 0 if has_begun else min(best.length, self._each)
-        seconds = self._seconds_to_come(own) / _MARGIN if cost else 0.0
-        if cost > joint.saved * seconds:
-            return 0
+        best = self._best[level]
+        if backlog:
+            cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
+            if cost > joint.saved * seconds or (not cost and self._has_begun):
+                return 0
+            self._has_begun = True
+            if cost > best.saved * seconds:
+                self._num_willing += 1
+                return 0
         self._num_willing += 1
-        return min(best.length, self._each) if cost <= best.saved * seconds else 0
+        return min(best.length, self._each)
 
     def _seconds_to_come(self, own: Acceptance) -> float:
         """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
