@@ -159,9 +159,11 @@ class StepResult(msgspec.Struct):
     #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it could not.
     num_drafts: dict[int, int] = {}
     draft_error: str | None = None
-    #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled.
+    #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled,
+    #: and how many these were.
     draft_seconds: float = 0.0
     draft_catch_up_seconds: float = 0.0
+    draft_catch_up_tokens: int = 0
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
     #: Keys of adapters that are in host memory since the last result.

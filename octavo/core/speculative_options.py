@@ -12,9 +12,9 @@ from octavo.core.option_part import OptionPart
 from octavo.core.option_parts import Quantization
 
 #: Methods whose drafts the workers propose, with a network of their own that ``model`` names.
-MODEL_METHODS = ("draft_model",)
+MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 #: Methods of vLLM that are not supported.
-_FOREIGN_METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
 _OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS)
 
 
@@ -24,8 +24,9 @@ class SpeculativeConfig(OptionPart):
     model_config = ConfigDict(strict=True)
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also what followed them in recent
-    #: outputs of other requests. ``draft_model``: what a smaller model with the same vocabulary says.
-    method: Literal["ngram", "suffix", "draft_model"]
+    #: outputs of other requests. ``draft_model``: what a smaller model with the same vocabulary says. ``eagle`` and
+    #: ``eagle3``: what a head says that was trained on the model's hidden states.
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
     #: Most draft tokens of a sequence in a step; with the token before them, 7 make a tile of the CPU kernels.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
     #: Fewest and most tokens that must have occurred before.
@@ -34,8 +35,8 @@ class SpeculativeConfig(OptionPart):
     #: Of ``suffix``: most tokens of a match, and tokens of outputs that are kept.
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
     suffix_decoding_max_cached_tokens: int = Field(1 << 18, ge=1 << 10, le=1 << 28)
-    #: Of ``draft_model``: a name or folder as in the option ``model``, and how its matrices are quantised, as in the
-    #: option ``quantization``.
+    #: Of ``draft_model``, ``eagle`` and ``eagle3``: a name or folder as in the option ``model``; of ``draft_model``,
+    #: also how its matrices are quantised, as in the option ``quantization``.
     model: str | None = None
     quantization: Quantization | None = None
     revision: str | None = None
@@ -46,6 +47,17 @@ class SpeculativeConfig(OptionPart):
     def drafts_on_workers(self) -> bool:
         """Whether the workers propose the drafts, with a network of their own."""
         return self.method in MODEL_METHODS
+
+    def same_network(self, loaded: SpeculativeConfig | None) -> bool:
+        """Whether workers that were started with ``loaded`` have the network that this drafts with, if any."""
+        if not self.drafts_on_workers:
+            return True
+        names = ("method", "model", "quantization", "revision")
+        return (
+            loaded is not None
+            and all(getattr(self, name) == getattr(loaded, name) for name in names)
+            and self.num_speculative_tokens <= loaded.num_speculative_tokens
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -123,6 +135,8 @@ def _check_model(method: str, given: dict[str, Any]) -> None:
     if method in MODEL_METHODS:
         if not given.get("model"):
             raise ValueError(f"method {method!r} needs a model: name it in model, as the option model does")
+        if method != "draft_model" and "quantization" in given:
+            raise ValueError(f"quantization: heads of method {method!r} are not quantised; leave it out")
         return
     for name in ("model", "quantization", "revision"):
         if name in given:
@@ -142,8 +156,9 @@ class SpeculativeOptions(OptionPart):
         None,
         description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
         "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
-        "draft_model: what a smaller model of the same vocabulary says), model (of draft_model: as the option model; "
-        "alone it means draft_model), quantization and revision (of that model, as the options of these names), "
+        "draft_model: what a smaller model of the same vocabulary says; eagle, eagle3: what a head trained for the "
+        "model says), model (of the last three: as the option model; alone it means draft_model), quantization (of a "
+        "draft_model) and revision (as the options of these names), "
         "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
         "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
         "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "

@@ -17,6 +17,7 @@ from octavo.core.errors import AdapterError, ConfigError, EngineStateError
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
+from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import Executor, make_executor
 from octavo.executor.external import without_clock
@@ -67,8 +68,10 @@ class EngineCore(StepLoop):
         _check_threads(options)
         context_length = _context_length(options, self.model_config)
         _check_max_logprobs(options)
+        check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
+        self._loaded_drafter = options.speculative_config
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -149,18 +152,28 @@ class EngineCore(StepLoop):
     def restart(self, changes: Mapping[str, Any]) -> None:
         """Begins anew with the same workers: empty blocks, and a scheduler that has learned nothing.
 
-        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on.
+        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on: a drafter of theirs must be
+        that of the options that the engine began with, or none.
 
         Raises:
-            ConfigError: another option is among them.
+            ConfigError: another option is among them, or another drafter.
             EngineStateError: requests are unfinished, prefixes are pinned, or it sleeps.
         """
         if others := set(changes) - POLICY_OPTIONS:
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
+        drafts = changes.get("speculative_config")
+        if drafts is not None and not drafts.same_network(self._loaded_drafter):
+            raise ConfigError("the workers have no such drafter loaded: make a new engine to change that")
         if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
+        if (
+            "speculative_config" in changes
+            and self._loaded_drafter is not None
+            and self._loaded_drafter.drafts_on_workers
+        ):
+            self.executor.collective_rpc("use_drafter", (drafts is not None and drafts.drafts_on_workers,))
         self.options = self.options.model_copy(update=dict(changes))
         old = self.scheduler
         self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)

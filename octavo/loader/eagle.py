@@ -11,15 +11,17 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.check import refuse_misfits
+from octavo.loader.dummy import dummy_weights
 from octavo.loader.weights import Stored, load_weights, read_headers, read_safetensors
 from octavo.models.checkpoint import Pairs
 from octavo.models.config import read_json
 from octavo.models.config_reader import ConfigReader
-from octavo.models.eagle import EagleHead, make_head
-from octavo.models.eagle_config import EagleConfig, EagleMethod, read_eagle_config
+from octavo.models.eagle import EagleHead
+from octavo.models.eagle_config import EagleConfig, EagleMethod, fit_to, read_eagle_config
+from octavo.models.registry import make_network
+from octavo.models.sizes import outline
 
 #: Draft ids to tokens, as differences: the token of draft id i is i + d2t[i].
 _TOKENS = "d2t"
@@ -35,7 +37,7 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
             message names it.
     """
     file = folder / "config.json"
-    config = read_eagle_config(method, ConfigReader(read_json(file), file), target)
+    config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
     stored = read_headers(folder)
     names = {name.removeprefix("model.") for name in stored}
     config = replace(
@@ -44,11 +46,28 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
         own_embedding=method == "eagle3"
         and ("embed_tokens.weight" in names or config.hidden_size != target.hidden_size),
     )
-    outline = make_head(config, LayerContext(ReferenceKernels("meta"), torch.float32, "meta", positions=1))
-    shapes = {name: layer.expected[shard] for name, layer, shard in outline.tensors()}
-    refuse_misfits(folder, config, outline.checkpoint_map, shapes)
+    head = outline(config, "float32")
+    shapes = {name: layer.expected[shard] for name, layer, shard in head.tensors()}
+    refuse_misfits(folder, config, head.checkpoint_map, shapes)
     _check_token_map(stored, config)
     return config
+
+
+def read_dummy_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
+    """As ``read_head_config``, of a folder without weights: what the head shares with the model it does share."""
+    file = folder / "config.json"
+    config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
+    return replace(config, own_embedding=config.hidden_size != target.hidden_size)
+
+
+def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> EagleHead:
+    """The head with random weights (see ``dummy_weights``); it drafts the first tokens of the vocabulary."""
+    head = make_network(config, context)
+    assert isinstance(head, EagleHead)
+    load_weights(head, dummy_weights(head, context.dtype, context.device, seed))
+    if config.draft_vocab_size != config.vocab_size:
+        head.target_ids = torch.arange(config.draft_vocab_size, device=context.device)
+    return head
 
 
 def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> EagleHead:
@@ -57,7 +76,8 @@ def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> Eagle
     Raises:
         WeightError: as ``read_head_config``; or d2t leads outside of the vocabulary.
     """
-    head = make_head(config, context)
+    head = make_network(config, context)
+    assert isinstance(head, EagleHead)
     shapes = {name: layer.expected[shard] for name, layer, shard in head.tensors()}
     tensors: Pairs = _without_token_map(folder, head, context)
     for entry in head.checkpoint_map:

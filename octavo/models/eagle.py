@@ -10,13 +10,11 @@ layers (EAGLE-3). Tensors have the names of published heads.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec, LayerCache
@@ -28,27 +26,26 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import Drop, Entry, Rename
+from octavo.models.config_reader import ConfigReader
 from octavo.models.decoder import Decoder, DecoderLayer
-from octavo.models.eagle_config import EagleConfig
+from octavo.models.eagle_config import EagleConfig, read_eagle_config
 from octavo.models.llama import LlamaLayer, make_mlp
+from octavo.models.network import Network, ResidualReader
 
 #: Old checkpoints hold rotary tables; d2t and t2d are no weights and are read by themselves.
 _COMMON: tuple[Entry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
 
 
-class EagleHead(Layer, ABC):
+class EagleHead(Network):
     """A head on the model's device; ``attach_target`` must come before it is run."""
 
-    checkpoint_map: tuple[Entry, ...]
-    #: The KV entries of each of its layers, on this rank.
-    kv_specs: list[KVSpec]
+    config: EagleConfig
     #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
     target_ids: Tensor | None = None
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
-        """The layers without weights; ``context`` is that of the model, without adapters."""
-        super().__init__()
-        self.config = config
+        """The layers without weights; ``context`` is without adapters and quantisation."""
+        super().__init__(config, context)
         self.embed_tokens: VocabParallelEmbedding | None = None
         if config.own_embedding:
             embedding = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
@@ -82,11 +79,17 @@ class EagleHead(Layer, ABC):
         return (self.embed_tokens or self._target.embed_tokens)(token_ids)
 
     @abstractmethod
-    def forward(self, features: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
-        """What follows ``features``, float32 [T, E], and the batch's tokens: float32 [T, E]; writes keys and values.
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
+        """What follows the features ``residual`` and the batch's tokens: float32 [T, E]; writes keys and values.
 
-        The token of a row is the one after that of its features, whose position is the row's. The features are those
-        of the model, or the result for the row before; their memory may be reused.
+        The token of a row is the one after that of its features, whose position is the row's. The features, float32
+        [T, E], are those of the model, or the result for the row before; their memory may be reused.
         """
 
     @abstractmethod
@@ -144,14 +147,25 @@ class EagleForCausalLM(EagleHead):
             self.layers.append(self.attach(f"layers.{index}", layer))
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
 
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
+        """See ``read_eagle_config``."""
+        return read_eagle_config("eagle", reader)
+
     def fc_inputs(self, config: EagleConfig) -> list[int]:
         """The embedding and the hidden state."""
         return [config.hidden_size, config.target_hidden_size]
 
-    def forward(self, features: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
         """See ``EagleHead``."""
-        residual = self.fc.product(0, self.embed(batch.token_ids), torch.float32)
-        residual = self.fc.product(1, features, torch.float32, residual)
+        embedding = self.fc.product(0, self.embed(batch.token_ids), torch.float32)
+        residual = self.fc.product(1, residual, torch.float32, embedding)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, cache, batch)
         return residual
@@ -219,6 +233,11 @@ class Eagle3ForCausalLM(EagleHead):
         head = ParallelLMHead(context, config.draft_vocab_size, config.hidden_size, None)
         self.head = self.attach("lm_head", head)
 
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
+        """See ``read_eagle_config``."""
+        return read_eagle_config("eagle3", reader)
+
     def fc_inputs(self, config: EagleConfig) -> list[int]:
         """The residual streams that it reads."""
         return [config.target_hidden_size] * len(config.feature_layers)
@@ -227,16 +246,16 @@ class Eagle3ForCausalLM(EagleHead):
         """See ``EagleHead``."""
         return FeatureReader(self.fc, self.config.feature_layers)
 
-    def forward(self, features: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
         """See ``EagleHead``."""
-        return self.layer(self.embed(batch.token_ids), features, kv_caches[0], batch)
+        return self.layer(self.embed(batch.token_ids), residual, kv_caches[0], batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By its own norm and head."""
         return self.head(self.norm(hidden))
-
-
-def make_head(config: EagleConfig, context: LayerContext) -> EagleHead:
-    """The head of ``config.method``, without weights; those of published heads are in the model's type."""
-    context = replace(context, quantization=None, layers=None, max_loras=0, virtual_tokens=0)
-    return (EagleForCausalLM if config.method == "eagle" else Eagle3ForCausalLM)(config, context)

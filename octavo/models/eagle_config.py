@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from octavo.models.config_reader import (
     shape_fields,
 )
 
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EagleMethod = Literal["eagle", "eagle3"]
 #: What config.json calls the heads of each method; published ones often name the network that they are made of.
 _ARCHITECTURES: dict[EagleMethod, tuple[str, ...]] = {
@@ -34,6 +34,7 @@ class EagleConfig(ModelConfig):
     #: Width of the model's hidden states.
     target_hidden_size: int = 0
     #: EAGLE-3: layers of the model whose inputs it reads, ascending; the number of layers is the last one's output.
+    #: Empty until ``fit_to`` if config.json does not say.
     feature_layers: tuple[int, ...] = ()
     #: EAGLE-3: the residual of its layer is the normalised input.
     norm_before_residual: bool = False
@@ -42,11 +43,11 @@ class EagleConfig(ModelConfig):
     own_embedding: bool = False
 
 
-def read_eagle_config(method: EagleMethod, reader: ConfigReader, target: ModelConfig) -> EagleConfig:
-    """The facts of a head's config.json, checked against the model that it drafts for.
+def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
+    """The facts of a head's config.json.
 
     Raises:
-        ConfigError: a value is missing or impossible, or does not fit the model.
+        ConfigError: a value is missing or impossible.
         UnsupportedModelError: the file describes another kind of head.
     """
     _refuse_other_heads(method, reader)
@@ -65,16 +66,44 @@ def read_eagle_config(method: EagleMethod, reader: ConfigReader, target: ModelCo
         target_hidden_size=fields["hidden_size"],
         **fields,
     )
-    if method == "eagle3":
-        config = replace(
-            config,
-            draft_vocab_size=reader.positive("draft_vocab_size", config.vocab_size),
-            target_hidden_size=reader.positive("target_hidden_size", config.hidden_size),
-            feature_layers=_feature_layers(reader, target.num_layers),
-            norm_before_residual=reader.flag("norm_before_residual"),
+    if method == "eagle":
+        return config
+    return replace(
+        config,
+        draft_vocab_size=reader.positive("draft_vocab_size", config.vocab_size),
+        target_hidden_size=reader.positive("target_hidden_size", config.hidden_size),
+        feature_layers=_feature_layers(reader),
+        norm_before_residual=reader.flag("norm_before_residual"),
+    )
+
+
+def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
+    """The configuration of a head for the model ``target``.
+
+    Raises:
+        ConfigError: the head was made for another model.
+    """
+    for what, own, its in (
+        ("hidden size", config.target_hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if own != its:
+            raise ConfigError(f"the head is for another model: its {what} is {own}, that of the model {its}")
+    if config.draft_vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size ({config.draft_vocab_size}) must be at most vocab_size ({config.vocab_size})"
         )
-    _refuse_misfit(config, reader, target)
-    return config
+    if config.method == "eagle":
+        return config
+    layers = target.num_layers
+    # An early, a middle and a late layer (EAGLE-3, section 3.1).
+    ids = config.feature_layers or (2, layers // 2, layers - 3)
+    if list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers:
+        which = "" if config.feature_layers else ", which is the default"
+        raise ConfigError(
+            f"{_LAYER_IDS} must be distinct layers from 0 to {layers}, those of the model, not {list(ids)}{which}"
+        )
+    return replace(config, feature_layers=ids)
 
 
 def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
@@ -102,37 +131,9 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
         )
 
 
-def _feature_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """eagle_aux_hidden_state_layer_ids, by default an early, a middle and a late layer (EAGLE-3, section 3.1)."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    given: Any = reader.raw.get(name) or reader.table("eagle_config").get(name)
-    ids: Sequence[Any] = (2, layers // 2, layers - 3) if given is None else given
-    if (
-        not isinstance(ids, Sequence)
-        or not ids
-        or any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i <= layers for i in ids)
-        or len(set(ids)) != len(ids)
-    ):
-        raise ConfigError(
-            f"{reader.file}: {name} must be distinct layers from 0 to {layers}, as the model has {layers}, not "
-            f"{ids!r}{' (the default)' if given is None else ''}"
-        )
-    return tuple(sorted(ids))
-
-
-def _refuse_misfit(config: EagleConfig, reader: ConfigReader, target: ModelConfig) -> None:
-    name = "target_hidden_size" if reader.raw.get("target_hidden_size") else "hidden_size"
-    for what, own, its in (
-        (name, config.target_hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if own != its:
-            raise ConfigError(
-                f"{reader.file}: {what} is {own}, but {what.removeprefix('target_')} of the model is {its}: this is a "
-                "head for another model"
-            )
-    if config.draft_vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"{reader.file}: draft_vocab_size ({config.draft_vocab_size}) must be at most vocab_size "
-            f"({config.vocab_size})"
-        )
+def _feature_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """eagle_aux_hidden_state_layer_ids, ascending; empty if there are none."""
+    given: Any = reader.raw.get(_LAYER_IDS) or reader.table("eagle_config").get(_LAYER_IDS) or []
+    if not isinstance(given, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in given):
+        raise ConfigError(f"{reader.file}: {_LAYER_IDS} must be a list of layers, not {given!r}")
+    return tuple(sorted(given))

@@ -24,16 +24,17 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
 from octavo.models.config import read_model_config
+from octavo.models.network import Network
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device import Device
-from octavo.runner.drafter import Drafts, WorkerDrafter
+from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.runner.input_batch import InputBatch
 from octavo.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class DraftSource:
-    """Where the network of a drafter comes from."""
+class DraftModelSource(DraftSource):
+    """A model's folder."""
 
     #: The engine's, with the model and quantization of the drafter.
     options: EngineConfig
@@ -41,7 +42,7 @@ class DraftSource:
     config: ModelConfig
 
     @classmethod
-    def of(cls, options: EngineConfig) -> DraftSource:
+    def of(cls, options: EngineConfig) -> DraftModelSource:
         """Finds (or fetches) the model that ``options.speculative_config`` names, and reads its config.json.
 
         Raises:
@@ -55,41 +56,42 @@ class DraftSource:
         folder = resolve_model(own.model, dtype=own.dtype, revision=own.revision, weights=not dummy)
         return cls(own, folder, read_model_config(folder))
 
-    def load(self, context: LayerContext, config: ModelConfig) -> DraftModel:
-        """The drafter, with its weights, of a model with this context and configuration."""
-        return DraftModel(self, context, config.max_position)
+    def load(self, context: LayerContext, model: Network) -> DraftModel:
+        """See ``DraftSource``."""
+        return DraftModel(self, context, model)
 
     def context(self, context: LayerContext) -> LayerContext:
-        """What its layers are built with, by that of the model that it drafts for."""
+        """See ``DraftSource``."""
         return replace(
             context,
             quantization=weight_quantization(self.options, context.kernels.name, self.config.quantization),
             max_loras=0,
             max_lora_rank=0,
             virtual_tokens=0,
+            screen_head=False,
         )
 
 
 class DraftModel(WorkerDrafter):
     """Owns the network; what it keeps of each row is how many of its tokens are computed."""
 
-    def __init__(self, source: DraftSource, context: LayerContext, max_position: int) -> None:
-        """Loads the weights; ``max_position``: tokens of the longest sequence of the model.
+    def __init__(self, source: DraftModelSource, context: LayerContext, model: Network) -> None:
+        """Loads the weights.
 
         Raises:
             OctavoError: as ``load_model``.
         """
         self._source, self._context = source, source.context(context)
         # As for the model: tables need not be longer, and for two kinds of scaling they had better not be.
-        self.config = replace(source.config, max_position=min(source.config.max_position, max_position))
-        self.load()
+        self.config = replace(source.config, max_position=min(source.config.max_position, model.config.max_position))
+        self.load(model)
         self.kv_specs = self.network.kv_specs
 
     def position_bytes(self) -> int:
         """See ``WorkerDrafter``."""
         return self.network.position_bytes()
 
-    def load(self) -> None:
+    def load(self, model: Network) -> None:
         """See ``WorkerDrafter``."""
         options, context = self._source.options, self._context
         if options.load_format == "dummy":
@@ -164,7 +166,7 @@ class DraftModel(WorkerDrafter):
         rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
         known = table.num_tokens[rows]
         # The last draft is not computed, so it may be one past the context.
-        wanted = np.minimum(wanted, np.minimum(self.config.max_position + 1 - known, self._drafts.shape[1]))
+        wanted = np.minimum(wanted, self.config.max_position + 1 - known)
         rows, wanted, known = (values[wanted > 0] for values in (rows, wanted, known))
         starts = self._computed(rows, known)
         order = np.argsort(known - starts, kind="stable")
@@ -207,8 +209,9 @@ class DraftModel(WorkerDrafter):
         start = time.perf_counter()
         logits = self._run(rows, starts, ends, complete)
         lengths = ends - starts
-        share = 1 - np.minimum(lengths, 2).sum() / lengths.sum()
-        found.catch_up_seconds = float(share) * (time.perf_counter() - start)
+        # Two: where all drafts were accepted, the last of them and the token after it.
+        found.catch_up_tokens = int(np.maximum(lengths - 2, 0).sum())
+        found.catch_up_seconds = found.catch_up_tokens / int(lengths.sum()) * (time.perf_counter() - start)
         return logits
 
     def _run(
@@ -227,13 +230,3 @@ class DraftModel(WorkerDrafter):
         size = self._sampler.vocab_size
         width = min(size, logits.shape[1])
         return self._sampler.draft(logits[:, :width], rows, positions, edited=width == size)
-
-
-def find_drafter(options: EngineConfig) -> DraftSource | None:
-    """The drafter that the options ask for, if it has a network of its own; its weights are not loaded yet.
-
-    Raises:
-        OctavoError: as ``DraftSource.of``.
-    """
-    given = options.speculative_config
-    return DraftSource.of(options) if given is not None and given.drafts_on_workers else None

@@ -26,12 +26,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from torch import Tensor
 
+from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
+from octavo.layers.context import LayerContext
+from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network
 from octavo.runner.device import Device
 from octavo.runner.input_batch import InputBatch, StepInputs
@@ -46,8 +51,9 @@ class Drafts:
 
     #: By row: one token or more.
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    #: Seconds that went to tokens that it had not computed when they were sampled, such as a prompt.
+    #: Seconds that went to tokens that it had not computed when they were sampled, such as a prompt, and their number.
     catch_up_seconds: float = 0.0
+    catch_up_tokens: int = 0
 
 
 class WorkerDrafter(ABC):
@@ -67,8 +73,8 @@ class WorkerDrafter(ABC):
         return 0
 
     @abstractmethod
-    def load(self) -> None:
-        """Reads its weights again, after ``network`` was deleted.
+    def load(self, model: Network) -> None:
+        """Reads its weights again, after ``network`` was deleted; ``model`` is the network that it drafts for.
 
         Raises:
             WeightError: they cannot be read.
@@ -92,10 +98,20 @@ class WorkerDrafter(ABC):
     def release(self) -> None:
         """Drops what was captured, until ``capture``."""
 
-    def after_forward(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput) -> None:  # noqa: B027
-        """The model's forward of a step is queued; ``output`` is overwritten by the next.
+    def make_reader(self) -> FeatureReader | None:
+        """What reads the model's residual stream in a step, as part of its captured forward; None: nothing."""
+        return None
 
-        Here a drafter takes what it needs of the model's hidden states.
+    def after_step(  # noqa: B027  not every drafter needs the model's hidden states
+        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
+    ) -> None:
+        """A step's forward and its sampling are queued; ``output`` is overwritten by the next.
+
+        Args:
+            inputs: of the step.
+            batch: the same on the device.
+            output: hidden states of all tokens, and the features that ``make_reader`` has read.
+            sampled: int64, the tokens of the sampled rows, on the device; None: no sequence samples.
         """
 
     @abstractmethod
@@ -109,6 +125,39 @@ class WorkerDrafter(ABC):
     @abstractmethod
     def fork(self, parent: int, child: int) -> None:
         """A sequence has row ``child`` from now on; its blocks are, or become, copies of the parent's."""
+
+
+class DraftSource(ABC):
+    """Where the network of a drafter comes from; its weights are not loaded yet."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def context(self, context: LayerContext) -> LayerContext:
+        """What its layers are built with, by that of the model that it drafts for."""
+
+    @abstractmethod
+    def load(self, context: LayerContext, model: Network) -> WorkerDrafter:
+        """The drafter, with its weights, of a model that was built with this context.
+
+        Raises:
+            OctavoError: the weights cannot be read, or do not fit the model.
+        """
+
+
+def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
+    """The drafter of the options for a model of this configuration, if it has a network of its own.
+
+    Raises:
+        OctavoError: there is none of that name, or it does not fit the model.
+    """
+    from octavo.runner.draft_model import DraftModelSource
+    from octavo.runner.eagle import EagleSource
+
+    given = options.speculative_config
+    if given is None or not given.drafts_on_workers:
+        return None
+    return DraftModelSource.of(options) if given.method == "draft_model" else EagleSource.of(options, config)
 
 
 def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[KVGroup, int]]:
@@ -170,4 +219,5 @@ def add_drafts(
     num_tokens = [n - missing.get(s, 0) for s, n in zip(plan.seq_ids, plan.num_tokens, strict=True)]
     result.draft_seconds = time.perf_counter() - start
     result.draft_catch_up_seconds = found.catch_up_seconds
+    result.draft_catch_up_tokens = found.catch_up_tokens
     return msgspec.structs.replace(plan, num_tokens=num_tokens, drafts={**plan.drafts, **tokens})

@@ -9,6 +9,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import OctavoError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import AnyTask, Generate
 from octavo.core.structured_outputs import Grammar
 from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
 from octavo.loader.tokenizer_backend import load_backend
@@ -64,12 +65,15 @@ class GrammarStore:
             else:
                 result.compiled_grammars.append(key)
 
-    def get(self, grammar: Grammar) -> CompiledGrammar:
-        """A grammar that a result has reported.
+    def find(self, task: AnyTask) -> CompiledGrammar | None:
+        """The grammar of a task, which a result has reported; None if it has none, or nothing is sampled here.
 
         Raises:
             RuntimeError: it was not compiled, or dropped since.
         """
+        grammar = task.grammar if isinstance(task, Generate) else None
+        if grammar is None or not self._samples:
+            return None
         if grammar.key not in self._compiled:
             raise RuntimeError(f"grammar {grammar.key} is not compiled")
         return self._compiled[grammar.key]

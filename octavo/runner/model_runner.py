@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
@@ -36,8 +36,7 @@ from octavo.runner import memory
 from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
-from octavo.runner.draft_model import find_drafter
-from octavo.runner.drafter import WorkerDrafter, add_drafts, find_groups, make_caches
+from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter, find_groups, make_caches
 from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
@@ -46,6 +45,7 @@ from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
+from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -81,7 +81,7 @@ class ModelRunner:
         self.device = self._device.torch_device
         # Of the whole network: kernels that serve some of its layers only are not chosen.
         kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
-        drafts = find_drafter(options)
+        drafts = find_drafter(options, config)
         if drafts is not None:
             draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
             find_groups(draft_specs, [spec.window for spec in kv_specs])
@@ -98,8 +98,10 @@ class ModelRunner:
         )
         if ranks.group is not None:
             kernels.join(ranks.group)
-        self._num_threads = share.num_threads(options.num_threads)
-        kernels.set_threads(self._num_threads, options.pin_threads)
+        threads = share.num_threads(options.num_threads)
+        kernels.set_threads(threads, options.pin_threads)
+        #: Those that compute the masks of grammars.
+        self._num_threads = threads or len(os.sched_getaffinity(0))
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
@@ -115,6 +117,7 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            screen_head=options.screen_lm_head,
             max_loras=options.max_loras if options.enable_lora else 0,
             max_lora_rank=options.max_lora_rank,
             virtual_tokens=options.num_virtual_tokens,
@@ -139,7 +142,9 @@ class ModelRunner:
         self._drafter: WorkerDrafter | None = None
         if drafts is not None:
             with self._timed("drafter"):
-                self._drafter = drafts.load(context, config)
+                self._drafter = drafts.load(context, self.model)
+        #: The same while it follows the steps.
+        self._following = self._drafter
         self._prompt_adapters = None
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
@@ -292,10 +297,12 @@ class ModelRunner:
             residual = self.model.embed(batch.token_ids)
         else:
             residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
-        hidden = self.model.forward_layers(residual, batch, caches)
+        reader = None if self._following is None else self._following.make_reader()
+        hidden = self.model.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        return ForwardOutput(hidden, self.model.logits(kernels.take_sampled(hidden, batch)))
+        logits, tokens = self.model.logits_or_tokens(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, tokens, None if reader is None else reader.features)
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -341,6 +348,15 @@ class ModelRunner:
         self._forward = self._kernels.capture(
             lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
         )
+
+    @torch.inference_mode()
+    def use_drafter(self, used: bool) -> None:
+        """Whether the drafter follows the steps from now on, so that no plan asks for drafts while it does not.
+
+        There may be no sequence.
+        """
+        self._following = self._drafter if used else None
+        self._capture()
 
     @torch.inference_mode()
     def sleep(self, level: int) -> int:
@@ -401,7 +417,7 @@ class ModelRunner:
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
             if self._drafter is not None:
-                self._drafter.load()
+                self._drafter.load(self.model)
             if self._adapters is not None:
                 self._adapters.attach(self.model)
         if self._weights_asleep is not None:
@@ -463,18 +479,21 @@ class ModelRunner:
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
             self._prompt_adapters.write_prefixes(self._kernels, self._split_layers(self._cache.device)[0])
+        if self.options.screen_lm_head:
+            batch.only_most_likely = self._wants_most_likely(inputs)
         output = self._forward(batch)
-        if self._drafter is not None:
-            self._drafter.after_forward(inputs, batch, output)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
             step.timer = stop_timer()
             return
         self._prompts.compute(self.model, inputs, batch, output.hidden, step)
         if len(inputs.sampling):
-            self._sample(inputs, output.logits, step)
+            self._sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
+        if self._following is not None:
+            sampled = None if step.sampled is None else step.sampled.sample.tokens
+            self._following.after_step(inputs, batch, output, sampled)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:
@@ -499,8 +518,7 @@ class ModelRunner:
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            grammar = sequence.task.grammar if isinstance(sequence.task, Generate) else None
-            self._sampler.add(row, sequence, self._grammars.get(grammar) if grammar is not None else None)
+            self._sampler.add(row, sequence, self._grammars.find(sequence.task))
             if self._drafter is not None:
                 self._drafter.add(row)
             if self._prompt_adapters is not None:
@@ -531,8 +549,16 @@ class ModelRunner:
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
 
-    def _sample(self, inputs: StepInputs, logits: Tensor, step: QueuedStep) -> None:
+    def _wants_most_likely(self, inputs: StepInputs) -> bool:
+        """Whether every sequence that samples wants the most likely token and nothing else."""
+        rows = inputs.rows[inputs.sampling]
+        if inputs.forked is not None:
+            rows = np.concatenate([rows, inputs.forked.rows])
+        return self._sampler.takes_most_likely(rows)
+
+    def _sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
         """Samples for the sequences whose last known token is computed, and for those just forked from them."""
+        assert output.logits is not None
         chosen, forked = inputs.sampling, inputs.forked
         rows, seq_ids = inputs.rows, inputs.seq_ids
         if len(chosen) != len(rows):
@@ -548,7 +574,10 @@ class ModelRunner:
         if self._in_flight and self._sampler.needs_tokens(rows):
             for earlier in self._in_flight:
                 earlier.receive()
-        sample = self._sampler.start(logits, sampled, positions)
+        if output.most_likely is None:
+            sample = self._sampler.start(output.logits, sampled, positions)
+        else:
+            sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
         if self._jumps and self._sampler.may_force(rows):
             step.find_forced = self._find_forced

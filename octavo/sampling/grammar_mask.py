@@ -85,13 +85,14 @@ class GrammarMask(SequenceProcessor):
         self._position = len(token_ids)
 
     def _consume(self, tokens: list[int]) -> None:
-        for token in tokens:
-            if self._ended:
-                return
-            if token in self._eos and self.matcher.is_accepting():
-                self._ended = True
-            elif not self.matcher.consume_token(token):
-                raise RowError(f"the output has left its grammar: {self.matcher.get_error()}")
+        if self._ended:
+            return
+        count = self.matcher.try_consume_tokens(tokens)
+        taken = tokens[: count + 1]
+        if not self._eos.isdisjoint(taken) and self.matcher.is_accepting():
+            self._ended = True
+        elif count < len(tokens):
+            raise RowError(f"the output has left its grammar at token {tokens[count]}: {self.matcher.get_error()}")
 
     def forced_tokens(self, token_ids: NDArray[np.int32]) -> list[int]:
         """The tokens that must follow, none if there is a choice; they count as consumed.

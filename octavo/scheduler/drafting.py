@@ -77,6 +77,11 @@ class Drafting:
                     self._stats.decode_tokens += accepted
                     groups[group.group_id] = group
                     self._speculator.observe(seq, drafted, accepted)
+        if result.draft_seconds:
+            drafts = result.num_drafts.values()
+            caught_up, seconds = result.draft_catch_up_tokens, result.draft_catch_up_seconds
+            passing = result.draft_seconds - seconds
+            self._speculator.observe_drafting(len(drafts), max(drafts, default=0), passing, caught_up, seconds)
         num_seqs = len(step.decodes) + len(step.drafted)
         if num_seqs and not step.prefills:
             seconds = result.seconds - result.swap_seconds - result.draft_seconds

@@ -216,8 +216,11 @@ def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceR
     for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
         extra = result.extras.get(seq_id)
         for i in range(count):
-            own = extra if extra is None or i >= len(extra.logprobs) else SequenceResult([extra.logprobs[i]])
-            yield seq_id, next(tokens), own
+            # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
+            if extra is None or count == 1 or i >= len(extra.logprobs):
+                yield seq_id, next(tokens), extra
+            else:
+                yield seq_id, next(tokens), SequenceResult([extra.logprobs[i]])
 
 
 def _finish(seq: Sequence, token: int, update: SequenceOutput) -> None:

@@ -352,7 +352,7 @@ class Scheduler:
             moved = [block for block, _ in plan.blocks_to_swap_out] + [block for _, block in plan.blocks_to_swap_in]
             self._preemption.cost.observe_move(self.blocks.bytes_of(moved), result.swap_seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
-            computing = result.seconds - result.swap_seconds
+            computing = result.seconds - result.swap_seconds - result.draft_seconds
             self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
 
     def stats(self) -> SchedulerStats:

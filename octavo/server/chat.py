@@ -24,12 +24,9 @@ from octavo.server.protocol import (
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
-    FunctionCall,
-    FunctionCallDelta,
     Message,
-    ToolCall,
-    ToolCallDelta,
 )
+from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, EventStream, event
 

@@ -12,10 +12,11 @@ from octavo.server.service import Service
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: Accepted with any value, as a template that does not write them loses nothing: ids that link results to calls, whose
-#: order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not repeat.
+#: Accepted with any value, as a template that does not write them loses nothing: calls, which become text then, their
+#: ids, whose order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not
+#: repeat.
 _HARMLESS = frozenset(
-    {"role", "content", "tool_call_id", "annotations", "cache_control", "reasoning", "reasoning_content"}
+    {"role", "content", "tool_calls", "tool_call_id", "annotations", "cache_control", "reasoning", "reasoning_content"}
 )
 #: The same for fields of a part of a message's content.
 _HARMLESS_IN_PARTS = frozenset({"type", "text", "annotations", "cache_control", "prompt_cache_breakpoint"})
@@ -26,7 +27,6 @@ _CHANGES = {
     "prefix": "continue_final_message continues the last message",
     "partial": "continue_final_message continues the last message",
     "refusal": "write it as the content",
-    "tool_calls": "the model's chat template does not write calls of tools",
 }
 
 #: Most different fields, as the template is run once without each.

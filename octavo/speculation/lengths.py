@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
+from octavo.speculation.costs import LEVELS, BestLength, DraftingCosts, StepCosts, best_lengths
 
 #: What a token counts for after each later one, in a sequence's acceptance and in that of all.
 _DECAY, _DECAY_ALL = 0.9, 0.995
@@ -18,6 +18,12 @@ _CHEAP_ROWS, _GROWTH = 8, 1.5
 _PLAIN = 3
 #: Steps after which the best lengths are computed anew.
 _FRESH = 8
+#: Share of the time that may go to proposing drafts to see whether they pay, and steps whose share can be saved up.
+_TRIES_SHARE, _SAVED_STEPS = 0.01, 5000
+#: How many times the seconds of catching up must be saved, so far as is known.
+_MARGIN = 2.0
+#: Tokens that a sequence is taken to have before any has ended, and how many ended ones their mean goes back.
+_TOKENS, _MEAN_OF = 128.0, 32
 
 
 @dataclass(slots=True)
@@ -47,6 +53,8 @@ class Acceptance:
     accepted: float
     failed: float
     tries: Pause = field(default_factory=Pause)
+    #: Tokens of the sequence in steps in which it could have had drafts.
+    tokens: int = 0
 
     def observe(self, drafted: int, accepted: int, decay: float) -> None:
         """Adds a draft."""
@@ -70,8 +78,8 @@ class FixedLength:
         """A step with so many decoding sequences begins: most draft tokens of all of them."""
         return num_seqs * self._most
 
-    def length(self, seq_id: int) -> int:
-        """Most draft tokens of a sequence in this step."""
+    def length(self, seq_id: int, backlog: int = 0) -> int:
+        """Most draft tokens of a sequence in this step; its drafter has to catch up with ``backlog`` tokens."""
         return self._most
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
@@ -79,6 +87,14 @@ class FixedLength:
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """The workers proposed drafts of up to ``passes`` tokens for so many sequences, and caught up with tokens.
+
+        The seconds of both are apart from each other.
+        """
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended."""
@@ -93,10 +109,18 @@ class AdaptiveLength(FixedLength):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._costs = StepCosts()
+        self._costs, self._drafting = StepCosts(), DraftingCosts()
+        #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
+        self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
+        #: Whether a sequence begins to draft in this step: one shows what catching up costs, if it is not known.
+        self._has_begun = False
+        #: Most tokens of each sequence.
+        self._each = most
         self._all = Acceptance(2.0, 1.0)
         self._of: dict[int, Acceptance] = {}
-        self._best = [most] * LEVELS
+        self._best = self._joint = [BestLength(most, 1.0)] * LEVELS
+        #: Sequences of the last step that would have had drafts, had all.
+        self._num_willing = 0
         #: Share of the sequences that have drafts, where they may.
         self._share = 1.0
         self._num_seqs, self._age, self._plain = 0, 0, 0
@@ -109,14 +133,16 @@ class AdaptiveLength(FixedLength):
         if num_prompt_tokens:
             return 0
         if num_seqs != self._num_seqs or self._age >= _FRESH:
-            self._best = best_lengths(self._costs, num_seqs, max(1.0, self._share * num_seqs), self._most)
+            self._compute_best(num_seqs)
             self._num_seqs, self._age = num_seqs, 0
         self._age += 1
+        self._num_willing = 0
         if self._plain < _PLAIN or num_seqs < self._costs.smallest:
             self._plain += 1  # to know what a step takes without drafts
             self._age = _FRESH
             return 0
-        self._measuring = not self._best[-1]
+        self._has_begun = False
+        self._measuring = not self._joint[-1].length
         if not self._measuring:
             self._tries.reset()
         elif self._tries.passes():
@@ -124,21 +150,65 @@ class AdaptiveLength(FixedLength):
         else:
             return 0
         # More rows than ever before are tried in small steps.
-        return max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+        limit = max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+        self._each = self._most
+        if num_seqs > 1 and self._drafting.pass_seconds(num_seqs):
+            # A pass of the workers' drafter costs little more for all sequences than for one: none has many more.
+            self._each = max(1, min(limit // num_seqs, self._best[self._all.level].length))
+        return limit
 
-    def length(self, seq_id: int) -> int:
+    def _compute_best(self, num_seqs: int) -> None:
+        """The best lengths by level, where those draft that will, and where all do.
+
+        A pass of the workers' drafter costs each sequence the less the more there are.
+        """
+        costs, most = self._costs, self._most
+        seconds = self._drafting.pass_seconds(num_seqs)
+        if not seconds:
+            self._best = self._joint = best_lengths(costs, num_seqs, max(1.0, self._share * num_seqs), most)
+            return
+        willing = min(num_seqs, max(1, self._num_willing))
+        self._joint = best_lengths(costs, num_seqs, num_seqs, most, seconds)
+        self._best = best_lengths(costs, num_seqs, willing, most, self._drafting.pass_seconds(willing))
+
+    def length(self, seq_id: int, backlog: int = 0) -> int:
         """See ``FixedLength``."""
         own = self._of.get(seq_id)
         if own is None:
             chance = self._all.accepted / (self._all.accepted + self._all.failed)
             own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance))
+        own.tokens += 1
         if self._measuring:
-            return 1
-        best = self._best[own.level]
-        if best:
-            own.tries.reset()
-            return best
-        return 1 if own.tries.passes() else 0
+            return self._try(backlog)
+        level = own.level
+        joint = self._joint[level]
+        if not joint.length:
+            return self._try(backlog) if own.tries.passes() else 0
+        own.tries.reset()
+        best = self._best[level]
+        if backlog:
+            cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
+            if cost > joint.saved * seconds or (not cost and self._has_begun):
+                return 0
+            self._has_begun = True
+            if cost > best.saved * seconds:
+                self._num_willing += 1
+                return 0
+        self._num_willing += 1
+        return min(best.length, self._each)
+
+    def _seconds_to_come(self, own: Acceptance) -> float:
+        """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
+        tokens = max(self._mean_tokens - own.tokens, own.tokens)
+        return tokens * self._costs.seconds(self._num_seqs) / self._num_seqs
+
+    def _try(self, backlog: int) -> int:
+        """One token if the time for it is saved up, else none."""
+        cost = self._drafting.catch_up_seconds(backlog) + self._drafting.pass_seconds(1)
+        if cost > self._saved:
+            return 0
+        self._saved -= cost
+        return 1
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """See ``FixedLength``."""
@@ -146,10 +216,12 @@ class AdaptiveLength(FixedLength):
         own = self._of.get(seq_id)
         if own is not None:
             own.observe(drafted, accepted, _DECAY)
+            own.tokens += accepted
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""
         if seconds > 0:
+            self._saved = min(self._saved, _SAVED_STEPS * _TRIES_SHARE * seconds) + _TRIES_SHARE * seconds
             largest = self._costs.largest
             self._costs.observe(num_seqs + num_drafts, seconds)
             if self._costs.largest > largest:  # what lies beyond was taken to cost as little
@@ -157,6 +229,18 @@ class AdaptiveLength(FixedLength):
         if num_drafting:
             self._share += 0.1 * (num_drafting / num_seqs - self._share)
 
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """See ``FixedLength``."""
+        if num_drafting:
+            self._drafting.observe(num_drafting, passes, seconds)
+        if catch_up_tokens:
+            self._drafting.observe_catch_up(catch_up_tokens, catch_up_seconds)
+
     def forget(self, seq_id: int) -> None:
         """See ``FixedLength``."""
-        self._of.pop(seq_id, None)
+        own = self._of.pop(seq_id, None)
+        if own is not None and own.tokens:
+            self._ended = min(self._ended + 1, _MEAN_OF)
+            self._mean_tokens += (own.tokens - self._mean_tokens) / self._ended

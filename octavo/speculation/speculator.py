@@ -33,7 +33,7 @@ class Speculator:
 
     def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
         """Draft tokens of a sequence, at most ``most``."""
-        wanted = min(most, self._lengths.length(sequence.seq_id))
+        wanted = min(most, self._lengths.length(sequence.seq_id, self._drafter.backlog(sequence)))
         if wanted <= 0 or sequence.seq_id in self._failed:
             return []
         try:
@@ -55,6 +55,12 @@ class Speculator:
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
         self._lengths.observe_step(num_seqs, num_drafting, num_drafts, seconds)
+
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """See ``FixedLength``."""
+        self._lengths.observe_drafting(num_drafting, passes, seconds, catch_up_tokens, catch_up_seconds)
 
     def on_end(self, sequence: DraftedSequence) -> None:
         """The sequence has ended."""

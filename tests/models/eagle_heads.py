@@ -55,7 +55,7 @@ def _config(architecture: str, **values: Any) -> dict[str, Any]:
         "hidden_size": TARGET["hidden_size"],
         "intermediate_size": 64,
         "num_hidden_layers": 1,
-        "num_attention_heads": 4,
+        "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,

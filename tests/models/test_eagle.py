@@ -54,10 +54,11 @@ class Runner:
         reader = self.head.make_reader()
         residual = self.network.embed(batch.token_ids)
         hidden = self.network.forward_layers(residual, batch, self._caches, reader)
-        return ForwardOutput(hidden, self.network.logits(hidden), reader.features if reader else None)
+        features = reader.features if reader else None
+        return ForwardOutput(hidden, self.network.logits(hidden), features=features)
 
     def _run_head(self, batch: ForwardBatch) -> ForwardOutput:
-        hidden = self.head.forward(self._features[: len(batch.token_ids)], batch, self._head_caches)
+        hidden = self.head.forward_layers(self._features[: len(batch.token_ids)], batch, self._head_caches)
         return ForwardOutput(hidden, self.head.logits(hidden))
 
     def _batch(self, start: int, tokens: list[int]) -> ForwardBatch:
@@ -134,10 +135,12 @@ def test_a_head_computes_what_the_reference_does(name: str, target: tuple[Any, P
             assert last.logits is not None
             choice = last.logits[-1:].argmax(-1)
             choice = choice if run.head.target_ids is None else run.head.target_ids[choice]
-            assert margin > 1e-2, "the test needs drafts that are no ties"
+            if margin < 1e-2:
+                break
             assert choice.tolist() == [draft]
             last = run.draft(position, [draft], last.hidden[-1:])
             position += 1
+        assert position > 16, "the test needs drafts that are no ties"
 
 
 def _without(head: Head, *names: str) -> Head:
@@ -163,8 +166,8 @@ def _with(head: Head, **tensors: Tensor) -> Head:
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(39).long()), WeightError, ["'d2t'"]),
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(40)), WeightError, ["'d2t'", "F32"]),
         ("eagle3", lambda: eagle3(hidden_size=32, target_hidden_size=48, head_dim=16), WeightError, ["embed_tokens"]),
-        ("eagle", lambda: eagle1(hidden_size=64), ConfigError, ["hidden_size is 64", "48"]),
-        ("eagle3", lambda: eagle3(target_hidden_size=64), ConfigError, ["target_hidden_size is 64", "48"]),
+        ("eagle", lambda: eagle1(hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
+        ("eagle3", lambda: eagle3(target_hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
         ("eagle", lambda: eagle1(vocab_size=102), ConfigError, ["vocab_size is 102", "101"]),
         ("eagle3", lambda: eagle3(draft_vocab_size=200), ConfigError, ["draft_vocab_size", "200"]),
         ("eagle3", lambda: eagle3(eagle_aux_hidden_state_layer_ids=[2, 3, 8]), ConfigError, ["0 to 7", "[2, 3, 8]"]),

@@ -190,7 +190,8 @@ def test_a_limit_and_a_stop_token_within_forced_tokens(max_tokens: int) -> None:
     for prompt in range(1, 30):
         engine = engine_with()
         wanted = bound(0, prompt, max_tokens)
-        wanted.task.stop_token_ids = [0]  # type: ignore[union-attr]
+        assert isinstance(wanted.task, Generate)
+        wanted.task.stop_token_ids = [0]
         answer = engine.add(wanted)
         finish(engine)
         assert answer.reasons[0] == ("stop" if answer.tokens[0][-1] == 0 else "length")

@@ -84,9 +84,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, length: int, last: int, max_tokens: int, n: int, beams: bool, priority: int, key: str | None) -> None:
         prompt = [*_TEXT[: min(length, self.limit - 1) - 1], last]
-        task: AnyTask = Generate(SamplingParams(n=n, max_tokens=max_tokens), 100 * self.requests, [EOS])
-        if key is not None:
-            task.grammar = grammar(key)
+        bound = grammar(key) if key is not None else None
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        task: AnyTask = Generate(params, 100 * self.requests, [EOS], grammar=bound)
         if beams and n > 1 and max_tokens:
             task = Beam(BeamSearchParams(beam_width=n, max_tokens=max_tokens), [EOS])
         self.engine.add(

@@ -1,0 +1,38 @@
+"""Chats of routes whose fields have other names: errors about them are told under these names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.server.errors import ApiError, as_api_error
+
+
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Tells errors about a chat, and about a body that is none, under a route's names of the fields.
+
+    Args:
+        names: fields of a chat to those of the route.
+
+    Raises:
+        ApiError: in place of the errors that requests are to blame for.
+    """
+    try:
+        yield
+    except (ApiError, InvalidRequestError, TokenizerError) as e:
+        raise _renamed(as_api_error(e), names) from None
+    except ValidationError as e:
+        raise _renamed(as_api_error(RequestValidationError(e.errors())), names) from None
+
+
+def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """In ``param``, and in the message where the name cannot be another word."""
+    message = re.sub(r"[a-z]+(_[a-z]+)+", lambda found: names.get(found[0], found[0]), error.message)
+    param = None if error.param is None else names.get(error.param, error.param)
+    return ApiError(error.status, message, kind=error.kind, param=param, code=error.code, headers=error.headers)
