@@ -306,7 +306,7 @@ def test_a_head_sleeps_and_wakes_with_the_model(files: dict[str, Any], plain: An
 def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path) -> None:
     targets = AdapterTargets(read_model_config(files["target"]))
     ref = make_adapter(tmp_path / "adapter", targets, 0, rank=4)
-    work = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=12)]
+    work: list[SamplingParams | BeamSearchParams] = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=12)]
     adapted = [None, LoRARequest(ref.name, 1, ref.path)] * 3
 
     def answers(llm: LLM) -> Any:
@@ -314,7 +314,7 @@ def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path)
         plain = llm.generate(prompts, work, use_tqdm=False)
         return everything(plain), everything(llm.generate(prompts, work[0], use_tqdm=False, lora_request=adapted))
 
-    options = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    options: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 32}
     wanted = answers(load(files["target"], **options))
     for method in HEADS:
         llm = load(files["target"], files[method], method, **options)
@@ -344,7 +344,7 @@ def test_two_ranks_draft_the_same(files: dict[str, Any], plain: Any, method: str
 def test_random_mixes(files: dict[str, Any], seed: int) -> None:
     rng = random.Random(seed)
     batching, method = rng.choice(["mixed", "prefill_first"]), rng.choice(list(HEADS))
-    kind = {
+    kind: dict[str, Any] = {
         "dtype": rng.choice(["float32", "bfloat16"]),
         "quantization": rng.choice(["none", "int8"]),
         "kv_cache_dtype": rng.choice(["auto", "int8"]),
