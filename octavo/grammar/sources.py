@@ -14,8 +14,9 @@ from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar.json_schema import Schema, prepare
 from octavo.grammar.limits import MAX_CHOICES
 
-#: Of JSON schemas: unknown keywords that restrict are errors, and a value fits exactly one schema of a ``oneOf``.
-_STRICT = {"lenient": False, "coerce_one_of": False}
+#: How llguidance reads JSON schemas: keywords that it does not know are errors, a value fits exactly one schema of a
+#: ``oneOf``, and texts have one spelling each: with \uXXXX, names of additional properties could be those of others.
+_STRICT = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 class Tag(NamedTuple):
