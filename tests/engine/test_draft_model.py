@@ -16,7 +16,9 @@ from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.stats import SpeculationStats
 from octavo.runner.draft_model import DraftModel
 from octavo.runner.model_runner import ModelRunner
+from tests.engine import test_grammars_engine as forms
 from tests.engine.test_drafts_engine import PARAMS, PROMPTS, everything, load
+from tests.grammar_cases import generate
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -117,6 +119,19 @@ def test_beams_and_processors_are_not_drafted(tiny_model: Path, tiny_draft: Path
     found = drafting(tiny_model, tiny_draft).generate(prompts, work, use_tqdm=False)
     assert everything(found) == wanted
     assert [o.metrics.num_draft_tokens for o in found[-2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("jump_forward", [True, False])
+def test_grammars_bind_the_drafts_too(tiny_model: Path, tiny_draft: Path, jump_forward: bool) -> None:
+    work = (forms.PROMPTS, forms.PARAMS, forms.FORMS)
+    wanted = everything(generate(forms.load(tiny_model), *work))
+    for draft in (tiny_model, tiny_draft):
+        config = {"model": str(draft), "adaptive": False}
+        llm = forms.load(tiny_model, jump_forward=jump_forward, speculative_config=config)
+        assert everything(generate(llm, *work)) == wanted
+        stats = stats_of(llm)
+        assert stats.accepted_tokens > 0
+        assert draft == tiny_draft or stats.accepted_tokens == stats.draft_tokens
 
 
 def test_beyond_the_context_of_the_draft_model_nothing_is_drafted(tiny_model: Path, tiny_draft: Path) -> None:

@@ -188,11 +188,12 @@ class _PendingResponse:
     def _usage(self) -> ResponseUsage:
         usage = self.chat.generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
+        thought = self.chat.generation.reasoning_tokens or 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
             total_tokens=usage.total_tokens,
         )
 
