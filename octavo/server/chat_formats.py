@@ -23,7 +23,8 @@ class ChatFormats:
         Raises:
             ConfigError: there is no such parser.
         """
-        self._finds_tools = tool_call_parser == _AUTO
+        #: Whether the format of calls is found by the template.
+        self.finds_tools = tool_call_parser == _AUTO
         self._finds_reasoning = reasoning_parser == _AUTO
         named = tool_call_parser not in (_AUTO, _NONE)
         self._tool_parser = load_tool_parser(tool_call_parser) if named else None
@@ -32,7 +33,7 @@ class ChatFormats:
 
     def tool_parser(self, template: str) -> type[ToolParser] | None:
         """The parser for answers to prompts of a chat template; None: calls are not told from content."""
-        return _tool_parser(template) if self._finds_tools else self._tool_parser
+        return _tool_parser(template) if self.finds_tools else self._tool_parser
 
     def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
         """The same for reasoning; None: it is not told from content."""
