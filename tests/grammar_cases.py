@@ -1,18 +1,14 @@
-"""Grammars of tests, and engines in which requests have one."""
+"""Forms of structured output for tests, and engines in which requests have one."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from llguidance import LLMatcher
+from msgspec import structs
 
-from octavo import LLM, RequestOutput, SamplingParams
-from octavo.core.structured_outputs import Grammar
+from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -27,24 +23,14 @@ PERSON: dict[str, Any] = {
 }
 
 
-def schema_grammar(schema: dict[str, Any], begin_after: Sequence[int] = ()) -> Grammar:
+def json_form(schema: dict[str, Any], begin_after: Sequence[int] = ()) -> StructuredOutputsParams:
     """JSON of a schema, without spaces."""
-    return _grammar(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}), begin_after)
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, begin_after=list(begin_after))
 
 
-def regex_grammar(regex: str, begin_after: Sequence[int] = ()) -> Grammar:
+def regex_form(regex: str) -> StructuredOutputsParams:
     """Texts that match."""
-    return _grammar(LLMatcher.grammar_from_regex(regex), begin_after)
-
-
-def lark_grammar(lark: str) -> Grammar:
-    """Texts of a grammar in Lark's notation."""
-    return _grammar(LLMatcher.grammar_from_lark(lark), ())
-
-
-def _grammar(source: str, begin_after: Sequence[int]) -> Grammar:
-    key = hashlib.sha256(json.dumps([source, *begin_after]).encode()).hexdigest()
-    return Grammar(key, source, list(begin_after))
+    return StructuredOutputsParams(regex=regex)
 
 
 def load(model: Path | str, **options: Any) -> LLM:
@@ -65,24 +51,77 @@ def generate(
     llm: LLM,
     prompts: Sequence[Any],
     params: Sequence[SamplingParams],
-    grammars: Sequence[Grammar | None],
+    forms: Sequence[StructuredOutputsParams | None],
 ) -> list[RequestOutput]:
-    """The outputs, each held to its grammar."""
-    engine = llm.llm_engine
-    for i, (prompt, wanted, grammar) in enumerate(zip(prompts, params, grammars, strict=True)):
-        make = engine.inputs._generate
+    """The outputs, each of its form."""
+    work = [structs.replace(p, structured_outputs=form) for p, form in zip(params, forms, strict=True)]
+    return llm.generate(list(prompts), work, use_tqdm=False)
 
-        def bound(params: SamplingParams, make: Any = make, grammar: Grammar | None = grammar) -> Any:
-            return msgspec.structs.replace(make(params), grammar=grammar)
 
-        engine.inputs._generate = bound  # type: ignore[method-assign]
-        try:
-            engine.add_request(str(i), prompt, wanted, streaming=False)
-        finally:
-            del engine.inputs._generate
-    done = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
-    return [done[str(i)] for i in range(len(prompts))]
+#: Of many kinds, all with a longest text.
+SCHEMAS: list[Any] = [
+    PERSON,
+    {"type": "boolean"},
+    {"enum": ["one", 2, None, {"a": [True]}]},
+    {"const": {"kind": "fixed", "values": [1, 2, 3]}},
+    {"type": "integer", "minimum": -17, "maximum": 1234},
+    {"type": "number", "minimum": 0.5, "maximum": 9.25},
+    {"type": "string", "minLength": 2, "maxLength": 9},
+    {"type": "string", "pattern": "^[A-Z][a-z]{2,6}(-[0-9]{1,3})?$"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 5},
+    {
+        "type": "array",
+        "prefixItems": [{"type": "string", "maxLength": 3}, {"type": "boolean"}],
+        "items": False,
+        "minItems": 2,
+    },
+    {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}, {"type": "integer", "minimum": 5, "maximum": 8}]},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "string", "maxLength": 5}, "c": {"type": "null"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/node"}},
+        "required": ["tree"],
+        "additionalProperties": False,
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "name": {"enum": ["left", "right"]},
+                    "leaves": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+                },
+                "required": ["name", "leaves"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    {
+        "allOf": [
+            {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]},
+            {"type": "object", "properties": {"y": {"enum": ["a", "b"]}}, "required": ["y"]},
+        ],
+        "additionalProperties": False,
+        "properties": {"x": True, "y": True},
+    },
+    {
+        "type": "object",
+        "properties": {
+            "street": {"type": "string", "maxLength": 12},
+            "geo": {
+                "type": "array",
+                "items": {"type": "number", "minimum": -1.0, "maximum": 1.0},
+                "minItems": 2,
+                "maxItems": 2,
+            },
+            "unit": {"type": ["string", "null"], "maxLength": 3},
+        },
+        "required": ["street", "geo", "unit"],
+        "additionalProperties": False,
+    },
+]

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.core.structured_outputs import Grammar
-from tests.grammar_cases import PERSON, generate, lark_grammar, load, regex_grammar, schema_grammar
+from octavo.engine.input_processor import InputProcessor
+from tests.grammar_cases import PERSON, generate, json_form, load, regex_form
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
-WORDS = regex_grammar("(the quick brown fox|the lazy dog){1,3}")
-CALL = lark_grammar('start: "call(" /[a-z]{1,5}/ ", argument=" /[0-9]{1,4}/ ")"')
-NESTED = schema_grammar({"type": "array", "items": PERSON, "minItems": 1, "maxItems": 2})
-FORMS: list[Grammar | None] = [schema_grammar(PERSON), None, WORDS, CALL, None, NESTED]
+WORDS = regex_form("(the quick brown fox|the lazy dog){1,3}")
+CALL = StructuredOutputsParams(grammar='start: "call(" /[a-z]{1,5}/ ", argument=" /[0-9]{1,4}/ ")"')
+NESTED = json_form({"type": "array", "items": PERSON, "minItems": 1, "maxItems": 2})
+FORMS: list[StructuredOutputsParams | None] = [json_form(PERSON), None, WORDS, CALL, None, NESTED]
 PROMPTS = ["The quick brown fox", "a", "lists of numbers: 1, 2, 3", "Once upon a time in a land", "x = y +", "{"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150),
@@ -112,8 +113,8 @@ def test_forced_tokens_need_no_steps(tiny_model: Path) -> None:
     assert counts[1] < counts[0] / 2
 
 
-def answer(llm: LLM, grammar: Grammar, params: SamplingParams, prompt: Any = "a") -> Any:
-    [output] = generate(llm, [prompt], [params], [grammar])
+def answer(llm: LLM, form: StructuredOutputsParams, params: SamplingParams, prompt: Any = "a") -> Any:
+    [output] = generate(llm, [prompt], [params], [form])
     return output.outputs[0]
 
 
@@ -123,7 +124,7 @@ def llm(tiny_model: Path) -> LLM:
 
 
 HOT = SamplingParams(temperature=1.5, seed=5, max_tokens=60)
-ENDLESS = regex_grammar("[a-z]+")
+ENDLESS = regex_form("[a-z]+")
 
 
 def test_an_end_by_max_tokens_within_the_grammar_says_length(llm: LLM) -> None:
@@ -157,7 +158,7 @@ def test_min_tokens_holds_where_the_grammar_may_go_on(llm: LLM) -> None:
         params = SamplingParams(temperature=1.5, seed=seed, max_tokens=99, min_tokens=40)
         found = answer(llm, ENDLESS, params)
         assert len(found.token_ids) >= 40 and re.fullmatch("[a-z]+", found.text)
-    short = answer(llm, regex_grammar("yes"), SamplingParams(temperature=0.0, max_tokens=99, min_tokens=40))
+    short = answer(llm, regex_form("yes"), SamplingParams(temperature=0.0, max_tokens=99, min_tokens=40))
     assert (short.text, short.finish_reason) == ("yes", "stop"), "it can do nothing but end"
 
 
@@ -191,7 +192,7 @@ def test_a_conflict_with_other_masks_is_an_error_of_the_request_alone(llm: LLM) 
     outputs = generate(llm, ["a", "a"], params, [CALL, CALL])
     assert outputs[0].outputs[0].finish_reason == "error" and "masked" in (outputs[0].outputs[0].error or "")
     assert outputs[1].outputs[0].finish_reason == "stop"
-    number = answer(llm, regex_grammar("[0-9a-z]{4}"), params[0])
+    number = answer(llm, regex_form("[0-9a-z]{4}"), params[0])
     assert re.fullmatch("[0-9]{4}", number.text)
 
 
@@ -205,7 +206,7 @@ def test_what_a_request_edits_in_its_logits_is_done_beside_the_grammar(tiny_mode
         return logits
 
     calls = SamplingParams(temperature=0.0, max_tokens=20, logits_processors=[forbid], bad_words=["the lazy"])
-    assert answer(llm, regex_grammar("q|rs"), calls).text == "rs"
+    assert answer(llm, regex_form("q|rs"), calls).text == "rs"
     plain = load(tiny_model, jump_forward=False)
     for params in (biased, SamplingParams(temperature=1.5, seed=2, max_tokens=80, presence_penalty=1.0)):
         assert answer(plain, WORDS, params).token_ids == answer(llm, WORDS, params).token_ids
@@ -214,7 +215,7 @@ def test_what_a_request_edits_in_its_logits_is_done_beside_the_grammar(tiny_mode
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, DRAFTED, {"num_gpu_blocks_override": 60}])
 def test_a_grammar_may_begin_after_some_tokens(tiny_model: Path, llm: LLM, options: dict[str, Any]) -> None:
     marker = llm.get_tokenizer().encode("z", add_special_tokens=False)
-    grammar = schema_grammar(PERSON, begin_after=marker)
+    grammar = json_form(PERSON, begin_after=marker)
     bias = {marker[0]: 4.0}
     work = [SamplingParams(temperature=1.0, seed=s, max_tokens=190, logit_bias=bias) for s in range(8)]
     other = load(tiny_model, **options) if options else llm
@@ -230,16 +231,13 @@ def test_a_grammar_may_begin_after_some_tokens(tiny_model: Path, llm: LLM, optio
         assert output.outputs[0].text.startswith(text.partition("z")[0] + "z"), "free until then"
 
 
-def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_requests(llm: LLM) -> None:
-    wrong = regex_grammar("(a")
-    outputs = generate(llm, ["a"] * 3, [HOT] * 3, [wrong, CALL, wrong])
+def test_a_grammar_that_workers_cannot_compile_is_an_error_of_its_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that exceeds the limits with the model's vocabulary, though not where it was checked."""
+    find = InputProcessor.grammar
+    wrong = Grammar("wrong", "start: /(a/")
+    monkeypatch.setattr(InputProcessor, "grammar", lambda self, form: wrong if form is WORDS else find(self, form))
+    outputs = generate(llm, ["a"] * 3, [HOT] * 3, [WORDS, CALL, WORDS])
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "stop", "error"]
     assert "unclosed group" in (outputs[0].outputs[0].error or "")
-
-
-def test_without_a_tokenizer_grammars_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
-    llm = load(tmp_path, load_format="dummy")
-    params = SamplingParams(max_tokens=9, detokenize=False)
-    [output] = generate(llm, [{"prompt_token_ids": [5]}], [params], [CALL])
-    assert output.outputs[0].finish_reason == "error" and "tokenizer" in (output.outputs[0].error or "")
