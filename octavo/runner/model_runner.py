@@ -459,6 +459,8 @@ class ModelRunner:
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
+            if self._drafter is not None:
+                self._drafter.apply(plan)
             if plan.num_drafts and self._drafter is not None:
                 self._require_known(list(plan.num_drafts))
                 plan = add_drafts(self._drafter, self._batch, plan, result, alone=self._ranks.group is None)

@@ -27,6 +27,10 @@ class DraftedSequence(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+
+    @property
     def context(self) -> str:
         """What the tokens depend on besides those before them: the adapter, and a salt that keeps users apart."""
 
