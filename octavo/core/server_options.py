@@ -141,6 +141,16 @@ class ServerOptions(BaseModel):
     trust_request_chat_template: bool = Field(
         False, description="Let requests bring a chat template of their own (chat_template); it runs in a sandbox."
     )
+    tool_call_parser: str = Field(
+        "auto",
+        description="How the model writes calls of tools: auto (as its chat template says), none, hermes, llama3_json, "
+        "mistral, pythonic, deepseek, gemma, functiongemma, qwen3_coder, granite, or module:Class.",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="How the model marks its reasoning: auto (as its chat template says), none (it stays in the "
+        "content), qwen3, deepseek_r1, mistral, gemma, seed_oss, granite, or module:Class.",
+    )
     enable_admin_routes: bool = Field(
         False, description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while."
     )

@@ -256,6 +256,7 @@ class AsyncLLM(AsyncAdmin):
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        visible_tokens: frozenset[int] = frozenset(),
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -264,7 +265,7 @@ class AsyncLLM(AsyncAdmin):
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
         ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``: see
-        ``LLMEngine.add_request``.
+        ``LLMEngine.add_request``. ``visible_tokens``: special tokens that are part of the text although others are not.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -286,6 +287,7 @@ class AsyncLLM(AsyncAdmin):
             ttft_target=ttft_target,
             tpot_target=tpot_target,
             lora_request=one_adapter(lora_request, prompt_adapter_request),
+            visible_tokens=visible_tokens,
         )
 
     async def _submit(

@@ -168,6 +168,12 @@ class EngineCore(StepLoop):
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
+        if (
+            "speculative_config" in changes
+            and self._loaded_drafter is not None
+            and self._loaded_drafter.drafts_on_workers
+        ):
+            self.executor.collective_rpc("use_drafter", (drafts is not None and drafts.drafts_on_workers,))
         self.options = self.options.model_copy(update=dict(changes))
         old = self.scheduler
         self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)

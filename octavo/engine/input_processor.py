@@ -38,6 +38,8 @@ class ProcessedRequest:
     params: SamplingParams | BeamSearchParams
     group: EngineCoreRequest
     arrival_time: float
+    #: Special tokens that are part of the text although others are not.
+    visible_tokens: frozenset[int] = frozenset()
 
     @property
     def num_virtual_tokens(self) -> int:
@@ -92,11 +94,13 @@ class InputProcessor:
         tpot_target: float | None = None,
         adapter: AdapterRef | None = None,
         features: Sequence[Feature] = (),
+        visible_tokens: frozenset[int] = frozenset(),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
         ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user`` and targets: see
-        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``).
+        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``). ``visible_tokens``: special
+        tokens that are part of the text although others are not.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
@@ -138,7 +142,7 @@ class InputProcessor:
             adapter=adapter,
         )
         self._next_group_id += 1
-        return ProcessedRequest(request_id, text, token_ids, params, group, arrival)
+        return ProcessedRequest(request_id, text, token_ids, params, group, arrival, visible_tokens)
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""

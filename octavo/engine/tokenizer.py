@@ -13,6 +13,7 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+from octavo.engine.tool_messages import CallFormat
 from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
 from octavo.loader.tokenizer_files import tokenizer_files
 from octavo.models.config import check_architecture
@@ -165,6 +166,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        call_format: CallFormat | None = None,
         chat_template: str | None = None,
         tokenize: bool = False,
         **kwargs: Any,
@@ -176,6 +178,7 @@ class Tokenizer:
             add_generation_prompt: ends with what opens the assistant's answer.
             continue_final_message: ends within the last message, so that it is continued.
             tools: JSON schemas of callable tools.
+            call_format: how the model writes calls; see ``fit_tools``.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
             tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
             kwargs: further names that the template may use.
@@ -193,6 +196,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            call_format=call_format,
             **variables,
         )
 

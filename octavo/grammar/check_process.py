@@ -6,6 +6,7 @@ and writes answers to its standard output, each with its length before it, and e
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -16,6 +17,8 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 
+#: The engine's steps go first.
+NICENESS = 10
 #: Memory that a grammar may take, in bytes.
 MAX_MEMORY = 1 << 30
 #: Of a busy machine: so many times the seconds of processor time may pass.
@@ -66,6 +69,7 @@ def main() -> None:
     """Answers requests until the input ends."""
     from octavo.grammar.compile import make_grammar
 
+    os.nice(NICENESS)
     _limit_memory()
     decode = msgspec.msgpack.Decoder(CheckRequest).decode
     while True:

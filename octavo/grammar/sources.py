@@ -1,70 +1,58 @@
-"""Forms of structured output in llguidance's notation."""
+"""Forms of structured output in llguidance's notation: Lark's, or JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.grammar.json_schema import Schema, prepare
 from octavo.grammar.limits import MAX_CHOICES
 
-#: Of JSON schemas: unknown keywords that restrict are errors, and a value fits exactly one schema of a ``oneOf``.
-_STRICT = {"lenient": False, "coerce_one_of": False}
+#: How llguidance reads JSON schemas: keywords that it does not know are errors, a value fits exactly one schema of a
+#: ``oneOf``, and texts have one spelling each: with \uXXXX, names of additional properties could be those of others.
+_STRICT = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
-def make_source(params: StructuredOutputsParams, special_tokens: Collection[str] = ()) -> str:
-    """The form that ``params`` ask for, as a grammar in Lark's notation or in llguidance's JSON; it is not checked.
+class Tag(NamedTuple):
+    """A part of a structural tag: what begins it, the schema of the JSON in it, and what ends it."""
 
-    ``special_tokens``: texts that the tokenizer has as a token of its own.
-
-    Raises:
-        InvalidRequestError: naming the field and the place of the error.
-    """
-    if params.json is not None and params.json is not False:
-        return json_source(read_schema(params.json, "structured_outputs.json"), params)
-    if params.json_object:
-        return json_source({"type": "object"}, params)
-    if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        return choice_source(params.choice)
-    if params.grammar is not None:
-        return grammar_source(params.grammar)
-    assert params.structural_tag is not None
-    return tags_source(params, special_tokens)
+    #: The beginning of ``begin``, after which the text is bound.
+    trigger: str
+    begin: str
+    schema: Schema
+    end: str
 
 
-def read_schema(value: str | Mapping[str, Any] | bool, place: str) -> dict[str, Any]:
-    """A JSON schema as a mapping.
+def read_schema(value: Any, params: StructuredOutputsParams, place: str) -> Schema:
+    """A JSON schema as an object of its own, whose keywords are supported.
 
     Raises:
-        InvalidRequestError: it is no JSON, or neither an object nor a boolean.
+        InvalidRequestError: it is no JSON, no schema, or not supported; the message begins with ``place``.
     """
-    schema: Any = value
-    if isinstance(value, str):
-        try:
-            schema = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-            raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
-    if isinstance(schema, bool):
-        return {} if schema else {"anyOf": []}
-    if not isinstance(schema, Mapping):
-        raise InvalidRequestError(f"{place} must be a JSON schema, an object, not {schema!r:.100}")
-    return dict(schema)
+    try:
+        schema = msgspec.json.decode(value if isinstance(value, str) else msgspec.json.encode(value))
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+        raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{place} must be a JSON schema, which is an object, not {schema!r:.100}")
+    prepare(schema, place, disable_additional_properties=params.disable_additional_properties)
+    return schema
 
 
-def json_source(schema: Mapping[str, Any], params: StructuredOutputsParams) -> str:
+def json_source(schema: Schema, params: StructuredOutputsParams) -> str:
     """JSON of a schema."""
-    return json.dumps({"grammars": [{"json_schema": with_options(schema, params)}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [{"json_schema": _with_options(schema, params)}]}, ensure_ascii=False)
 
 
-def with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+def _with_options(schema: Schema, params: StructuredOutputsParams) -> Schema:
     """The schema with the options by which llguidance reads it."""
     options: dict[str, Any] = dict(_STRICT)
     if params.disable_any_whitespace:
@@ -86,25 +74,17 @@ def choice_source(texts: Sequence[str]) -> str:
             "grammar may say it shorter"
         )
     # One terminal: as alternatives of a rule, each text would be a terminal of its own, at 40 times the cost.
-    return "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in dict.fromkeys(texts))
+    return "start: CHOICE\nCHOICE: " + " | ".join(_literal(text) for text in dict.fromkeys(texts))
 
 
-def literal(text: str) -> str:
-    """A text as a literal of Lark: JSON's, without the control characters that Lark does not take.
-
-    Raises:
-        InvalidRequestError: it has a surrogate without its pair, which is no text.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(f"structured_outputs has a text with half a character: {text!r:.100}") from None
+def _literal(text: str) -> str:
+    """A text as a literal of Lark: JSON's, without the control characters that Lark does not take."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(f"\\u{ord(c):04x}" if 0x7F <= ord(c) < 0xA0 else c for c in quoted)
 
 
 def grammar_source(text: str) -> str:
-    """A grammar in Lark's notation, or in GBNF, which begins with a rule of another form and has a rule ``root``.
+    """A grammar in Lark's notation, or in GBNF, which has rules with ``::=`` and none called ``start``.
 
     Raises:
         InvalidRequestError: what is read as GBNF is none.
@@ -122,30 +102,28 @@ def grammar_source(text: str) -> str:
     )
 
 
-def tags_source(params: StructuredOutputsParams, special_tokens: Collection[str]) -> str:
-    """Free text in which a tag's beginning is followed by JSON of its schema and by its end.
+def read_tags(given: Any, params: StructuredOutputsParams) -> list[Tag]:
+    """The parts of a structural tag.
 
     Raises:
-        InvalidRequestError: the tags are not of this form.
+        InvalidRequestError: naming the part and what is wrong with it.
     """
     place = "structured_outputs.structural_tag"
-    given: Any = params.structural_tag
     if isinstance(given, str):
-        given = read_schema(given, place)
-    structures, triggers = given.get("structures"), given.get("triggers")
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+            raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{place} must be an object with structures and triggers")
     if "format" in given:
-        raise InvalidRequestError(
-            f"{place} must have structures and triggers; its newer form, format, is not supported"
-        )
+        raise InvalidRequestError(f"{place}.format is not supported; give structures and triggers")
+    structures, triggers = given.get("structures"), given.get("triggers")
     if not _filled(triggers, str) or not all(triggers):
         raise InvalidRequestError(f"{place}.triggers must be a list of texts that begin a tag, with at least one")
     if not _filled(structures, dict):
         raise InvalidRequestError(f"{place}.structures must be a list of objects with begin, schema and end")
-    rules = [
-        f"start: ({' | '.join(f'tag_{i}' for i in range(len(structures)))})* rest",
-        "rest: TEXT",
-        r"TEXT: /(.|\n)*/",
-    ]
+    tags = []
     for i, structure in enumerate(structures):
         where = f"{place}.structures[{i}]"
         begin, end = structure.get("begin"), structure.get("end", "")
@@ -154,12 +132,23 @@ def tags_source(params: StructuredOutputsParams, special_tokens: Collection[str]
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if trigger is None:
             raise InvalidRequestError(f"{where}.begin is {begin!r:.100}, which begins with none of the triggers")
-        schema = with_options(read_schema(structure.get("schema"), f"{where}.schema"), params)
-        body = f"{literal(begin[len(trigger) :])} %json {json.dumps(schema, ensure_ascii=False)} {literal(end)}"
-        if trigger in special_tokens:
-            rules.append(f"tag_{i}: TEXT {trigger} {body}")
+        tags.append(Tag(trigger, begin, read_schema(structure.get("schema"), params, f"{where}.schema"), end))
+    return tags
+
+
+def tags_source(tags: Sequence[Tag], params: StructuredOutputsParams, special_tokens: Collection[str]) -> str:
+    """Free text in which the beginning of a tag is followed by JSON of its schema and by its end.
+
+    Cf. llguidance's documentation, docs/syntax.md, "Tool calling": a lazy terminal ends as soon as it can.
+    """
+    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
+    for i, tag in enumerate(tags):
+        schema = json.dumps(_with_options(tag.schema, params), ensure_ascii=False)
+        body = f"{_literal(tag.begin[len(tag.trigger) :])} %json {schema} {_literal(tag.end)}"
+        if tag.trigger in special_tokens:
+            rules.append(f"tag_{i}: TEXT {tag.trigger} {body}")
         else:
-            rules += [f"begin_{i}[lazy]: TEXT {literal(trigger)}", f"tag_{i}: begin_{i} {body}"]
+            rules += [f"begin_{i}[lazy]: TEXT {_literal(tag.trigger)}", f"tag_{i}: begin_{i} {body}"]
     return "\n".join(rules)
 
 

@@ -13,6 +13,7 @@ from octavo.core.errors import ConfigError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.loader.check import refuse_misfits
+from octavo.loader.dummy import dummy_weights
 from octavo.loader.weights import Stored, load_weights, read_headers, read_safetensors
 from octavo.models.checkpoint import Pairs
 from octavo.models.config import read_json
@@ -50,6 +51,23 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
     refuse_misfits(folder, config, head.checkpoint_map, shapes)
     _check_token_map(stored, config)
     return config
+
+
+def read_dummy_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
+    """As ``read_head_config``, of a folder without weights: what the head shares with the model it does share."""
+    file = folder / "config.json"
+    config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
+    return replace(config, own_embedding=config.hidden_size != target.hidden_size)
+
+
+def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> EagleHead:
+    """The head with random weights (see ``dummy_weights``); it drafts the first tokens of the vocabulary."""
+    head = make_network(config, context)
+    assert isinstance(head, EagleHead)
+    load_weights(head, dummy_weights(head, context.dtype, context.device, seed))
+    if config.draft_vocab_size != config.vocab_size:
+        head.target_ids = torch.arange(config.draft_vocab_size, device=context.device)
+    return head
 
 
 def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> EagleHead:

@@ -102,6 +102,9 @@ class WorkerDrafter(ABC):
         """What reads the model's residual stream in a step, as part of its captured forward; None: nothing."""
         return None
 
+    def apply(self, plan: StepPlan) -> None:  # noqa: B027  not every drafter keeps account of blocks
+        """The plan's moves are queued, and rows and block tables are as it says."""
+
     def after_step(  # noqa: B027  not every drafter needs the model's hidden states
         self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
     ) -> None:

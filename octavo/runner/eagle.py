@@ -25,7 +25,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
-from octavo.loader.eagle import load_head, read_head_config
+from octavo.loader.eagle import load_head, make_dummy_head, read_dummy_config, read_head_config
 from octavo.loader.resolve import resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.eagle import EagleHead, FeatureReader
@@ -55,8 +55,10 @@ class EagleSource(DraftSource):
         """
         given = options.speculative_config
         assert given is not None and given.model is not None and given.method in ("eagle", "eagle3")
-        folder = resolve_model(given.model, revision=given.revision)
-        return cls(options, folder, read_head_config(folder, given.method, model))
+        dummy = options.load_format == "dummy"
+        folder = resolve_model(given.model, revision=given.revision, weights=not dummy)
+        read = read_dummy_config if dummy else read_head_config
+        return cls(options, folder, read(folder, given.method, model))
 
     def context(self, context: LayerContext) -> LayerContext:
         """See ``DraftSource``; published heads are in the model's type."""
@@ -105,7 +107,11 @@ class EagleDrafter(WorkerDrafter):
                 f"speculative_config: method {method!r} is not supported for {type(model).__name__}; take method "
                 "'draft_model', 'ngram' or 'suffix'"
             )
-        self.network = load_head(self._source.folder, self._source.config, self._context)
+        options, config = self._source.options, self._source.config
+        if options.load_format == "dummy":
+            self.network = make_dummy_head(config, self._context, options.seed)
+        else:
+            self.network = load_head(self._source.folder, config, self._context)
         self.network.attach_target(model)
 
     def start(
@@ -207,8 +213,11 @@ class EagleDrafter(WorkerDrafter):
         """See ``WorkerDrafter``. A row whose last step was not seen gets none, such as a child of a fork."""
         found, table = Drafts(), self._batch.tokens
         rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
-        offsets = table.num_tokens[rows] - 1 - self._known[rows]
+        computed = self._batch.num_computed[rows]
+        offsets = computed - self._known[rows]
+        # Of tokens that were appended without being sampled, the head has not computed the one before the last.
         seen = (self._known[rows] > 0) & (offsets >= 0) & (offsets < self._window)
+        seen &= computed == table.num_tokens[rows] - 1
         rows, wanted, offsets = rows[seen], wanted[seen], offsets[seen]
         hidden = self._results.index_select(0, self._index(rows * self._window + offsets))
         number = 0

@@ -10,6 +10,7 @@ from octavo.server.errors import ApiError, unsupported
 T = TypeVar("T")
 D = TypeVar("D")
 
+_REQUIRED: Any = object()
 _NAMES = {str: "a text", bool: "true or false", int: "an integer", float: "a number", dict: "an object", list: "a list"}
 
 
@@ -48,15 +49,15 @@ class BodyPart:
     @overload
     def take(self, name: str, kind: type[T], default: D) -> T | D: ...
 
-    def take(self, name: str, kind: type[Any], *default: Any) -> Any:
+    def take(self, name: str, kind: type[Any], default: Any = _REQUIRED) -> Any:
         """A field's value, which must be of this type; without a default it must be there.
 
         Raises:
             ApiError: 400, naming the place.
         """
         if name not in self._left:
-            if default:
-                return default[0]
+            if default is not _REQUIRED:
+                return default
             raise wrong(self.at(name), "it is missing")
         value = self._left.pop(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -67,14 +68,14 @@ class BodyPart:
         """A field's value of whatever type."""
         return self._left.pop(name, default)
 
-    def choice(self, name: str, known: Collection[str], *default: str | None) -> Any:
-        """A text that is one of these.
+    def choice(self, name: str, known: Collection[str]) -> str:
+        """A text that must be there, and is one of these.
 
         Raises:
             ApiError: 400, naming the place and those that are known.
         """
-        value = self.take(name, str, *default)
-        if value is not None and value not in known:
+        value = self.take(name, str)
+        if value not in known:
             raise wrong(self.at(name), f"{value[:100]!r} is none of {', '.join(sorted(known))}")
         return value
 

@@ -24,12 +24,9 @@ from octavo.server.protocol import (
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
-    FunctionCall,
-    FunctionCallDelta,
     Message,
-    ToolCall,
-    ToolCallDelta,
 )
+from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, EventStream, event
 
@@ -121,7 +118,8 @@ class _PendingResponse:
             return None
         skip = self.chat.body.skip_special_tokens is not False
         tokenizer = self.chat.generation.service.llm.tokenizer
-        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
+        visible = self.chat.generation.visible_tokens
+        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, visible_tokens=visible)
 
     def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:
         tracker, top = self._trackers[choice.index], self.chat.top_logprobs

@@ -1,6 +1,6 @@
 """What a choice of a chat says, as events: reasoning, content, tool calls; the routes format them.
 
-    parser = ChatParser(...)                          # one for each choice
+    parser = ChatParser(reasoning parser, tool parser)     # one for each choice; Chat has them
     parser.feed(text, token_ids, finished) -> list[ChatEvent]
         text: str             what is new of the choice's text
         token_ids: list[int]  the tokens that are new, for counting those of the reasoning
@@ -18,6 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.engine.text_stream import TextStream
+    from octavo.server.reasoning_parsers.base import ReasoningParser
+    from octavo.server.tool_parsers.base import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +96,50 @@ def collect(events: Iterable[ChatEvent]) -> ChatMessageParts:
 
 
 class ChatParser:
-    """The events of one choice whose whole text is content."""
+    """The events of one choice: its reasoning, then content and calls."""
 
-    #: Tokens of the reasoning so far.
-    reasoning_tokens = 0
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        decode: TextStream | None = None,
+    ) -> None:
+        """Without ``reasoning`` and ``tools`` all text is content. ``decode``: text of tokens, to count those of the
+        reasoning; special ones included."""
+        self._reasoning = reasoning
+        self._tools = tools
+        self._decode = decode
+        #: Tokens up to the end of the reasoning, and the end of their text while that has not come.
+        self._num_tokens = 0
+        self._tail: str | None = ""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, with its marks."""
+        return self._num_tokens if self._reasoning is not None and self._reasoning.found else 0
 
     def feed(self, text: str, token_ids: Sequence[int], finished: bool) -> list[ChatEvent]:
         """What is new. ``text`` and ``token_ids``: added since the last call; ``finished``: nothing follows."""
-        return [ContentDelta(text)] if text else []
+        events: list[ChatEvent] = []
+        if self._reasoning is not None:
+            self._count(self._reasoning, token_ids)
+            thought, text = self._reasoning.feed(text, finished)
+            if thought:
+                events.append(ReasoningDelta(thought))
+        if self._tools is not None:
+            events += self._tools.feed(text, finished)
+        elif text:
+            events.append(ContentDelta(text))
+        return events
+
+    def _count(self, reasoning: ReasoningParser, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._tail is None or self._decode is None:
+                return
+            self._num_tokens += 1
+            self._tail += self._decode.push(token_id)
+            if reasoning.end in self._tail:
+                self._tail = None
+            else:
+                self._tail = self._tail[-len(reasoning.end) :]

@@ -19,12 +19,12 @@ from octavo.server.service import Service
 HARMLESS = frozenset(
     {
         # OpenAI: hints for its caches, labels and copies for its dashboard, and a guess of the answer that saves time.
-        "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "store",
         # Ids: X-Request-Id names a request here.
         "request_id", "rid",
-        # Without effect on byte-level tokens, and where reasoning stays in the content.
-        "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning",
+        # Without effect on byte-level tokens, and on what the pieces of an answer add up to.
+        "spaces_between_special_tokens", "stream_reasoning",
         # Which library follows a grammar: all mean the same by it.
         "guided_decoding_backend",
         # llama.cpp: where and how it caches.
@@ -41,9 +41,7 @@ class Unsupported(NamedTuple):
 
 
 _LAZY = "structural_tag says where JSON begins within the answer"
-_TOOLS = "tools are not supported yet"
 _ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
-_REASONING = "reasoning is not separated from the answer; it stays in its content"
 _EXCHANGE = "KV caches are not exchanged with other servers"
 _SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the penalties are supported"
 _CODE = "code in requests is not run"
@@ -51,14 +49,11 @@ _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 
 UNSUPPORTED = {
     # OpenAI
-    "tools": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
-    "functions": Unsupported(_TOOLS, ([],)),
-    "function_call": Unsupported(_TOOLS, ("none", "auto")),
+    "functions": Unsupported("tools has taken its place", ([],)),
+    "function_call": Unsupported("tool_choice has taken its place", ("none", "auto")),
     "modalities": Unsupported("the model writes text only", (["text"],)),
     "audio": Unsupported("the model writes text only"),
     "moderation": Unsupported("there is no moderation"),
-    "reasoning_effort": Unsupported("give it to a template that knows it in chat_template_kwargs", ("none",)),
     "verbosity": Unsupported("ask for it in the messages", ("medium",)),
     "web_search_options": Unsupported("the model does not search"),
     "service_tier": Unsupported("there is one tier", ("auto", "default")),
@@ -127,11 +122,8 @@ UNSUPPORTED = {
     "session_params": Unsupported("send the whole prompt: the prefix cache finds what it knows of it"),
     "extra_key": Unsupported("its name is cache_salt"),
     # Reasoning
-    "include_reasoning": Unsupported(_REASONING, (True,)),
-    "reasoning_format": Unsupported(_REASONING, ("none", "auto")),
-    "thinking_forced_open": Unsupported(_REASONING, (False,)),
-    "thinking_token_budget": Unsupported(_REASONING),
-    "parse_tool_calls": Unsupported(_TOOLS, (False,)),
+    "thinking_forced_open": Unsupported("the option --reasoning-parser deepseek_r1 does this", (False,)),
+    "thinking_token_budget": Unsupported("max_tokens limits reasoning and answer together"),
     # Several servers
     "kv_transfer_params": Unsupported(_EXCHANGE),
     "bootstrap_host": Unsupported(_EXCHANGE),

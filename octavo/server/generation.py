@@ -49,6 +49,8 @@ class Generation:
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
+    #: Special tokens that are part of the text although others are not.
+    visible_tokens: frozenset[int] = frozenset()
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned.
@@ -58,6 +60,8 @@ class Generation:
     #: Draft tokens of the prompts that have finished, and how many of them were accepted.
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    #: Tokens of reasoning; None: reasoning is not told apart.
+    reasoning_tokens: int | None = None
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt index, output) pairs: increments as they come if streaming, else one complete output a prompt.
@@ -119,11 +123,14 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
+        details: dict[str, int] = {}
         if self.draft_tokens:
-            usage.completion_tokens_details = CompletionDetails(
-                accepted_prediction_tokens=self.accepted_tokens,
-                rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
-            )
+            details["accepted_prediction_tokens"] = self.accepted_tokens
+            details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
+        if self.reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if details:
+            usage.completion_tokens_details = CompletionDetails(**details)
         return usage
 
     def chunk_usage(self) -> dict[str, Usage | None]:
@@ -153,6 +160,7 @@ class Generation:
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
             lora_request=self.model.adapter,
+            visible_tokens=self.visible_tokens,
             streaming=bool(self.body.stream),
         )
 

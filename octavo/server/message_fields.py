@@ -8,14 +8,16 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.chat_template import template_variables
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.protocol_tools import Tool
 from octavo.server.service import Service
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: Accepted with any value, as a template that does not write them loses nothing: ids that link results to calls, whose
-#: order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not repeat.
+#: Accepted with any value, as a template that does not write them loses nothing: calls, which become text then, their
+#: ids, whose order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not
+#: repeat.
 _HARMLESS = frozenset(
-    {"role", "content", "tool_call_id", "annotations", "cache_control", "reasoning", "reasoning_content"}
+    {"role", "content", "tool_calls", "tool_call_id", "annotations", "cache_control", "reasoning", "reasoning_content"}
 )
 #: The same for fields of a part of a message's content.
 _HARMLESS_IN_PARTS = frozenset({"type", "text", "annotations", "cache_control", "prompt_cache_breakpoint"})
@@ -26,7 +28,6 @@ _CHANGES = {
     "prefix": "continue_final_message continues the last message",
     "partial": "continue_final_message continues the last message",
     "refusal": "write it as the content",
-    "tool_calls": "the model's chat template does not write calls of tools",
 }
 
 #: Most different fields, as the template is run once without each.
@@ -85,6 +86,17 @@ def check_fields_are_read(service: Service, messages: Messages, render: Callable
             _refuse(service, f"messages[{index}].{name[:100]}", name)
 
 
+def check_tools(service: Service, tools: Sequence[Tool]) -> None:
+    """Refuses unknown fields of tools; those of functions are written by templates.
+
+    Raises:
+        ApiError: 400, naming the tool and the field.
+    """
+    for i, tool in enumerate(tools):
+        for name in _given(tool.model_extra or {}, frozenset({"cache_control"})):
+            _refuse(service, f"tools[{i}].{name[:100]}", name, "tools")
+
+
 def check_variables(service: Service, template: str, variables: Mapping[str, Any]) -> None:
     """Refuses variables that a template does not read; with ``unknown_fields: ignore`` they are logged instead.
 
@@ -111,11 +123,11 @@ def _given(values: Mapping[str, Any], harmless: frozenset[str]) -> list[str]:
     return [name for name, value in values.items() if name not in harmless and value not in (None, "", [], {}, False)]
 
 
-def _refuse(service: Service, where: str, name: str) -> None:
+def _refuse(service: Service, where: str, name: str, param: str = "messages") -> None:
     if (reason := _CHANGES.get(name)) is not None:
-        raise unsupported("messages", f"{where} is not supported: {reason}")
+        raise unsupported(param, f"{where} is not supported: {reason}")
     if service.options.unknown_fields == "ignore":
         service.note_unknown(name)
         return
     message = f"{where}: the field is unknown here and the model's chat template does not write it"
-    raise ApiError(400, message, param="messages", code="unknown_parameter")
+    raise ApiError(400, message, param=param, code="unknown_parameter")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.engine.chat_template import choose_template
+from octavo.engine.chat_template import choose_template, template_variables
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.message_fields import check_fields_are_read, check_parts, check_variables
@@ -18,6 +18,8 @@ from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
+#: Variables by which templates turn reasoning on and off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +109,37 @@ def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
     return replace(prompt, text=None, token_ids=prompt.token_ids[-limit:])
 
 
-async def render_chat(service: Service, messages: Sequence[ChatMessage], body: TemplateOptions) -> str:
+def chosen_template(service: Service, body: TemplateOptions, *, has_tools: bool) -> str:
+    """The text of the chat template that a request uses.
+
+    Raises:
+        InvalidRequestError: the model has none.
+    """
+    return choose_template(service.llm.tokenizer.chat_templates, body.chat_template, has_tools=has_tools)
+
+
+async def render_chat(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    body: TemplateOptions,
+    tools: list[dict[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
     """The text of a conversation, rendered by the model's chat template as the body asks for.
+
+    ``tools``: those that the model sees. ``variables`` of the template come beside those of the body.
 
     Raises:
         ApiError: the body asks for what contradicts itself, or is not allowed here.
         InvalidRequestError: the template refuses the messages, or the model has none.
     """
-    options = _template_options(service, body)
+    options = {**_template_options(service, body, tools), **variables}
     plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
     check_parts(service, plain)
-    length = sum(len(str(message.get("content"))) for message in plain)
+    length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
+    length += 0 if tools is None else len(str(tools))
     if length + 100 * len(plain) < _SHORT and body.chat_template is None:
         return _render(service, plain, options)
     if length > service.max_prompt_chars:
@@ -139,7 +159,7 @@ def _render(service: Service, messages: list[dict[str, Any]], options: dict[str,
     return text
 
 
-def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]:
+def _template_options(service: Service, body: TemplateOptions, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
     """Keywords of ``Tokenizer.apply_chat_template``."""
     continues = body.continue_final_message is True
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -155,28 +175,55 @@ def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]
             "--trust-request-chat-template",
         )
     variables = dict(body.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+    for name in (
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "call_format",
+    ):
         if name in variables:
             message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.documents is not None:
         variables["documents"] = body.documents
+    text = chosen_template(service, body, has_tools=tools is not None)
     if variables:
-        check_variables(
-            service, choose_template(service.llm.tokenizer.chat_templates, template, has_tools=False), variables
-        )
+        check_variables(service, text, variables)
+    if body.reasoning_effort is not None:
+        variables = {**_effort_variables(body.reasoning_effort, text), **variables}
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,
         "chat_template": template,
+        "tools": tools,
+        "call_format": service.formats.call_format(text),
         **variables,
     }
+
+
+def _effort_variables(effort: str, template: str) -> dict[str, Any]:
+    """Variables of a template that stand for ``reasoning_effort``.
+
+    Raises:
+        ApiError: the template has none.
+    """
+    known = template_variables(template)
+    if effort == "none":
+        return {name: False for name in THINKING_VARIABLES if name in known}
+    if "reasoning_effort" not in known:
+        raise unsupported("reasoning_effort", "reasoning_effort is not a variable of the model's chat template")
+    return {"reasoning_effort": effort}
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
     # model_dump fails on deeply nested values.
     given = {**message.__dict__, **(message.model_extra or {})}
     plain = {name: value for name, value in given.items() if value is not None}
+    thought = plain.get("reasoning_content", plain.get("reasoning"))
+    if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
+        plain["reasoning_content"] = plain["reasoning"] = thought
     if message.role == "developer":  # OpenAI's newer name for the role that templates call system
         plain["role"] = "system"
     return plain

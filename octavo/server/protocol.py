@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 
 from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, Seed
 from octavo.server.protocol_formats import FormFields
+from octavo.server.protocol_tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 
 
 class StreamOptions(RequestModel):
@@ -94,6 +95,9 @@ class ChatMessage(RequestModel):
     role: Name = Field(description="system, developer, user, assistant or tool, as the model's template knows them.")
     content: str | list[dict[str, Any]] | None = Field(None, description='Text, or parts {"type": "text", "text": ..}.')
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
+    tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
+    reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
 
 
 class TemplateOptions(RequestModel):
@@ -108,6 +112,10 @@ class TemplateOptions(RequestModel):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     documents: list[dict[str, Any]] | None = Field(None, description="Documents, for templates that know them.")
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    reasoning_effort: Name | None = Field(
+        None, description="For templates that know it; none: without reasoning, where the template can turn it off."
+    )
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
@@ -120,6 +128,16 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     )
     logprobs: bool | None = Field(None, description="Send logprobs.")
     top_logprobs: Int | None = Field(None, description="With so many likeliest tokens at each position.")
+    tool_choice: str | ToolChoice | None = Field(
+        None, description="none, auto (default), required, or an object that names a function or the allowed ones."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at most (default true).")
+    parse_tool_calls: bool | None = Field(None, description="False: calls stay in the content (default true).")
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out (default true).")
+    separate_reasoning: bool | None = Field(None, description="False: reasoning stays in the content (default true).")
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
+        None, description="none: reasoning stays in the content."
+    )
 
 
 # Responses ----------------------------------------------------------------------------------------------------------
@@ -136,10 +154,11 @@ class PromptDetails(ResponseModel):
 
 
 class CompletionDetails(ResponseModel):
-    """Details of the generated tokens, where tokens are drafted."""
+    """Details of the generated tokens, where tokens are drafted or reasoning is told apart."""
 
-    accepted_prediction_tokens: int = Field(description="Draft tokens that were accepted.")
-    rejected_prediction_tokens: int = Field(description="Draft tokens that were computed in vain.")
+    accepted_prediction_tokens: int | None = Field(None, description="Draft tokens that were accepted.")
+    rejected_prediction_tokens: int | None = Field(None, description="Draft tokens that were computed in vain.")
+    reasoning_tokens: int | None = Field(None, description="Tokens of the reasoning, of models that mark it.")
 
 
 class Usage(ResponseModel):
@@ -205,21 +224,6 @@ class ChoiceLogprobs(ResponseModel):
     refusal: None
 
 
-class FunctionCall(ResponseModel):
-    """A call of a function."""
-
-    name: str
-    arguments: str = Field(description="JSON text, as the model wrote it.")
-
-
-class ToolCall(ResponseModel):
-    """A tool that the model calls."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
 class Message(ResponseModel):
     """The assistant's message."""
 
@@ -252,22 +256,6 @@ class ChatCompletion(ResponseModel):
     system_fingerprint: str
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
-
-
-class FunctionCallDelta(ResponseModel):
-    """An increment of a call: its name at first, then pieces of its arguments."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(ResponseModel):
-    """An increment of one of the calls; the first of each has its id, type and name."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCallDelta
 
 
 class Delta(ResponseModel):

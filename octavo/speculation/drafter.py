@@ -27,6 +27,10 @@ class DraftedSequence(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+
+    @property
     def context(self) -> str:
         """What the tokens depend on besides those before them: the adapter, and a salt that keeps users apart."""
 
@@ -54,10 +58,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter of a configuration."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
-    from octavo.speculation.worker_drafter import WorkerDrafter
+    from octavo.speculation.worker_drafter import HeadDrafter, WorkerDrafter
 
     if config.drafts_on_workers:
-        return WorkerDrafter()
+        return WorkerDrafter() if config.method == "draft_model" else HeadDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     return SuffixDrafter(config)

@@ -54,7 +54,8 @@ class Runner:
         reader = self.head.make_reader()
         residual = self.network.embed(batch.token_ids)
         hidden = self.network.forward_layers(residual, batch, self._caches, reader)
-        return ForwardOutput(hidden, self.network.logits(hidden), reader.features if reader else None)
+        features = reader.features if reader else None
+        return ForwardOutput(hidden, self.network.logits(hidden), features=features)
 
     def _run_head(self, batch: ForwardBatch) -> ForwardOutput:
         hidden = self.head.forward_layers(self._features[: len(batch.token_ids)], batch, self._head_caches)

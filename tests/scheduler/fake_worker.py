@@ -10,6 +10,7 @@ sampled tokens only when the step has been waited for, and until then nothing ma
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,6 +202,8 @@ class FakeWorker(Executor):
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None
         self.on_wait: Callable[[StepPlan], None] = lambda plan: None
         self.broken: Exception | None = None
+        #: What drafts of its own are like.
+        self.drafting = random.Random(8)
         #: Tokens that it can name as candidates of a beam.
         self.vocabulary = VOCABULARY
         #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
@@ -282,6 +285,8 @@ class FakeWorker(Executor):
             step.failure = fail
             self._lose_reports()
             return
+        if plan.num_drafts:
+            plan = step.plan = self._draft(plan, step.result)
         forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
@@ -291,6 +296,29 @@ class FakeWorker(Executor):
     def _lose_reports(self) -> None:
         self.adapters.lose_report()
         self.grammars.lose_report()
+
+    def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
+        """Drafts as many tokens as are asked for, or fewer; none if its drafter fails."""
+        assert not plan.num_drafts.keys() & plan.drafts.keys()
+        num_tokens = dict(zip(plan.seq_ids, plan.num_tokens, strict=True))
+        drafts = dict(plan.drafts)
+        fails = self.drafting.random() < 0.1
+        result.draft_error = "no idea" if fails else None
+        for seq_id, most in plan.num_drafts.items():
+            row = self.rows[seq_id]
+            assert row.known_in_full and num_tokens[seq_id] == 1 + most
+            context, tokens = row.prints[-1], []
+            for _ in range(0 if fails else self.drafting.randrange(most + 1)):
+                token = sample(context, row.seed)
+                if self.drafting.random() < 0.3:
+                    token = (token + 1) % VOCABULARY
+                tokens.append(token)
+                context = extend_print(context, token)
+            num_tokens[seq_id] = 1 + len(tokens)
+            if tokens:
+                drafts[seq_id], result.num_drafts[seq_id] = tokens, len(tokens)
+        result.draft_seconds = 1e-3
+        return msgspec.structs.replace(plan, num_tokens=[*num_tokens.values()], drafts=drafts)
 
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
@@ -448,6 +476,7 @@ class FakeWorker(Executor):
                 accepted += 1
             if plan.drafts:
                 result.num_tokens.append(1 + accepted)
+            if plan.drafts or plan.num_drafts:
                 row.num_computed -= len(drafts) - accepted
                 for table in row.tables:  # blocks behind them may belong to others from now on
                     del table[-(-row.num_computed // self.block_size) :]
@@ -672,7 +701,8 @@ def check_accounting(engine: Engine) -> None:
         assert group.seqs, "a group without sequences"
         for seq in group.seqs:
             assert seq.status is wanted and queues.sequences[seq.seq_id] is seq
-            drafts = max((len(p.drafts.get(seq.seq_id, ())) for p, _ in engine.loop._in_flight), default=0)
+            plans, seq_id = [plan for plan, _ in engine.loop._in_flight], seq.seq_id
+            drafts = max((len(p.drafts.get(seq_id, ())) + p.num_drafts.get(seq_id, 0) for p in plans), default=0)
             assert seq.num_computed < len(seq.token_ids) + len(engine.loop._in_flight) + drafts
             table = blocks.table(seq.seq_id)
             held = bool(table) or blocks.is_swapped(seq.seq_id)

@@ -13,6 +13,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter
+from octavo.speculation.worker_drafter import WorkerDrafter
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,
@@ -228,3 +229,22 @@ def test_drafts_leave_rows_to_forked_children() -> None:
         for group_id in range(1, 7):
             engine.add(request(group_id, 4 + 3 * group_id, 20, n=1 + group_id % 4))
         run(engine)  # the worker counts its rows of logits
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"batching": "prefill_first"}, {"preemption_mode": "swap"}], ids=str)
+def test_workers_draft_fewer_tokens_than_asked_for_or_fail(depth: int, adaptive: bool, options: dict[str, Any]) -> None:
+    drafts = failures = 0
+    for seed in range(4):
+        drafter = WorkerDrafter()
+        engine = make(drafter, depth, blocks=24, adaptive=adaptive, **options)
+        engine.worker.drafting.seed(seed)
+        for group_id in range(1, 9):
+            engine.add(request(group_id, 3 + 2 * group_id, 22, n=1 + group_id % 3))
+        run(engine)
+        stats = engine.scheduler.stats().speculation
+        assert stats is not None and stats.accepted_tokens <= stats.draft_tokens
+        drafts, failures = drafts + stats.drafts, failures + stats.failures
+        assert not drafter._known
+    assert drafts > 0 and (adaptive or failures > 0)

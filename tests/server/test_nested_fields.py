@@ -30,7 +30,7 @@ MESSAGE: dict[str, tuple[str, str, Any]] = {
     "audio": (REFUSED, "assistant", {"id": "a"}),
     "function_call": (REFUSED, "assistant", {"name": "f", "arguments": "{}"}),
     "refusal": (REFUSED, "assistant", "no"),
-    "tool_calls": (REFUSED, "assistant", [CALL]),
+    "tool_calls": (READ, "assistant", [CALL]),
     "tool_call_id": (HARMLESS, "tool", "c"),
     # Of other servers
     "annotations": (HARMLESS, "assistant", [{"type": "url_citation"}]),
@@ -193,7 +193,7 @@ def test_unknown_fields_are_ignored_on_request_but_not_those_that_are_known_to_c
     message = {"role": "user", "content": "hi"}
     plain = prompt_of(lenient, messages=[message])
     assert prompt_of(lenient, messages=[{**message, "name": "Ann"}], chat_template_kwargs={"mood": 1}) == plain
-    for further in ({"refusal": "no"}, {"tool_calls": [CALL]}):
+    for further in ({"refusal": "no"}, {"audio": {"id": "a"}}):
         status, found = answer(lenient, {**message, "role": "assistant", **further})
         assert status == 400 and next(iter(further)) in found["error"]["message"]
     status, found = answer(lenient, message, documents=[{"text": "a"}])

@@ -57,18 +57,18 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "metadata": (ACCEPTED, ACCEPTED, {"a": "b"}),
     "modalities": (REFUSED, REFUSED, ["text", "audio"], ["text"]),
     "moderation": (REFUSED, REFUSED, {"model": "m"}),
-    "parallel_tool_calls": (ACCEPTED, ACCEPTED, False),
+    "parallel_tool_calls": (WORKS, ELSEWHERE, False),
     "prediction": (ACCEPTED, ACCEPTED, {"type": "content", "content": "a"}),
     "prompt_cache_key": (ACCEPTED, ACCEPTED, "a"),
     "prompt_cache_options": (ACCEPTED, ACCEPTED, {}),
     "prompt_cache_retention": (ACCEPTED, ACCEPTED, "24h"),
-    "reasoning_effort": (REFUSED, REFUSED, "high", "none"),
+    "reasoning_effort": (REFUSED, ELSEWHERE, "high", "none"),
     "response_format": (WORKS, WORKS, SCHEMA),
     "safety_identifier": (ACCEPTED, ACCEPTED, "a"),
     "service_tier": (REFUSED, REFUSED, "priority", "auto"),
     "store": (ACCEPTED, ACCEPTED, True),
-    "tool_choice": (REFUSED, REFUSED, "required", "none"),
-    "tools": (REFUSED, REFUSED, [FUNCTION], []),
+    "tool_choice": (WORKS, ELSEWHERE, "none"),
+    "tools": (WORKS, ELSEWHERE, []),
     "top_logprobs": (WORKS, REFUSED, 2),
     "verbosity": (REFUSED, REFUSED, "high", "medium"),
     "web_search_options": (REFUSED, REFUSED, {}),
@@ -99,6 +99,10 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     # The template reads no variable of a request; tests/server/test_nested_fields.py has one that does.
     "chat_template_kwargs": (WORKS, ELSEWHERE, {}),
     "documents": (REFUSED, ELSEWHERE, [{"text": "a"}], []),
+    "include_reasoning": (WORKS, ELSEWHERE, False),
+    "separate_reasoning": (WORKS, ELSEWHERE, False),
+    "reasoning_format": (WORKS, ELSEWHERE, "none"),
+    "parse_tool_calls": (WORKS, ELSEWHERE, False),
 }
 #: The same on both routes.
 TABLE |= {
@@ -109,7 +113,7 @@ TABLE |= {
         ("logit_processors", ["a.b"], []), ("return_tokens_as_token_ids", True, False),
         ("return_token_ids", True, False), ("kv_transfer_params", {}), ("vllm_xargs", {"a": 1}, {}),
         ("prompt_embeds", "AAAA"), ("mm_processor_kwargs", {"a": 1}, {}), ("media_io_kwargs", {"a": {}}, {}),
-        ("include_reasoning", False, True), ("thinking_token_budget", 5), ("repetition_detection", {"a": 1}),
+        ("thinking_token_budget", 5), ("repetition_detection", {"a": 1}),
         ("logprob_token_ids", [1]),
         # SGLang
         ("no_stop_trim", True, False),
@@ -128,14 +132,13 @@ TABLE |= {
         ("t_max_predict_ms", 100, 0), ("post_sampling_probs", True, False), ("return_tokens", True, False),
         ("return_progress", True, False), ("timings_per_token", True, False), ("response_fields", ["content"], []),
         ("image_data", [{"id": 1}], []), ("lora", [{"id": 0, "scale": 1.0}], []),
-        ("reasoning_format", "deepseek", "none"),
-        ("thinking_forced_open", True, False), ("parse_tool_calls", True, False),
+        ("thinking_forced_open", True, False),
     )
 }  # fmt: skip
 TABLE |= {
     name: (ACCEPTED, ACCEPTED, value)
     for name, value in (
-        ("request_id", "a"), ("rid", "a"), ("spaces_between_special_tokens", False), ("separate_reasoning", True),
+        ("request_id", "a"), ("rid", "a"), ("spaces_between_special_tokens", False),
         ("stream_reasoning", True), ("guided_decoding_backend", "xgrammar"),
         ("cache_prompt", True), ("id_slot", 1), ("n_cache_reuse", 1),
     )

@@ -21,7 +21,10 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "generation_config.json").write_text(json.dumps(own))
     flags = ("--generation-config", str(folder), "--unknown-fields", "ignore", "--trust-request-chat-template")
     drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
-    with running(tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64") as server:
+    stores = ("--max-stored-responses", "0")
+    with running(
+        tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64", *stores
+    ) as server:
         yield server
 
 
@@ -54,6 +57,17 @@ def test_usage_and_metrics_say_what_was_drafted(server: Running) -> None:
         lines = http.get("/metrics").text.splitlines()
         (drafted,) = (line for line in lines if line.startswith("octavo_spec_decode_num_draft_tokens_total{"))
         assert float(drafted.split()[-1]) >= sum(details.values())
+
+
+def test_a_server_that_keeps_no_responses_says_so(server: Running) -> None:
+    with server.http() as http:
+        body = {"input": "a", "max_output_tokens": 2}
+        response = http.post("/v1/responses", json=body).json()
+        assert response["store"] is False
+        answer = http.post("/v1/responses", json={**body, "previous_response_id": response["id"]})
+        assert answer.status_code == 404 and "keeps none" in answer.json()["error"]["message"]
+        answer = http.post("/v1/responses", json={**body, "store": True})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"
 
 
 def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) -> None:

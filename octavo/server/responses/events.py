@@ -144,7 +144,7 @@ class GrowingResponse:
         if item is None:
             return []
         if isinstance(item, FunctionCallItem):
-            whole = {"name": item.name, "arguments": item.arguments}
+            whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
             found.append(self._event("response.function_call_arguments.done", item, **whole))
         else:
             part = item.content[0]

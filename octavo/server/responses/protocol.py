@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from octavo.server.protocol import TokenLogprob
-from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, Seed
+from octavo.server.protocol_base import Int, Name, Phrase, ResponseModel
+from octavo.server.sampling_fields import SamplingFields
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingFields):
     """Body of ``/v1/responses``."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
@@ -27,8 +28,6 @@ class ResponsesRequest(RequestModel):
     )
     store: bool | None = Field(None, description="Keep the response for later requests (default true).")
     max_output_tokens: Int | None = Field(None, description="Most tokens to generate, those of reasoning included.")
-    temperature: float | None = Field(None, description="0 always takes the most likely token (default 1).")
-    top_p: float | None = Field(None, description="Keep the smallest set of tokens that reaches this probability.")
     top_logprobs: Int | None = Field(
         None, description='With include "message.output_text.logprobs": so many likeliest tokens at each position.'
     )
@@ -45,24 +44,8 @@ class ResponsesRequest(RequestModel):
     stream: bool | None = Field(None, description="Send the response as server-sent events while it grows.")
     stream_options: dict[str, Any] | None = Field(None, description="include_obfuscation: accepted, without effect.")
     user: Name | None = Field(None, description="Whose request it is, for scheduling policies that look at it.")
-    # Beyond OpenAI; as in chats:
-    top_k: Int | None = Field(None, description="Keep this many of the most likely tokens; 0 or -1 is off.")
-    min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's probability.")
-    seed: Seed | None = Field(None, description="Fixes the random numbers.")
-    presence_penalty: float | None = Field(None, description="Subtracted once from logits of generated tokens.")
-    frequency_penalty: float | None = Field(None, description="Subtracted for each time a token was generated.")
-    repetition_penalty: float | None = Field(None, description="Divides logits of tokens in prompt or output.")
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to what is added to its logit.")
+    # Beyond OpenAI, as in chats:
     stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
-    stop_token_ids: list[Int] | None = Field(None, description="Token ids that end the answer.")
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
-    min_tokens: Int | None = Field(None, description="No end, not even an ignored one, before this many tokens.")
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
-    priority: Int | float | None = Field(None, description="Lower goes first, under policies that look at it.")
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Requests with different salts share no cached prefix."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
 
 
 # Responses ----------------------------------------------------------------------------------------------------------

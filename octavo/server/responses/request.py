@@ -7,22 +7,20 @@ from typing import Any
 from starlette.requests import Request
 
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
-from octavo.server.chat_request import Chat
+from octavo.server.chat_request import Chat, start_chat
 from octavo.server.errors import ApiError
 from octavo.server.fields import Unsupported
-from octavo.server.renamed_chat import start_renamed
+from octavo.server.protocol import ChatCompletionRequest
+from octavo.server.renamed_chat import renamed_errors
 from octavo.server.responses.items import Message, messages_of
 from octavo.server.responses.protocol import ResponsesRequest
+from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 
 #: Fields that a chat has too, with the same meaning.
-_SHARED = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "top_k", "min_p", "seed",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-    "min_tokens", "skip_special_tokens", "priority", "cache_salt", "chat_template_kwargs",
-)  # fmt: skip
+_SHARED = ("model", "parallel_tool_calls", "stream", "user", "stop", *SamplingFields.model_fields)
 #: Fields of a chat by their names here; errors about a chat are told under these.
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -104,7 +102,9 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
 
     async def without(cut: int) -> Chat:
         kept = messages[:head] + messages[cut:]
-        return await start_renamed(service, request, chat_body(body, kept), "resp", _RENAMED)
+        fields = chat_body(body, kept)
+        with renamed_errors(RENAMED):
+            return await start_chat(service, request, ChatCompletionRequest.model_validate(fields), prefix="resp")
 
     try:
         return await without(head)
@@ -137,7 +137,7 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
         kind = form.choice("type", ("text", "json_object", "json_schema"))
         found["response_format"] = {"type": kind}
         if kind == "json_schema":
-            schema = {"name": form.take("name", str), "schema": form.take("schema", dict)}
+            schema: dict[str, Any] = {"name": form.take("name", str), "schema": form.take("schema", dict)}
             schema |= {"strict": form.take("strict", bool, None), "description": form.take("description", str, None)}
             found["response_format"]["json_schema"] = {k: v for k, v in schema.items() if v is not None}
         form.refuse_rest()
@@ -159,12 +159,12 @@ def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
     """Tools and the choice among them, in the notation of chats."""
-    tools = []
+    tools: list[dict[str, Any]] = []
     for tool in entries("tools", body.tools or []):
         kind = tool.take("type", str)
         if kind != "function":
             raise not_supported(tool.where, f"its type is {kind[:100]!r}; only functions of the client can be called")
-        function = {"name": tool.take("name", str), "parameters": tool.take("parameters", dict, None)}
+        function: dict[str, Any] = {"name": tool.take("name", str), "parameters": tool.take("parameters", dict, None)}
         function |= {"description": tool.take("description", str, None), "strict": tool.take("strict", bool, None)}
         if (callers := tool.take("allowed_callers", list, ["direct"])) != ["direct"]:
             raise not_supported(tool.at("allowed_callers"), f"tools are called by the model, not by {callers!r:.100}")

@@ -1,0 +1,142 @@
+"""The routes under ``/v1/messages``."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.cancellation import with_cancellation
+from octavo.server.chat_prompt import make_chat_prompt
+from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
+from octavo.server.errors import ApiError, anthropic_error
+from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
+from octavo.server.messages import request as chats
+from octavo.server.messages.events import Event, GrowingMessage, encode_event
+from octavo.server.messages.protocol import (
+    Block,
+    CountTokensRequest,
+    MessageObject,
+    MessagesRequest,
+    MessageUsage,
+    OutputTokensDetails,
+    StopReason,
+    TokenCount,
+    ToolUseBlock,
+)
+from octavo.server.prompts import encode
+from octavo.server.protocol import ChatCompletionRequest
+from octavo.server.renamed_chat import renamed_errors, renamed_outputs
+from octavo.server.service import Service, service_of
+from octavo.server.streaming import EventStream
+from octavo.server.tools import read_tools
+
+
+async def create_message(request: Request, body: MessagesRequest) -> Response:
+    """Answers a conversation, as one message or as a stream of events."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    with renamed_errors(chats.RENAMED):
+        pending = _PendingMessage(await start_chat(service, request, _chat(service, body), prefix="msg"))
+    if body.stream:
+        return EventStream(pending.stream(), deadline, _failure)
+    message = await with_cancellation(request.receive, pending.complete(), deadline)
+    return Response(message, media_type="application/json")
+
+
+async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
+    """Tokens of a conversation, as the model's template writes it."""
+    service = service_of(request)
+    await service.model(body.model)
+    with renamed_errors(chats.RENAMED):
+        chat = _chat(service, body)
+        prompt = await make_chat_prompt(service, chat, read_tools(chat.tools, chat.tool_choice))
+        [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
+    return TokenCount(input_tokens=len(token_ids))
+
+
+def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
+    """The chat that a request asks for; to be called within ``renamed_errors``."""
+    table = {**UNSUPPORTED, **chats.UNSUPPORTED}
+    refuse_unsupported(body, table)
+    refuse_unknown(service, body, HARMLESS | chats.HARMLESS, table)
+    return ChatCompletionRequest.model_validate(chats.chat_body(service, body))
+
+
+def _failure(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
+
+
+@dataclass(slots=True)
+class _PendingMessage:
+    """A request in the engine and its response."""
+
+    chat: Chat
+    growing: GrowingMessage | None = None
+
+    async def complete(self) -> bytes:
+        """The complete message, as JSON."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        assert self.growing is not None
+        return self.growing.message.encode()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed message."""
+        async with aclosing(self._events()) as events:
+            async for found in events:
+                yield b"".join(map(encode_event, found))
+
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
+            async for choice in outputs:
+                found = []
+                if self.growing is None:
+                    self.growing = GrowingMessage(self._begun())
+                    found += self.growing.begin()
+                found += self.growing.add(choice.events)
+                if choice.finish_reason is not None:
+                    reason, stop = _stop_reason(choice, self.growing.message.content)
+                    found += self.growing.end(reason, stop, self._usage())
+                if found:
+                    yield found
+
+    def _begun(self) -> MessageObject:
+        """The message before its content."""
+        return MessageObject(
+            id=f"msg_{uuid.uuid4().hex}",
+            type="message",
+            role="assistant",
+            model=self.chat.generation.model.name,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessageUsage:
+        usage = self.chat.generation.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            cache_creation_input_tokens=0,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
+        )
+
+
+def _stop_reason(choice: ChoiceEvents, content: list[Block]) -> tuple[StopReason, str | None]:
+    """Why the choice ended, and the stop text that ended it."""
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    if any(isinstance(block, ToolUseBlock) for block in content):
+        return "tool_use", None
+    stop = choice.stop_reason
+    return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
