@@ -172,9 +172,7 @@ def _make_scheduler(options: EngineConfig, running: int, length: int) -> Schedul
         host_cache=options.host_prefix_cache,
     )
     speculator = make_speculator(options.speculative_config)
-    return Scheduler(
-        blocks, options, max_model_len=per_sequence * options.block_size, speculator=speculator, runs_ahead=False
-    )
+    return Scheduler(blocks, options, max_model_len=per_sequence * options.block_size, speculator=speculator)
 
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:

@@ -12,7 +12,7 @@ from octavo.core.option_part import OptionPart
 
 #: Methods of vLLM that draft with a network of their own.
 _MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
-_OWN_METHODS = ("ngram", "suffix")
+_OWN_METHODS = ("ngram", "suffix", "prediction")
 
 
 class SpeculativeConfig(OptionPart):
@@ -21,8 +21,9 @@ class SpeculativeConfig(OptionPart):
     model_config = ConfigDict(strict=True)
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also what followed them in recent
-    #: outputs of other requests.
-    method: Literal["ngram", "suffix"]
+    #: outputs of other requests. ``prediction``: what a request says that its answer is likely to be; alone, as other
+    #: methods draft from that, too.
+    method: Literal["ngram", "suffix", "prediction"]
     #: Most draft tokens of a sequence in a step; with the token before them, 7 make a tile of the CPU kernels.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
     #: Fewest and most tokens that must have occurred before.
@@ -118,9 +119,10 @@ class SpeculativeOptions(OptionPart):
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse)] = Field(
         None,
         description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
-        "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests), "
-        "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
-        "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
-        "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "
-        "change. Default: none.",
+        "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
+        "prediction: what requests predict alone, from which every method drafts), num_speculative_tokens (most of a "
+        "sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to match, 2 and 4), "
+        "suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 bytes each), adaptive "
+        "(whether the number follows what is accepted and what it costs, true). Answers do not change. Default: what "
+        "requests predict.",
     )

@@ -132,7 +132,6 @@ class EngineCore(StepLoop):
             options,
             self.max_model_len,
             speculator=make_speculator(options.speculative_config),
-            runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             adapters=adapters,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from octavo.core.engine_outputs import DraftStats
 from octavo.core.plan import StepResult
 from octavo.core.stats import SchedulerStats
@@ -20,9 +22,13 @@ class Drafting:
     def __init__(self, queues: Queues, speculator: Speculator, stats: SchedulerStats) -> None:
         self._queues, self._speculator, self._stats = queues, speculator, stats
 
+    def awaits_result(self, in_flight: Mapping[int, Step]) -> bool:
+        """Whether the next step may have drafts, or one in flight has: both depend on how many tokens are accepted."""
+        return self._queues.num_drafted_groups > 0 or any(step.drafted for step in in_flight.values())
+
     def add_drafts(self, step: Step) -> None:
         """Gives decodes of the step draft tokens behind theirs."""
-        if step.blocked_on_memory or step.budget <= 0 or not step.decodes:
+        if not self._queues.num_drafted_groups or step.blocked_on_memory or step.budget <= 0 or not step.decodes:
             return
         # Workers have as many rows of logits as the budget has tokens: drafts take one each, and so do forked children.
         room = step.budget - len(step.forked_children)
@@ -55,6 +61,8 @@ class Drafting:
     def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
         """Tells the drafter of a step's result; the totals of each group that had drafts."""
         groups: dict[int, SequenceGroup] = {}
+        if not (step.drafted or self._queues.num_drafted_groups):
+            return []
         if step.drafted:
             counts = dict(zip(result.seq_ids, result.num_tokens, strict=True))
             for seq, tokens in step.drafted:

@@ -65,6 +65,11 @@ class Sequence:
         return self.group.context
 
     @property
+    def prediction(self) -> list[int]:
+        """What its output is likely to be, as the request says."""
+        return self.group.request.prediction
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens to compute, including one whose id is still in flight: 1 while decoding, more while prefilling."""
         return max(1, len(self.token_ids) - self.num_computed)
@@ -124,7 +129,7 @@ class SequenceGroup:
     ) -> None:
         """``number`` tells apart groups that arrived at the same time; ``seq_id`` is the id of the first sequence.
 
-        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before, as drafts do.
+        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before.
         """
         self.request = request
         self.group_id = request.group_id

@@ -40,15 +40,11 @@ class Scheduler:
         max_model_len: int,
         *,
         speculator: Speculator | None = None,
-        runs_ahead: bool = True,
         num_stages: int = 1,
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A ``speculator`` proposes tokens that a step then verifies.
-
-        ``runs_ahead``: whether steps may be planned while others are in flight. A sequence that may have drafts is in
-        one step at a time.
+        """A ``speculator`` proposes tokens that a step then verifies: no step is planned before its result is known.
 
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
@@ -62,12 +58,11 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        drafts_ahead = speculator is not None and runs_ahead
         self.queues = Queues(
             options,
             blocks,
             max_model_len,
-            plans_on_results=drafts_ahead or num_stages > 1,
+            plans_on_results=num_stages > 1,
             adapters=adapters,
             speculator=speculator,
         )
@@ -157,6 +152,8 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
+        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_result(self._in_flight):
+            return False
         if self._num_stages > 1 and self.queues.num_waiting and (self.adapters is None or self._may_admit):
             return True
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
@@ -185,7 +182,7 @@ class Scheduler:
         else:
             self._schedule_mixed(step, preempting)
         self._end_unservable(step)
-        if self._drafting is not None:
+        if self._drafting is not None and (self._num_stages > 1 or not self._in_flight):
             self._drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)

@@ -16,7 +16,7 @@ from octavo.server.cancellation import with_cancellation
 from octavo.server.errors import ApiError
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
-from octavo.server.prompts import TokenizedPrompt, encode, render_chat
+from octavo.server.prompts import TokenizedPrompt, encode, read_prediction, render_chat
 from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -54,6 +54,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
         max_tokens=max_tokens,
         logprobs=top,
         prompt_logprobs=body.prompt_logprobs,
+        prediction=await read_prediction(service, body.prediction),
     )
     pending = _PendingResponse(body, generation, top)
     if body.stream:

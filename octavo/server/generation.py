@@ -47,6 +47,8 @@ class Generation:
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
+    #: Token ids of what the answer is likely to be, if the request says it.
+    prediction: list[int] | None = None
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned.
@@ -117,7 +119,7 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
-        if self.draft_tokens:
+        if self.draft_tokens or self.prediction is not None:
             usage.completion_tokens_details = CompletionDetails(
                 accepted_prediction_tokens=self.accepted_tokens,
                 rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
@@ -153,6 +155,7 @@ class Generation:
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
             lora_request=self.model.adapter,
+            prediction=self.prediction,
             streaming=bool(self.body.stream),
         )
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
@@ -213,6 +216,7 @@ def make_generation(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    prediction: list[int] | None = None,
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
@@ -240,7 +244,7 @@ def make_generation(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
+    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params, prediction)
 
 
 def _check_size(

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.protocol import ChatMessage, CompletionRequest, TemplateOptions
+from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
@@ -46,8 +46,24 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokeni
     return [TokenizedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
 
 
-async def encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of texts.
+async def read_prediction(service: Service, prediction: Prediction | None) -> list[int] | None:
+    """Token ids of what an answer is likely to be.
+
+    Raises:
+        ApiError: it is too long to be served.
+    """
+    if prediction is None:
+        return None
+    given = prediction.content
+    text = given if isinstance(given, str) else "".join(part.text for part in given)
+    [token_ids] = await encode(service, [text], add_special_tokens=False, param="prediction")
+    return token_ids
+
+
+async def encode(
+    service: Service, texts: list[str], add_special_tokens: bool, param: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of texts; ``param`` is the field that they are of.
 
     Raises:
         ApiError: a text is too long to be served.
@@ -56,8 +72,8 @@ async def encode(service: Service, texts: list[str], add_special_tokens: bool) -
         if len(text) > service.max_prompt_chars:
             raise ApiError(
                 400,
-                f"the prompt has {len(text)} characters; at most {service.max_prompt_chars} can be served",
-                param="prompt",
+                f"the {param} has {len(text)} characters; at most {service.max_prompt_chars} can be served",
+                param=param,
                 code="context_length_exceeded",
             )
     tokenizer = service.llm.tokenizer

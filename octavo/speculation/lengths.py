@@ -46,6 +46,8 @@ class Acceptance:
 
     accepted: float
     failed: float
+    #: That of all sequences of its kind.
+    alike: Acceptance | None = None
     tries: Pause = field(default_factory=Pause)
 
     def observe(self, drafted: int, accepted: int, decay: float) -> None:
@@ -70,8 +72,8 @@ class FixedLength:
         """A step with so many decoding sequences begins: most draft tokens of all of them."""
         return num_seqs * self._most
 
-    def length(self, seq_id: int) -> int:
-        """Most draft tokens of a sequence in this step."""
+    def length(self, seq_id: int, predicted: bool) -> int:
+        """Most draft tokens in this step of a sequence, which has a prediction or not."""
         return self._most
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
@@ -94,7 +96,8 @@ class AdaptiveLength(FixedLength):
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self._costs = StepCosts()
-        self._all = Acceptance(2.0, 1.0)
+        #: Of all sequences without a prediction, and of all with one.
+        self._all = (Acceptance(2.0, 1.0), Acceptance(2.0, 1.0))
         self._of: dict[int, Acceptance] = {}
         self._best = [most] * LEVELS
         #: Share of the sequences that have drafts, where they may.
@@ -126,12 +129,13 @@ class AdaptiveLength(FixedLength):
         # More rows than ever before are tried in small steps.
         return max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
 
-    def length(self, seq_id: int) -> int:
+    def length(self, seq_id: int, predicted: bool) -> int:
         """See ``FixedLength``."""
         own = self._of.get(seq_id)
         if own is None:
-            chance = self._all.accepted / (self._all.accepted + self._all.failed)
-            own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance))
+            alike = self._all[predicted]
+            chance = alike.accepted / (alike.accepted + alike.failed)
+            own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance), alike)
         if self._measuring:
             return 1
         best = self._best[own.level]
@@ -142,10 +146,11 @@ class AdaptiveLength(FixedLength):
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """See ``FixedLength``."""
-        self._all.observe(drafted, accepted, _DECAY_ALL)
         own = self._of.get(seq_id)
         if own is not None:
             own.observe(drafted, accepted, _DECAY)
+            if own.alike is not None:
+                own.alike.observe(drafted, accepted, _DECAY_ALL)
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""

@@ -484,7 +484,6 @@ class Engine:
             options,
             max_model_len,
             speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
-            runs_ahead=max_in_flight > 1,
             adapters=adapters,
             clock=lambda: self.now,
         )

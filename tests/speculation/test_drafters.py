@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,7 @@ class Tokens:
     seq_id: int = 0
     num_prompt_tokens: int = 0
     context: str = ""
+    prediction: list[int] = field(default_factory=list)
 
 
 def common_end(tokens: list[int], place: int, end: list[int], most: int) -> int:

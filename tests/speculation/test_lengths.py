@@ -28,7 +28,7 @@ def seconds_a_token(seconds: Callable[[int], float], batch: int, right: float, s
         left = lengths.begin_step(batch, 0) if adaptive else 0
         drafts = []
         for seq_id in range(batch):
-            wanted = min(left, lengths.length(seq_id)) if left > 0 else 0
+            wanted = min(left, lengths.length(seq_id, False)) if left > 0 else 0
             left -= wanted
             if wanted:
                 drafts.append((seq_id, wanted))
