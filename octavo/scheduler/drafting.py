@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from octavo.core.engine_outputs import DraftStats
 from octavo.core.plan import StepResult
 from octavo.core.stats import SchedulerStats
-from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
 from octavo.speculation.speculator import Speculator
@@ -35,28 +35,50 @@ class Drafting:
         left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
         if left <= 0:
             return
-        decodes, propose = [], self._speculator.propose
-        for seq in step.decodes:
+        decodes, drafted, propose = [], [], self._speculator.propose
+        for position, seq in enumerate(step.decodes):
+            if left <= 0:
+                decodes += step.decodes[position:]
+                break
             # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
-            most = min(left, seq.max_length - 2 - seq.num_computed)
-            tokens = propose(seq, most) if most > 0 and seq.group.drafts else []
-            if tokens and self._add_slots(seq, len(tokens), step):
-                step.drafted.append((seq, tokens))
+            most = seq.max_length - 2 - seq.num_computed
+            if most > left:
+                most = left
+            if most > 0 and seq.group.drafts and (tokens := propose(seq, most)):
+                drafted.append((seq, tokens))
                 left -= len(tokens)
             else:
                 decodes.append(seq)
-        step.decodes = decodes
+        if drafted:
+            step.decodes, step.drafted = decodes, drafted
+            self._add_slots(step)
 
-    def _add_slots(self, seq: Sequence, count: int, step: Step) -> bool:
-        """Allocates slots behind the one that the sequence has in this step; nothing is preempted for them."""
-        if seq.free_slots < count:
-            start = seq.num_computed
-            changes = self._queues.blocks.grow([(seq.seq_id, start, start + 1 + count)])
+    def _add_slots(self, step: Step) -> None:
+        """Allocates slots behind those that drafted sequences have in this step. Nothing is preempted for them.
+
+        Sequences for which no blocks are left decode without drafts.
+        """
+        blocks = self._queues.blocks
+        short = [
+            (s.seq_id, s.num_computed, s.num_computed + 1 + len(t)) for s, t in step.drafted if s.free_slots < len(t)
+        ]
+        lacking = set()
+        if short:
+            changes = blocks.grow(short)
             if changes is None:
-                return False
+                changes = []
+                for write in short:
+                    one = blocks.grow([write])
+                    if one is None:
+                        lacking.add(write[0])
+                    else:
+                        changes += one
             step.table_changes += changes
-        seq.free_slots = 0  # until it is known how many are accepted
-        return True
+        if lacking:
+            step.decodes += [seq for seq, _ in step.drafted if seq.seq_id in lacking]
+            step.drafted = [(seq, tokens) for seq, tokens in step.drafted if seq.seq_id not in lacking]
+        for seq, _ in step.drafted:
+            seq.free_slots = 0  # until it is known how many are accepted
 
     def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
         """Tells the drafter of a step's result; the totals of each group that had drafts."""
@@ -64,15 +86,15 @@ class Drafting:
         if not (step.drafted or self._queues.num_drafted_groups):
             return []
         if step.drafted:
-            counts = dict(zip(result.seq_ids, result.num_tokens, strict=True))
-            for seq, tokens in step.drafted:
-                if seq.seq_id in self._queues.sequences:
-                    group, accepted = seq.group, counts[seq.seq_id] - 1
-                    group.num_draft_tokens += len(tokens)
-                    group.num_accepted_tokens += accepted
-                    self._stats.decode_tokens += accepted
-                    groups[group.group_id] = group
-                    self._speculator.observe(seq, len(tokens), accepted)
+            sequences, counts = self._queues.sequences, dict(zip(result.seq_ids, result.num_tokens, strict=True))
+            drafts = [(s.seq_id, len(t), counts[s.seq_id] - 1) for s, t in step.drafted if s.seq_id in sequences]
+            for seq_id, drafted, accepted in drafts:
+                group = sequences[seq_id].group
+                group.num_draft_tokens += drafted
+                group.num_accepted_tokens += accepted
+                groups[group.group_id] = group
+            self._stats.decode_tokens += sum(accepted for _, _, accepted in drafts)
+            self._speculator.observe(drafts)
         num_seqs = len(step.decodes) + len(step.drafted)
         if num_seqs and not step.prefills:
             num_drafts = sum(len(tokens) for _, tokens in step.drafted)

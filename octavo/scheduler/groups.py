@@ -27,6 +27,7 @@ class Sequence:
         "max_length",
         "num_computed",
         "on_workers",
+        "prediction",
         "seq_id",
         "shared_prefix",
         "status",
@@ -51,6 +52,8 @@ class Sequence:
         self.shared_prefix: tuple[Sequence, int] | None = None
         self.stop_token_ids = group.stop_token_ids
         self.max_length = group.max_length
+        #: What its output is likely to be, as the request says.
+        self.prediction = group.request.prediction
         #: The status of its group, unless it has ended before the group.
         self.status = SequenceStatus.WAITING
 
@@ -63,11 +66,6 @@ class Sequence:
     def context(self) -> str:
         """What its tokens depend on besides those before them."""
         return self.group.context
-
-    @property
-    def prediction(self) -> list[int]:
-        """What its output is likely to be, as the request says."""
-        return self.group.request.prediction
 
     @property
     def num_uncomputed(self) -> int:

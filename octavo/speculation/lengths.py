@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
 
@@ -14,6 +14,8 @@ _PRIOR = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
 #: Rows that are tried at once, and what more rows than ever before may be of the most so far.
 _CHEAP_ROWS, _GROWTH = 8, 1.5
+#: Proposals without a token after which one step, and the next as many, two, ... goes by before the next; most steps.
+_MISSES, _LONGEST_REST = 4, 3
 #: Steps without drafts at the beginning.
 _PLAIN = 3
 #: Steps after which the best lengths are computed anew.
@@ -40,26 +42,48 @@ class Pause:
         self.left = self.length = _FIRST_PAUSE
 
 
+#: What is left of counts after so many tokens.
+_KEPT, _KEPT_ALL = ([decay**n for n in range(66)] for decay in (_DECAY, _DECAY_ALL))
+
+
 @dataclass(slots=True)
-class Acceptance:
+class Counts:
     """How well drafts were accepted: decayed counts of accepted tokens, and of drafts that failed at some token."""
 
     accepted: float
     failed: float
-    #: That of all sequences of its kind.
-    alike: Acceptance | None = None
-    tries: Pause = field(default_factory=Pause)
-
-    def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        """Adds a draft."""
-        kept = decay ** (accepted + (accepted < drafted))
-        self.accepted = self.accepted * kept + accepted
-        self.failed = self.failed * kept + (accepted < drafted)
 
     @property
-    def level(self) -> int:
-        """The chance that a draft token is accepted when those before it are, in steps of 1 / ``LEVELS``."""
-        return min(LEVELS - 1, int(LEVELS * self.accepted / (self.accepted + self.failed)))
+    def chance(self) -> float:
+        """That a draft token is accepted when those before it are."""
+        return self.accepted / (self.accepted + self.failed)
+
+
+class Acceptance(Counts):
+    """The counts of one sequence, which are also added to those of all sequences of its kind."""
+
+    __slots__ = ("alike", "level", "misses", "pauses", "rest", "tries")
+
+    def __init__(self, alike: Counts, number: int) -> None:
+        """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
+        super().__init__(_PRIOR * alike.chance, _PRIOR * (1 - alike.chance))
+        self.alike, self.tries, self.pauses = alike, Pause(), False
+        #: The chance in steps of 1 / ``LEVELS``.
+        self.level = 0
+        self.observe(0, 0)
+        #: Proposals without a token since the last draft, and steps until the next one.
+        self.misses, self.rest = number % _MISSES, 0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Adds a draft."""
+        failed, alike, self.misses = accepted < drafted, self.alike, 0
+        kept, kept_of_all = _KEPT[accepted + failed], _KEPT_ALL[accepted + failed]
+        self.accepted = found = self.accepted * kept + accepted
+        self.failed = lost = self.failed * kept + failed
+        level = int(LEVELS * found / (found + lost))
+        self.level = level if level < LEVELS else LEVELS - 1
+        alike.accepted = alike.accepted * kept_of_all + accepted
+        alike.failed = alike.failed * kept_of_all + failed
 
 
 class FixedLength:
@@ -76,8 +100,11 @@ class FixedLength:
         """Most draft tokens in this step of a sequence, which has a prediction or not."""
         return self._most
 
-    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
+        """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
+
+    def found_none(self, seq_id: int) -> None:
+        """The drafter proposed nothing."""
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
@@ -97,7 +124,7 @@ class AdaptiveLength(FixedLength):
         super().__init__(most)
         self._costs = StepCosts()
         #: Of all sequences without a prediction, and of all with one.
-        self._all = (Acceptance(2.0, 1.0), Acceptance(2.0, 1.0))
+        self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
         self._of: dict[int, Acceptance] = {}
         self._best = [most] * LEVELS
         #: Share of the sequences that have drafts, where they may.
@@ -133,24 +160,34 @@ class AdaptiveLength(FixedLength):
         """See ``FixedLength``."""
         own = self._of.get(seq_id)
         if own is None:
-            alike = self._all[predicted]
-            chance = alike.accepted / (alike.accepted + alike.failed)
-            own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance), alike)
+            own = self._of[seq_id] = Acceptance(self._all[predicted], seq_id)
+        if own.rest:
+            own.rest -= 1
+            return 0
         if self._measuring:
             return 1
         best = self._best[own.level]
-        if best:
+        if not best:
+            own.pauses = True
+            return 1 if own.tries.passes() else 0
+        if own.pauses:
             own.tries.reset()
-            return best
-        return 1 if own.tries.passes() else 0
+            own.pauses = False
+        return best
 
-    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """See ``FixedLength``."""
-        own = self._of.get(seq_id)
-        if own is not None:
-            own.observe(drafted, accepted, _DECAY)
-            if own.alike is not None:
-                own.alike.observe(drafted, accepted, _DECAY_ALL)
+        of = self._of
+        for seq_id, drafted, accepted in drafts:
+            own = of.get(seq_id)
+            if own is not None:
+                own.observe(drafted, accepted)
+
+    def found_none(self, seq_id: int) -> None:
+        """See ``FixedLength``: where nothing is found for long, the drafter is asked in every fourth step."""
+        own = self._of[seq_id]
+        own.misses += 1
+        own.rest = min(own.misses // _MISSES, _LONGEST_REST)
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""

@@ -41,23 +41,31 @@ class Speculator:
 
     def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
         """Draft tokens of a sequence, at most ``most``."""
-        wanted = min(most, self._lengths.length(sequence.seq_id, bool(sequence.prediction)))
-        if wanted <= 0 or sequence.seq_id in self._failed:
+        seq_id, predicted, drafter = sequence.seq_id, bool(sequence.prediction), self._drafter
+        wanted = self._lengths.length(seq_id, predicted)
+        if wanted > most:
+            wanted = most
+        if wanted <= 0 or seq_id in self._failed:
             return []
         try:
-            found = self._predictions.propose(sequence, wanted) if sequence.prediction else []
-            if not found and self._drafter is not None:
-                found = self._drafter.propose(sequence, wanted)[:wanted]
+            found = self._predictions.propose(sequence, wanted) if predicted else []
+            if not found and drafter is not None:
+                found = drafter.propose(sequence, wanted)
+                if len(found) > wanted:
+                    found = found[:wanted]
         except Exception as e:
             self._fail(sequence, e)
             return []
+        if not found:
+            self._lengths.found_none(seq_id)
         return found
 
-    def observe(self, sequence: DraftedSequence, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
-        self._lengths.observe(sequence.seq_id, drafted, accepted)
-        self._draft_tokens += drafted
-        self._drafts[accepted] += 1
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
+        """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
+        self._lengths.observe(drafts)
+        for _, drafted, accepted in drafts:
+            self._draft_tokens += drafted
+            self._drafts[accepted] += 1
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""

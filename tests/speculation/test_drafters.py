@@ -58,7 +58,7 @@ def test_what_repeats_goes_on() -> None:
     assert drafter.propose(Tokens([1, 2, 3, 4, 5, 6], seq_id=1), 4) == []
     assert drafter.propose(Tokens([7], seq_id=2), 4) == []
     drafter.on_end(Tokens([9], seq_id=0))
-    assert set(drafter._indices) == {1, 2}
+    assert set(drafter._followed) == {1, 2}
 
 
 @given(st.lists(TOKENS, max_size=6), TOKENS, st.integers(16, 64), st.integers(3, 8))

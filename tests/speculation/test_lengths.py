@@ -39,7 +39,7 @@ def seconds_a_token(seconds: Callable[[int], float], batch: int, right: float, s
             while accepted < n and rng.random() < right:
                 accepted += 1
             tokens += accepted
-            lengths.observe(seq_id, n, accepted)
+            lengths.observe([(seq_id, n, accepted)])
         lengths.observe_step(batch, len(drafts), sum(n for _, n in drafts), took)
     return total / tokens
 

@@ -98,7 +98,7 @@ def test_sequences_without_a_prediction_do_not_lower_the_chance_of_those_with_on
         speculator.begin_step(1, 0)
         sequence = Tokens([1, 2, 3, 1, 2], number)
         speculator.propose(sequence, 4)
-        speculator.observe(sequence, 4, 0)
+        speculator.observe([(number, 4, 0)])
         speculator.observe_step(1, 1, 4, 2.0)
         speculator.begin_step(1, 0)
         speculator.observe_step(1, 0, 0, 1.0)
