@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from octavo.core.prompts import TextPrompt, TokensPrompt
     from octavo.core.sampling_params import RequestOutputKind, SamplingParams
     from octavo.core.stats import StepStats
+    from octavo.core.structured_outputs import StructuredOutputsParams
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
@@ -75,6 +76,7 @@ __all__ = [
     "SamplingParams",
     "StatLogger",
     "StepStats",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokenizerError",
     "TokensPrompt",
@@ -96,6 +98,7 @@ _ELSEWHERE = {
     "SamplingParams": "octavo.core.sampling_params",
     "StatLogger": "octavo.engine.stat_loggers",
     "StepStats": "octavo.core.stats",
+    "StructuredOutputsParams": "octavo.core.structured_outputs",
     "RequestOutputKind": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",

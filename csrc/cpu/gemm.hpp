@@ -1,7 +1,7 @@
 // The matrix products' entry points: out[r, :] = activation(x[r, :] W^T + bias + add[r, :]).
 //
 // Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., for any number of rows, register tile and
-// thread: see gemm.cpp. With avx512_bf16 and bfloat16 weights the order is 1, 0, 3, 2, ..., and subnormal numbers are
+// thread: see gemm_tile.hpp. With avx512_bf16 and bfloat16 weights the order is 1, 0, 3, 2, ..., and subnormal numbers are
 // zero, as the instruction is defined. Weights of 2 or 4 pieces have such a chain for each equal piece of k, joined as
 // a binary tree, (0 + 1) + (2 + 3): so ranks that hold a piece or two each compute parts of the same tree.
 #pragma once

@@ -21,7 +21,7 @@ from octavo.bench.gpu_engine import deterministic_part, engine_part, profile_par
 from octavo.bench.gpu_scale import FULL, SMOKE, Figure, Roofline, Row, Scale, batch_name, each
 
 if TYPE_CHECKING:
-    from octavo.bench.kernels import Case
+    from octavo.bench.kernel_cases import Case
 
 
 def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
@@ -40,7 +40,8 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Each kernel alone, at the shapes of a model."""
     import torch
 
-    from octavo.bench.kernels import Shapes, Types, attention_cases, linear_cases, measure_case
+    from octavo.bench.kernel_cases import Shapes, Types, attention_cases, linear_cases
+    from octavo.bench.kernels import measure_case
     from octavo.kernels import load_kernels
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config

@@ -24,6 +24,8 @@ SERVER_FLAGS = (
     "max_prompt_chars",
     "unknown_fields",
     "trust_request_chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "step_timeout",
     "lora_modules",
     "lora_folder",

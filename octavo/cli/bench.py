@@ -200,7 +200,8 @@ def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     import torch
 
     from octavo.bench.device import measure_device
-    from octavo.bench.kernels import Case, Types, cpu_limits, cpu_shapes, gpu_shapes, measure
+    from octavo.bench.kernel_cases import Case, Types, cpu_shapes, gpu_shapes
+    from octavo.bench.kernels import cpu_limits, measure
     from octavo.kernels import load_kernels, resolve_device
     from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from octavo.cli.parsing import Arguments
+from octavo.core.config import SpeculativeConfig, make_config
 from octavo.core.errors import ConfigError
+from octavo.core.speculative_options import MODEL_METHODS
 
 if TYPE_CHECKING:
     from octavo.bench.speculation import SpeculationFigures
@@ -34,17 +36,13 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
         ConfigError: there is no such drafter, or the length is no number.
     """
     from octavo.bench import speculation
-    from octavo.core.config import make_config
     from octavo.engine.llm import LLM
     from octavo.loader.shapes import SHAPES
 
     given = options.speculative_config
-    fields = given.model_dump(exclude_unset=True) if given is not None else {}
-    methods = []
-    for method in arguments.speculative.split(","):
-        config = make_config(model="none", speculative_config={**fields, "method": method.strip()}).speculative_config
-        assert config is not None
-        methods.append(config)
+    methods = [_with_method(given, method.strip()) for method in arguments.speculative.split(",")]
+    # The workers have one drafter, or none.
+    loaded = next((config for config in methods if config.drafts_on_workers), None)
     if not arguments.output_len.isdigit():
         raise ConfigError(f"with --speculative, --output-len must be a number, not {arguments.output_len!r}")
     output_len = int(arguments.output_len)
@@ -55,5 +53,15 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
         # What is repeated shall show what drafts bring, and no cached prompts.
         "enable_prefix_caching": False,
     }
-    llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True), "speculative_config": None})
+    llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True), "speculative_config": loaded})
     return speculation.measure(llm, methods, arguments.batches, output_len, arguments.rounds, options.seed)
+
+
+def _with_method(given: SpeculativeConfig | None, method: str) -> SpeculativeConfig:
+    """The configuration with another method; those that take no model leave it out."""
+    fields = given.model_dump(exclude_unset=True) if given is not None else {}
+    if method not in MODEL_METHODS:
+        fields = {name: value for name, value in fields.items() if name not in ("model", "quantization", "revision")}
+    config = make_config(model="none", speculative_config={**fields, "method": method}).speculative_config
+    assert config is not None
+    return config

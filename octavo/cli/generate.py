@@ -39,6 +39,8 @@ examples:
   octavo generate smollm2-135m "List all users" --lora sql=adapters/sql
   octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
   octavo generate smollm2-135m "The capital of France is" --beam-width 4 --max-tokens 16
+  octavo generate smollm2-135m "A person as JSON:" --json-schema person.json
+  octavo generate smollm2-135m "Is 7 prime?" --choice yes --choice no
   echo "Once upon a time" | octavo generate smollm2-135m
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and

@@ -6,6 +6,7 @@ import argparse
 import json
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +43,7 @@ HELP = {
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
     "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
+    "structured_outputs": 'the form of the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
     "allowed_token_ids": "only these token ids may be generated, as in 13,198",
 }
 
@@ -73,6 +75,46 @@ def add_sampling_flags(
             help=help_text(HELP[field.name], default),
             **_argument_options(field.type),
         )
+    _add_form_flags(group)
+
+
+def _add_form_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the forms of ``structured_outputs`` that are most used."""
+    forms = group.add_mutually_exclusive_group()
+    for flag, form, kind, metavar, what in (
+        ("--json-schema", "json", _file, "FILE", "the answer is JSON of the schema in this file"),
+        ("--regex", "regex", str, "REGEX", "the whole answer matches it"),
+        ("--choice", "choice", str, "TEXT", "the answer is one of these texts; given several times"),
+        ("--grammar", "grammar", _file, "FILE", "the answer has the grammar in this file, in Lark's notation or GBNF"),
+    ):
+        forms.add_argument(
+            flag,
+            dest=f"{PREFIX}:structured_outputs",
+            default=argparse.SUPPRESS,
+            action=_Form,
+            const=form,
+            type=kind,
+            metavar=metavar,
+            help=what,
+        )
+
+
+class _Form(argparse.Action):
+    """Stores a form as the field ``const`` of ``structured_outputs``; ``choice`` grows with each use."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if self.const == "choice":
+            values = [*getattr(namespace, self.dest, {}).get("choice", ()), values]
+        setattr(namespace, self.dest, {self.const: values})
+
+
+def _file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as e:
+        raise argparse.ArgumentTypeError(f"cannot read {name}: {e}") from None
 
 
 def add_beam_flags(parser: Parser) -> None:

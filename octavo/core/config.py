@@ -17,6 +17,7 @@ from octavo.core.option_parts import (
     DeviceOptions,
     ModelOptions,
     ParallelOptions,
+    StructuredOutputOptions,
 )
 from octavo.core.option_parts import Sizes as Sizes
 from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
@@ -31,6 +32,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "KV cache": CacheOptions,
     "Scheduler": SchedulerOptions,
     "Speculative decoding": SpeculativeOptions,
+    "Structured output": StructuredOutputOptions,
     "Parallelism": ParallelOptions,
     "Adapters": AdapterOptions,
     "Device": DeviceOptions,
@@ -41,6 +43,7 @@ class EngineConfig(
     DeviceOptions,
     AdapterOptions,
     ParallelOptions,
+    StructuredOutputOptions,
     SpeculativeOptions,
     SchedulerOptions,
     CacheOptions,
@@ -82,6 +85,16 @@ class EngineConfig(
             raise ValueError(
                 "preemption_mode 'swap' needs swap space: set swap_space, or num_host_blocks_override, above 0; or "
                 "take preemption_mode 'recompute'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafters_see_all_layers(self) -> Self:
+        drafts = self.speculative_config
+        if drafts is not None and drafts.drafts_on_workers and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config: method {drafts.method!r} is not supported with pipeline_parallel_size "
+                f"({self.pipeline_parallel_size}) above 1; use tensor_parallel_size, or method 'ngram' or 'suffix'"
             )
         return self
 

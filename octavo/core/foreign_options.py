@@ -96,7 +96,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "fully_sharded_loras": ON_OR_OFF,
     "guided_decoding_backend": ANY,  # requests that would need it are refused
     "structured_outputs_config": ForeignOption((None, {}), "structured outputs are not supported"),
-    "reasoning_parser": ForeignOption(("", None), "answers are given as they are"),
+    "enable_auto_tool_choice": ON_OR_OFF,  # a request may always leave the choice to the model
     "logits_processors": ForeignOption((None, []), "logits processors are given in SamplingParams"),
     "logits_processor_pattern": ForeignOption((None,), "logits processors are given in SamplingParams"),
     # Logs

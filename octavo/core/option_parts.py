@@ -20,6 +20,9 @@ def _numbers(value: Any) -> Any:
 #: A list of positive integers; in flags and variables with commas between.
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
+#: How matrices are quantised as they are loaded.
+Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"]
+
 
 def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
@@ -43,13 +46,20 @@ class ModelOptions(OptionPart):
         description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
         "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"] = Field(
+    quantization: Quantization = Field(
         "auto",
         description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
         "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
         "auto: on a CPU gguf for a .gguf file, and the integers of a GPTQ, AWQ or compressed-tensors checkpoint as "
         "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
         "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
+    )
+    screen_lm_head: bool = Field(
+        False,
+        description="On a CPU, for models in bfloat16 or float32: keep a second copy of the language-model head, in 8 "
+        "bits. Steps with few tokens whose requests are all greedy, without logprobs, penalties or other changes of "
+        "logits, find with it the tokens that can be the most likely, and compute exactly these. The same tokens in "
+        "less time, for half the head's memory more (of bfloat16).",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
@@ -82,6 +92,18 @@ class ModelOptions(OptionPart):
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ValueError(f"skip_tokenizer_init loads no tokenizer; leave it out, or tokenizer ({self.tokenizer})")
         return self
+
+
+class StructuredOutputOptions(OptionPart):
+    """The grammars of structured output."""
+
+    structured_outputs_compile_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="Seconds of processor time that compiling the schema or grammar of a request may take; one that "
+        "takes longer is refused. It is compiled in a process beside the engine.",
+    )
 
 
 class CacheOptions(OptionPart):

@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.request import AnyTask
+from octavo.core.structured_outputs import Grammar
 
 
 class NewSequence(msgspec.Struct, array_like=True):
@@ -25,7 +26,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     #: Tokens whose KV entries are in the blocks already.
     num_computed: int
     #: A ``Generate`` has this sequence's own seed. Tokens of a ``Beam`` are not sampled: they come with
-    #: ``StepPlan.new_tokens``. For a task that does not sample, the worker computes the prompt.
+    #: ``StepPlan.new_tokens``. For a task that does not sample, the worker computes the prompt. The source of its
+    #: grammar is left out: the workers have compiled it.
     task: AnyTask
     #: Key of its adapter, which has a slot from this plan on, or had one before.
     adapter: str | None = None
@@ -85,9 +87,17 @@ class StepPlan(msgspec.Struct):
     #: Whether nothing can be computed before an adapter is loaded: the step waits until one is, or has failed, or for
     #: some milliseconds, after which new requests may be there.
     awaits_adapter: bool = False
+    #: Keys of grammars that the workers forget.
+    grammars_to_drop: list[str] = []
+    #: Grammars that the workers begin to compile, beside this step and those after it; as with adapters, a result says
+    #: when one is compiled, and after a step that failed drops and compilations may come again.
+    grammars_to_compile: list[Grammar] = []
+    #: As ``awaits_adapter``: whether nothing can be computed before a grammar is compiled.
+    awaits_grammar: bool = False
     new: list[NewSequence] = []
     forks: list[Fork] = []
-    #: By sequence id: tokens to append that the worker has not appended itself, such as those a beam search chose.
+    #: By sequence id: tokens to append that the worker has not appended itself: those that a beam search chose, or that
+    #: a grammar forces (``StepResult.forced_tokens``).
     new_tokens: dict[int, list[int]] = {}
     table_changes: list[TableChange] = []
     #: Scheduled sequences.
@@ -98,6 +108,9 @@ class StepPlan(msgspec.Struct):
     #: that is not the token that the worker samples at its position. Blocks of the table behind those of computed
     #: tokens may belong to other sequences from the next plan on; the table's changes then begin before them.
     drafts: dict[int, list[int]] = {}
+    #: By sequence id: most draft tokens that the worker itself proposes, at the beginning of the step and in place of
+    #: ``drafts``. ``num_tokens`` counts them, and there are slots for them.
+    num_drafts: dict[int, int] = {}
 
     @property
     def total_tokens(self) -> int:
@@ -140,12 +153,27 @@ class StepResult(msgspec.Struct):
     token_ids: list[int] = []
     #: How many of ``token_ids`` each sequence has; empty: one each.
     num_tokens: list[int] = []
+    #: By sequence id: tokens that must follow the sampled ones, as the sequence's grammar allows no other. They are
+    #: neither computed nor appended by the worker: they come back with the plan that computes them.
+    forced_tokens: dict[int, list[int]] = {}
+    #: By sequence id: draft tokens that the worker proposed, of those in ``StepPlan.num_drafts``; or why it could not.
+    num_drafts: dict[int, int] = {}
+    draft_error: str | None = None
+    #: Of ``seconds``: proposing them, and of this for tokens that the drafter had not computed when they were sampled,
+    #: and how many these were.
+    draft_seconds: float = 0.0
+    draft_catch_up_seconds: float = 0.0
+    draft_catch_up_tokens: int = 0
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
     #: Keys of adapters that are in host memory since the last result.
     loaded_adapters: list[str] = []
     #: By key: why an adapter could not be loaded. Its requests end with this message.
     adapter_errors: dict[str, str] = {}
+    #: Keys of grammars that are compiled since the last result.
+    compiled_grammars: list[str] = []
+    #: By key: why a grammar could not be compiled. Its requests end with this message.
+    grammar_errors: dict[str, str] = {}
     #: Seconds of the step that gave adapters their slots, or waited for one that was still being read.
     adapter_seconds: float = 0.0
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).

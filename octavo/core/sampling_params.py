@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
 #: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is a float32 tensor
 #: [vocab_size] of this request's next token; the return value replaces it. One that takes two
@@ -19,8 +20,7 @@ LogitsProcessor = Callable[..., Any]
 
 #: Fields of other engines that have one value here, and why no other.
 FOREIGN_FIELDS = {
-    "structured_outputs": "output cannot be constrained to a grammar or schema",
-    "guided_decoding": "output cannot be constrained to a grammar or schema",
+    "guided_decoding": "its name is structured_outputs, and takes StructuredOutputsParams",
     "extra_args": "there are no parameters beside the fields",
     "spaces_between_special_tokens": "texts are those of the tokenizer's decoder",
     "flat_logprobs": "logprobs are one dictionary a position",
@@ -116,10 +116,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     logits_processors: list[LogitsProcessor] | None = None
     #: Keep only this many last tokens of the prompt. -1: as many as leave room for ``max_tokens`` in the context.
     truncate_prompt_tokens: int | None = None
+    #: The form that the output must have; a mapping with its fields becomes one.
+    structured_outputs: StructuredOutputsParams | None = None
     #: None: the default of the method that gives the outputs.
     output_kind: RequestOutputKind | None = None
     # Fields of other engines that have this one value here, see ``FOREIGN_FIELDS``:
-    structured_outputs: None = None
     guided_decoding: None = None
     extra_args: None = None
     spaces_between_special_tokens: bool = True
@@ -138,6 +139,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
             self.stop = [self.stop]
         self._check_numbers()
         self._check_lists()
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs_of(self.structured_outputs)
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
         for name, reason in FOREIGN_FIELDS.items():

@@ -113,6 +113,16 @@ class SchedulerOptions(OptionPart):
         description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
     )
 
+    jump_forward: bool = Field(
+        True,
+        description="With structured outputs: append tokens that a grammar forces without sampling them, and compute "
+        "them together, which changes no answer. Not done with async_scheduling.",
+    )
+
+    def plans_ahead(self, device: str) -> bool:
+        """Whether ``async_scheduling`` is on, on a device of this kind ("cpu" or "cuda")."""
+        return device != "cpu" if self.async_scheduling is None else self.async_scheduling
+
     @property
     def cuts_prompts(self) -> bool:
         """Whether a prompt may be computed in chunks of any length."""

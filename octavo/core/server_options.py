@@ -102,6 +102,12 @@ class ServerOptions(BaseModel):
         ge=1,
         description=f"Longest prompt, in characters; default: {CHARS_PER_TOKEN} for each token of the context.",
     )
+    max_stored_responses: int = Field(
+        1000, ge=0, description="Most responses of /v1/responses that are kept for previous_response_id; 0: none."
+    )
+    max_stored_response_bytes: int = Field(
+        64 << 20, ge=0, description="Most bytes of these responses and their conversations; older ones are forgotten."
+    )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds from the arrival of a request to the end of its answer."
     )
@@ -134,6 +140,16 @@ class ServerOptions(BaseModel):
     )
     trust_request_chat_template: bool = Field(
         False, description="Let requests bring a chat template of their own (chat_template); it runs in a sandbox."
+    )
+    tool_call_parser: str = Field(
+        "auto",
+        description="How the model writes calls of tools: auto (as its chat template says), none, hermes, llama3_json, "
+        "mistral, pythonic, deepseek, gemma, functiongemma, qwen3_coder, granite, or module:Class.",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="How the model marks its reasoning: auto (as its chat template says), none (it stays in the "
+        "content), qwen3, deepseek_r1, mistral, gemma, seed_oss, granite, or module:Class.",
     )
     enable_admin_routes: bool = Field(
         False, description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while."

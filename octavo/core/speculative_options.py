@@ -9,10 +9,13 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.core.option_part import OptionPart
+from octavo.core.option_parts import Quantization
 
-#: Methods of vLLM that draft with a network of their own.
-_MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
-_OWN_METHODS = ("ngram", "suffix", "prediction")
+#: Methods whose drafts the workers propose, with a network of their own that ``model`` names.
+MODEL_METHODS = ("draft_model", "eagle", "eagle3")
+#: Methods of vLLM that are not supported.
+_FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
+_OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "prediction")
 
 
 class SpeculativeConfig(OptionPart):
@@ -21,9 +24,10 @@ class SpeculativeConfig(OptionPart):
     model_config = ConfigDict(strict=True)
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also what followed them in recent
-    #: outputs of other requests. ``prediction``: what a request says that its answer is likely to be; alone, as other
-    #: methods draft from that, too.
-    method: Literal["ngram", "suffix", "prediction"]
+    #: outputs of other requests. ``draft_model``: what a smaller model with the same vocabulary says. ``eagle`` and
+    #: ``eagle3``: what a head says that was trained on the model's hidden states. ``prediction``: what a request says
+    #: that its answer is likely to be; alone, as other methods draft from that, too.
+    method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3"]
     #: Most draft tokens of a sequence in a step; with the token before them, 7 make a tile of the CPU kernels.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
     #: Fewest and most tokens that must have occurred before.
@@ -32,8 +36,29 @@ class SpeculativeConfig(OptionPart):
     #: Of ``suffix``: most tokens of a match, and tokens of outputs that are kept.
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
     suffix_decoding_max_cached_tokens: int = Field(1 << 18, ge=1 << 10, le=1 << 28)
+    #: Of ``draft_model``, ``eagle`` and ``eagle3``: a name or folder as in the option ``model``; of ``draft_model``,
+    #: also how its matrices are quantised, as in the option ``quantization``.
+    model: str | None = None
+    quantization: Quantization | None = None
+    revision: str | None = None
     #: Whether the number of draft tokens follows what is accepted and what a step costs.
     adaptive: bool = True
+
+    @property
+    def drafts_on_workers(self) -> bool:
+        """Whether the workers propose the drafts, with a network of their own."""
+        return self.method in MODEL_METHODS
+
+    def same_network(self, loaded: SpeculativeConfig | None) -> bool:
+        """Whether workers that were started with ``loaded`` have the network that this drafts with, if any."""
+        if not self.drafts_on_workers:
+            return True
+        names = ("method", "model", "quantization", "revision")
+        return (
+            loaded is not None
+            and all(getattr(self, name) == getattr(loaded, name) for name in names)
+            and self.num_speculative_tokens <= loaded.num_speculative_tokens
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -85,19 +110,18 @@ _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 7}'
 def _checked(given: dict[Any, Any]) -> dict[str, Any]:
     """The fields by name, with the method in ``method``; refuses methods and fields that do not exist here."""
     given = {str(name): value for name, value in given.items() if value is not None}
-    model = given.pop("model", None)
-    if model is not None and "method" not in given:
-        given["method"] = model.strip("[]") if isinstance(model, str) else model
+    model = given.get("model")
+    if "method" not in given and isinstance(model, str):  # as in vLLM
+        named = model.strip("[]")
+        given["method"] = named if named in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
     method = given.get("method")
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
     if method not in _OWN_METHODS:
-        kind = "drafts with its own network, which" if method in _MODEL_METHODS else "it"
-        raise ValueError(
-            f"method {method!r}: {kind} is not supported; the methods are {', '.join(_OWN_METHODS)}, without a model"
-        )
-    if isinstance(model, str) and model.strip("[]") != method:
-        raise ValueError(f"model {model!r}: method {method!r} takes no model; leave it out")
+        raise ValueError(f"method {method!r} is not supported; the methods are {', '.join(_OWN_METHODS)}")
+    if isinstance(model, str) and model.strip("[]") == method:
+        model = given.pop("model")
+    _check_model(method, given)
     known = list(SpeculativeConfig.model_fields)
     for name in given:
         if name not in known:
@@ -105,6 +129,19 @@ def _checked(given: dict[Any, Any]) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"unknown field {name!r}; {hint}")
     return given
+
+
+def _check_model(method: str, given: dict[str, Any]) -> None:
+    """Refuses a method that needs a model without one, and what is said of a model where none is taken."""
+    if method in MODEL_METHODS:
+        if not given.get("model"):
+            raise ValueError(f"method {method!r} needs a model: name it in model, as the option model does")
+        if method != "draft_model" and "quantization" in given:
+            raise ValueError(f"quantization: heads of method {method!r} are not quantised; leave it out")
+        return
+    for name in ("model", "quantization", "revision"):
+        if name in given:
+            raise ValueError(f"{name} {given[name]!r}: method {method!r} takes no model; leave it out")
 
 
 def _readable(error: dict[str, Any]) -> str:
@@ -120,9 +157,12 @@ class SpeculativeOptions(OptionPart):
         None,
         description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
         "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
-        "prediction: what requests predict alone, from which every method drafts), num_speculative_tokens (most of a "
-        "sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to match, 2 and 4), "
-        "suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 bytes each), adaptive "
-        "(whether the number follows what is accepted and what it costs, true). Answers do not change. Default: what "
-        "requests predict.",
+        "draft_model: what a smaller model of the same vocabulary says; eagle, eagle3: what a head trained for the "
+        "model says; prediction: what requests predict alone, from which every method drafts), model (of draft_model, "
+        "eagle and eagle3: as the option model; alone it means draft_model), quantization (of a draft_model) and "
+        "revision (as the options of these names), "
+        "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
+        "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
+        "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "
+        "change. Default: what requests predict.",
     )

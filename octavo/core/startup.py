@@ -25,6 +25,8 @@ class WorkerFacts:
     seconds: dict[str, float] = field(default_factory=dict)
     #: How many adapters there may be, and their memory; empty without adapters.
     adapters: str = ""
+    #: What drafts with a network of its own, and its share of the memory; empty if nothing does.
+    drafter: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class StartupFacts:
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
             f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)",
             *([f"adapters: {self.workers[0].adapters}"] if self.workers[0].adapters else []),
+            *([f"drafts: {self.workers[0].drafter}"] if self.workers[0].drafter else []),
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
             f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),
         ]

@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+from octavo.core.errors import InvalidRequestError
+
+#: The fields of ``StructuredOutputsParams`` that say a form.
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The form that an output must have: exactly one of the first six fields. Names are those of vLLM.
 
     >>> StructuredOutputsParams(choice=["yes", "no"])
+
+    Raises:
+        InvalidRequestError: no form is given or several are, or a value is of the wrong type.
     """
 
-    #: A JSON schema, as a mapping or as JSON text.
+    #: A JSON schema: a mapping, JSON text, or a class of pydantic. True: any JSON value.
     json: str | dict[str, Any] | bool | None = None
     #: True: any JSON object.
     json_object: bool | None = None
-    #: A regular expression that the whole output matches.
+    #: A regular expression (of Rust's crate ``regex``, without look-around) that the whole output matches.
     regex: str | None = None
     #: The output is one of these texts.
     choice: list[str] | None = None
-    #: A grammar in Lark or in GBNF notation.
+    #: A grammar in Lark's notation, as llguidance has it, or in llama.cpp's GBNF.
     grammar: str | None = None
-    #: Free text in which certain tags begin a part of a certain schema.
+    #: Free text in which certain tags begin a part of a certain schema: ``{"structures": [{"begin", "schema", "end"}],
+    #: "triggers": [..]}``, or its JSON text.
     structural_tag: str | dict[str, Any] | None = None
     #: JSON without spaces and line breaks between its tokens.
     disable_any_whitespace: bool = False
+    #: A regular expression of what may stand between the tokens of JSON. None: spaces, tabs and line breaks.
+    whitespace_pattern: str | None = None
+    #: Objects whose schema does not speak of additional properties have none.
+    disable_additional_properties: bool = False
+    #: Of other engines, which may check by several libraries.
+    disable_fallback: bool = False
+    #: The form begins after the first occurrence of these tokens, such as the end of a model's reasoning.
+    begin_after: list[int] = []
+
+    def __post_init__(self) -> None:
+        make_schema = getattr(self.json, "model_json_schema", None)
+        if make_schema is not None:
+            self.json = make_schema()
+        self.validate()
+
+    @property
+    def form(self) -> str:
+        """The name of the field that says the form."""
+        return self._forms()[0]
+
+    def validate(self) -> None:
+        """Checks the types of the fields, and that they say one form.
+
+        Raises:
+            InvalidRequestError: naming the field, its value and what would be right.
+        """
+        given = self._forms()
+        if len(given) != 1:
+            what = " and ".join(given) if given else "none of them"
+            raise InvalidRequestError(f"structured_outputs must have exactly one of {', '.join(FORMS)}, not {what}")
+        _check("json", self.json, (str, dict, bool), "a JSON schema as a mapping or as text, or True")
+        _check("json_object", self.json_object, bool, "True")
+        _check("structural_tag", self.structural_tag, (str, dict), "a mapping or JSON text")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check(name, getattr(self, name), str, "text")
+        if self.choice is not None and not _texts(self.choice):
+            raise InvalidRequestError("structured_outputs.choice must be a list of texts, with at least one")
+        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"structured_outputs.{name} must be True or False")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise InvalidRequestError(
+                "structured_outputs.whitespace_pattern and disable_any_whitespace exclude each other"
+            )
+
+    def _forms(self) -> list[str]:
+        return [name for name in FORMS if getattr(self, name) not in (None, False)]
+
+
+def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
+    """The parameters, also of a mapping with their fields.
+
+    Raises:
+        InvalidRequestError: a field is unknown or wrong.
+    """
+    if isinstance(value, StructuredOutputsParams):
+        value.validate()  # a field may have been assigned since
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(
+            f"structured_outputs must be StructuredOutputsParams or a mapping with its fields, not {value!r}"
+        )
+    known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # is not of users
+    for name in value:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise InvalidRequestError(f"structured_outputs has the unknown field {name!r:.100}; {hint}")
+    return StructuredOutputsParams(**value)
+
+
+def _check(name: str, value: object, kinds: type | tuple[type, ...], right: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        raise InvalidRequestError(f"structured_outputs.{name} must be {right}, not {value!r:.200}")
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):

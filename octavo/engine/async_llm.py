@@ -259,6 +259,7 @@ class AsyncLLM(AsyncAdmin):
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         prediction: str | Sequence[int] | None = None,
+        visible_tokens: frozenset[int] = frozenset(),
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -267,7 +268,8 @@ class AsyncLLM(AsyncAdmin):
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
         ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``,
-        ``prediction``: see ``LLMEngine.add_request``.
+        ``prediction``: see ``LLMEngine.add_request``. ``visible_tokens``: special tokens that are part of the text
+        although others are not.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -290,6 +292,7 @@ class AsyncLLM(AsyncAdmin):
             tpot_target=tpot_target,
             lora_request=one_adapter(lora_request, prompt_adapter_request),
             prediction=prediction,
+            visible_tokens=visible_tokens,
         )
 
     async def _submit(
@@ -312,6 +315,7 @@ class AsyncLLM(AsyncAdmin):
         prompt = await self._tokenize(prompt)
         if isinstance(prediction, str) and len(prediction) >= LONG_TEXT:
             [prediction] = await asyncio.to_thread(self.tokenizer.encode_batch, [prediction], False)
+        await self._compile_grammar(params)
         # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         adapter = None if lora_request is None else await self._find_adapter(lora_request)
         if request_id in self._outputs:
@@ -343,6 +347,16 @@ class AsyncLLM(AsyncAdmin):
         # Unlike ``encode``, this lets other threads run.
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**given, "prompt_token_ids": ids}
+
+    async def _compile_grammar(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Compiles the grammar of structured output in a thread, if it is new, so that ``process`` finds it."""
+        wanted = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if wanted is not None:
+            params.validate()  # fields may have been assigned
+            if self.inputs.grammars.cached(wanted) is None:
+                await asyncio.get_running_loop().run_in_executor(
+                    self.inputs.grammars.threads, self.inputs.grammar, wanted
+                )
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""

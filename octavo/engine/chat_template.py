@@ -5,6 +5,7 @@ Templates are programs from strangers: they run in jinja2's sandbox, see plain d
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,13 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.engine.tool_messages import CallFormat, fit_tools
 
 #: Longest text that a template may write, in characters.
 MAX_RENDERED = 16 << 20
@@ -84,9 +87,12 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    call_format: CallFormat | None = None,
     **variables: Any,
 ) -> str:
     """Runs a template over messages.
+
+    With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
 
     Args:
         template: its text.
@@ -95,6 +101,7 @@ def render_chat(
         add_generation_prompt: ends with what opens the assistant's answer.
         continue_final_message: ends with the last message's text instead of what closes it, so that it is continued.
         tools: JSON schemas of callable tools.
+        call_format: how the model writes calls; see ``fit_tools``.
         variables: further names that the template may use.
 
     Raises:
@@ -113,9 +120,27 @@ def render_chat(
             )
         checked[-1]["content"] = checked[-1].get("content", "") + _END
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
+    if call_format is not None:
+        plain_tools = fit_tools(checked, plain_tools, call_format, template, template_variables(template))
     plain_variables = {name: _plain(value, name) for name, value in variables.items()}
     values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
     values |= {"add_generation_prompt": bool(add_generation_prompt), **plain_variables}
+    text = _first_written(template, values, checked)
+    if not continue_final_message:
+        return text
+    end = text.rfind(_END.strip())
+    if end < 0:
+        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
+    # If the template trims messages, the space after the mark is gone, and those before it are to go.
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+
+class _ExpressionError(InvalidRequestError):
+    """An expression of the template failed."""
+
+
+def _written(template: str, values: Mapping[str, Any]) -> str:
+    """What a template writes."""
     compiled = _compiled(template)
     pieces: list[str] = []
     length = 0
@@ -130,15 +155,19 @@ def render_chat(
     except jinja2.exceptions.SecurityError as e:
         raise TokenizerError(f"the chat template was stopped: {e}") from e
     except Exception as e:  # an expression of the template may raise anything
-        raise InvalidRequestError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
-    text = "".join(pieces)
-    if not continue_final_message:
-        return text
-    end = text.rfind(_END.strip())
-    if end < 0:
-        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
-    # If the template trims messages, the space after the mark is gone, and those before it are to go.
-    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+        raise _ExpressionError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
+    return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=32)
+def template_variables(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set itself.
+
+    Raises:
+        TokenizerError: the template is not valid.
+    """
+    _compiled(template)
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
 def _listed(name: str, value: object) -> Sequence[Any]:
@@ -163,8 +192,8 @@ def _message(index: int, message: object) -> dict[str, Any]:
             plain["content"] = ""
     elif "tool_calls" not in plain:
         raise InvalidRequestError(f"{where} ({role}) has no content")
-    for call in plain.get("tool_calls") or []:
-        _parse_arguments(where, call)
+    for k, call in enumerate(_listed(f"{where}.tool_calls", plain.get("tool_calls", []))):
+        _parse_arguments(f"{where}.tool_calls[{k}]", call)
     return plain
 
 
@@ -183,14 +212,41 @@ def _content(where: str, content: object) -> str:
 
 
 def _parse_arguments(where: str, call: object) -> None:
-    """Clients send the arguments of a tool call as JSON text; templates expect what it says."""
+    """Clients send the arguments of a call as JSON text; templates expect what it says. What is no JSON stays text."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return
-    try:
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    except ValueError as e:
-        raise InvalidRequestError(f"{where}: the arguments of a tool call are not valid JSON: {e}") from None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{where} must have a function with a name and arguments")
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, (str, dict)):
+        raise InvalidRequestError(f"{where}.function.arguments must be JSON text, not {type(arguments).__name__}")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    function["arguments"] = arguments
+
+
+def _first_written(template: str, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
+    """What a template writes, with calls as it takes them.
+
+    Most expect what the arguments of a call say, some join their JSON text with other text; some ask whether a message
+    has no content, others join it.
+    """
+    calling = [message for message in messages if message.get("tool_calls")]
+    without = [message for message in calling if message.get("content") is None]
+    functions = [call["function"] for message in calling for call in message["tool_calls"]]
+    given = [function["arguments"] for function in functions]
+    texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in given]
+    variants = [
+        (contents, arguments) for contents in ((False, True) if without else (True,)) for arguments in (given, texts)
+    ]
+    for has_content, arguments in variants if calling else []:
+        for function, argument in zip(functions, arguments, strict=True):
+            function["arguments"] = argument
+        for message in without if has_content else []:
+            message["content"] = ""
+        with contextlib.suppress(_ExpressionError):
+            return _written(template, values)
+    return _written(template, values)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -17,6 +17,7 @@ from octavo.core.errors import AdapterError, ConfigError, EngineStateError
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
+from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop
 from octavo.executor.executor import Executor, make_executor
 from octavo.executor.external import without_clock
@@ -25,6 +26,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
 from octavo.scheduler.adapters import Adapters
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
@@ -66,8 +68,10 @@ class EngineCore(StepLoop):
         _check_threads(options)
         context_length = _context_length(options, self.model_config)
         _check_max_logprobs(options)
+        check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
+        self._loaded_drafter = options.speculative_config
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -90,7 +94,7 @@ class EngineCore(StepLoop):
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
         adapters = Adapters(options) if options.enable_lora or options.enable_prompt_adapter else None
-        scheduler = self._new_scheduler(executor, sizes, adapters)
+        scheduler = self._new_scheduler(executor, sizes, adapters, Grammars())
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -115,7 +119,9 @@ class EngineCore(StepLoop):
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
-    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None) -> Scheduler:
+    def _new_scheduler(
+        self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None, grammars: Grammars
+    ) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
         self.blocks = BlockManager(
@@ -132,8 +138,10 @@ class EngineCore(StepLoop):
             options,
             self.max_model_len,
             speculator=make_speculator(options.speculative_config),
+            runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             adapters=adapters,
+            grammars=grammars,
         )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
@@ -144,20 +152,31 @@ class EngineCore(StepLoop):
     def restart(self, changes: Mapping[str, Any]) -> None:
         """Begins anew with the same workers: empty blocks, and a scheduler that has learned nothing.
 
-        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on.
+        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on: a drafter of theirs must be
+        that of the options that the engine began with, or none.
 
         Raises:
-            ConfigError: another option is among them.
+            ConfigError: another option is among them, or another drafter.
             EngineStateError: requests are unfinished, prefixes are pinned, or it sleeps.
         """
         if others := set(changes) - POLICY_OPTIONS:
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
+        drafts = changes.get("speculative_config")
+        if drafts is not None and not drafts.same_network(self._loaded_drafter):
+            raise ConfigError("the workers have no such drafter loaded: make a new engine to change that")
         if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
+        if (
+            "speculative_config" in changes
+            and self._loaded_drafter is not None
+            and self._loaded_drafter.drafts_on_workers
+        ):
+            self.executor.collective_rpc("use_drafter", (drafts is not None and drafts.drafts_on_workers,))
         self.options = self.options.model_copy(update=dict(changes))
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.adapters)
+        old = self.scheduler
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -234,8 +253,7 @@ def _steps_in_flight(options: EngineConfig) -> int:
     """
     if options.pipeline_parallel_size > 1:
         return options.pipeline_parallel_size
-    ahead = options.async_scheduling
-    return 2 if ahead or (ahead is None and resolve_device(options.device) != "cpu") else 1
+    return 2 if options.plans_ahead(resolve_device(options.device)) else 1
 
 
 def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:

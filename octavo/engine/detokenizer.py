@@ -23,6 +23,7 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
+        visible_tokens: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
@@ -33,11 +34,17 @@ class IncrementalDetokenizer:
             tokenizer: the model's.
             prompt_token_ids: they tell whether the output begins a text or continues one.
             skip_special_tokens: leaves special tokens out of the text.
+            visible_tokens: special tokens that stay in it all the same.
             stop: texts that end the output.
             include_stop_str_in_output: keeps the stop string at the end of the text.
             min_tokens: a stop string that is complete before so many tokens is ordinary text.
         """
-        self._stream = TextStream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._stream = TextStream(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            visible_tokens=visible_tokens,
+        )
         self._searches = [_StopSearch(text) for text in stop]
         self._keep_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

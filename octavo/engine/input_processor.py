@@ -18,7 +18,9 @@ from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS
 from octavo.core.prompts import Prompt as Prompt
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, check_number
-from octavo.engine.tokenizer import Tokenizer
+from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.scheduler.policies import POLICIES, policy_class
 
 _MASK64 = (1 << 64) - 1
@@ -36,6 +38,8 @@ class ProcessedRequest:
     params: SamplingParams | BeamSearchParams
     group: EngineCoreRequest
     arrival_time: float
+    #: Special tokens that are part of the text although others are not.
+    visible_tokens: frozenset[int] = frozenset()
 
     @property
     def num_virtual_tokens(self) -> int:
@@ -65,6 +69,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.default_sampling = dict(default_sampling or {})
+        self.grammars = GrammarCompiler(tokenizer.special_texts, options.structured_outputs_compile_seconds)
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
         self._seed = options.seed
@@ -90,11 +95,13 @@ class InputProcessor:
         prediction: str | Sequence[int] | None = None,
         adapter: AdapterRef | None = None,
         features: Sequence[Feature] = (),
+        visible_tokens: frozenset[int] = frozenset(),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
         ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user``, targets and ``prediction``: see
-        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``).
+        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``). ``visible_tokens``: special
+        tokens that are part of the text although others are not.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
@@ -138,11 +145,21 @@ class InputProcessor:
             prediction=predicted,
         )
         self._next_group_id += 1
-        return ProcessedRequest(request_id, text, token_ids, params, group, arrival)
+        return ProcessedRequest(request_id, text, token_ids, params, group, arrival, visible_tokens)
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
         return SamplingParams(**self.default_sampling)
+
+    def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The grammar of a form, from any thread; the first time, this takes from under a millisecond to seconds.
+
+        Raises:
+            InvalidRequestError: naming the field and the place of the error.
+        """
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise InvalidRequestError("structured_outputs needs a tokenizer, and none is loaded")
+        return self.grammars.compile(wanted)
 
     def _beam(self, params: BeamSearchParams) -> Beam:
         self.tokenizer.check_can_decode()
@@ -157,7 +174,11 @@ class InputProcessor:
         if params.logprobs is None and params.num_sequences > params.n:
             params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
         ignored = list(self.eos_token_ids) if params.ignore_eos else []
-        return Generate(params, seed, sorted(stops), bad_words, ignored)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self.grammar(params.structured_outputs)
+            params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
+        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if there is one) and the token ids of a prompt in any of its forms."""

@@ -138,17 +138,18 @@ class OutputProcessor:
                 output.cumulative_logprob = 0.0
             completion = _Completion(output)
             if params.detokenize and (params.stop or streaming):
-                completion.detokenizer = self._detokenizer(source.prompt_token_ids, params)
+                completion.detokenizer = self._detokenizer(source, params)
             request.completions.append(completion)
         self._requests[request.request_id] = request
         self._groups[request.group_id] = request
         return request
 
-    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
+    def _detokenizer(self, source: ProcessedRequest, params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
             self._tokenizer,
-            prompt_token_ids,
+            source.prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
+            visible_tokens=source.visible_tokens,
             stop=list(params.stop or ()),
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -271,7 +272,7 @@ class OutputProcessor:
             if stop is not None:  # it ended in a broken character that completes a stop string
                 output.finish_reason, output.stop_reason = _STOPPED, stop
         elif params.detokenize:
-            completion.detokenizer = self._detokenizer(request.source.prompt_token_ids, params)
+            completion.detokenizer = self._detokenizer(request.source, params)
             completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
             completion.detokenizer.finish()
 

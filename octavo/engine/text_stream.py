@@ -23,11 +23,19 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        visible_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        """Begins after ``prompt_token_ids``, none of whose text is returned."""
+        """Begins after ``prompt_token_ids``, none of whose text is returned.
+
+        ``visible_tokens``: special tokens that are not skipped with the others.
+        """
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - visible_tokens if skip_special_tokens else frozenset[int]()
         # Decodes incomplete characters as far as they have come; what can no longer be one becomes U+FFFD.
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         context = list(prompt_token_ids[-_CONTEXT:])

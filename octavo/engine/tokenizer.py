@@ -11,15 +11,15 @@ import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
-from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
-from octavo.loader.tokenizer_parts import read_object, token_text
+from octavo.engine.tool_messages import CallFormat
+from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
+from octavo.loader.tokenizer_files import tokenizer_files
 from octavo.models.config import check_architecture
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
@@ -50,25 +50,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         TokenizerError: there is none, or a file cannot be understood.
         UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
     """
-    path = folder / "tokenizer.json"
-    config = read_object(folder / "tokenizer_config.json")
-    for name, value in read_object(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
-    if path.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception
-            raise TokenizerError(f"{path} cannot be read: {e}") from e
-    elif tokenizer_files(folder):
-        backend, config = build_tokenizer(folder, config)
-    else:
-        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
-        found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
-        raise TokenizerError(
-            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, tokenizer.model or *.tiktoken; "
-            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
-            "measurements with load_format='dummy' need none"
-        )
+    backend, config = load_backend(folder)
     return Tokenizer(backend, config, load_chat_templates(folder, config))
 
 
@@ -79,16 +61,16 @@ class Tokenizer:
         """Takes over ``backend``; ``config`` is the content of tokenizer_config.json."""
         self.backend = backend
         self.chat_templates = dict(templates)
-        backend.no_truncation()
-        backend.no_padding()
+        complete_backend(backend, config)
         #: Texts of the special tokens under the names that templates use, such as ``bos_token``.
-        self.named_tokens = {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
-        _add_missing_special(backend, [*self.named_tokens.values(), *_extra_tokens(config)])
+        self.named_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         #: Number of ids that stand for a token; a model may have more embeddings.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
         self.decoder_kind = _decoder_kind(backend)
+        self.fill_in_middle = find_fill_in_middle(backend, config)
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes | None] = {}
         self._anchor = self._find_anchor()
@@ -184,6 +166,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        call_format: CallFormat | None = None,
         chat_template: str | None = None,
         tokenize: bool = False,
         **kwargs: Any,
@@ -195,6 +178,7 @@ class Tokenizer:
             add_generation_prompt: ends with what opens the assistant's answer.
             continue_final_message: ends within the last message, so that it is continued.
             tools: JSON schemas of callable tools.
+            call_format: how the model writes calls; see ``fit_tools``.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
             tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
             kwargs: further names that the template may use.
@@ -212,12 +196,37 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            call_format=call_format,
             **variables,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def encode_gap(self, prefix: str, suffix: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt whose continuation stands between two texts.
+
+        Args:
+            prefix: the text before the gap.
+            suffix: the text after it.
+            add_special_tokens: begins with the beginning token, if texts of this model do.
+
+        Raises:
+            InvalidRequestError: the model was not trained for this, or as for ``encode``.
+        """
+        if self.fill_in_middle is None:
+            raise no_fill_in_middle()
+        ids = self.fill_in_middle.arrange(self.encode(prefix, False), self._encode_within(suffix))
+        start = self.encode("", add_special_tokens)[:1]
+        return start + ids if start == [self.bos_token_id] else ids
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Token ids without the space that SentencePiece puts before a text."""
+        line_break = self.encode("\n", add_special_tokens=False)
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        within = self.decoder_kind != "byte_level" and ids[: len(line_break)] == line_break
+        return ids[len(line_break) :] if within else self.encode(text, add_special_tokens=False)
 
     def bad_word_ids(self, word: str) -> list[list[int]]:
         """The token sequences a word is written with: at the start of a text, after a space, within a line.
@@ -301,22 +310,6 @@ def _checked(text: object) -> str:
             f"a prompt must be valid Unicode: character {e.start} is half of a surrogate pair ({text[e.start]!r})"
         ) from None
     return text
-
-
-def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    entries: list[Any] = []
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        given = config.get(name)
-        entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
-    return [text for entry in entries if (text := token_text(entry)) is not None]
-
-
-def _add_missing_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-    """Makes special what tokenizer_config.json names so and tokenizer.json does not; ids stay as they are."""
-    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    for text in dict.fromkeys(texts):
-        if text not in special:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
 
 
 def _decoder_kind(backend: tokenizers.Tokenizer) -> str:

@@ -14,9 +14,9 @@ from octavo.core.config import EngineConfig, SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.adapter_loads import AdapterLoads, loads_of
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.worker import Worker, WorkerSpec
+from octavo.executor.worker_reports import WorkerReports, reports_of
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -74,9 +74,9 @@ class ExternalLauncherExecutor(Executor):
         #: Why there is no worker any more.
         self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
         self._checks = options.check_plans and world > 1
-        #: Adapters that not all processes have loaded yet. Each process plans for itself, on what all have reported.
+        #: Adapters and grammars that not all processes have yet. Each plans for itself, on what all have reported.
         self._loading: set[str] = set()
-        self._loads = AdapterLoads(world)
+        self._reports = WorkerReports(world)
 
     def start(self) -> None:
         """Connects this process with the others and loads its share of the model."""
@@ -125,23 +125,25 @@ class ExternalLauncherExecutor(Executor):
             self._compare(plan)
         if worker.layout.world_size > 1:
             self._loading.update(ref.key for ref in plan.adapters_to_load)
+            self._loading.update(grammar.key for grammar in plan.grammars_to_compile)
         try:
-            return _WithoutTimes(worker.runner.submit(plan), self._combine_loads)
+            return _WithoutTimes(worker.runner.submit(plan), self._combine_reports)
         except Exception as e:
             if worker.layout.world_size == 1:
                 raise
             # The other processes may wait for this one in a collective, which fails when it has left the group.
             raise self._lose(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
 
-    def _combine_loads(self, result: StepResult) -> None:
-        """Exchanges what the processes have loaded, while there is anything that one may report."""
+    def _combine_reports(self, result: StepResult) -> None:
+        """Exchanges what the processes have loaded or compiled, while there is anything that one may report."""
         if not self._loading:
             return
-        data = _gather(msgspec.msgpack.encode(loads_of(result) or StepResult(result.step)))
+        data = _gather(msgspec.msgpack.encode(reports_of(result) or StepResult(result.step)))
         rank = self._alive().rank
         reports = [(i, msgspec.msgpack.decode(part, type=StepResult)) for i, part in enumerate(data) if i != rank]
-        self._loads.combine(result, reports, rank)
+        self._reports.combine(result, reports, rank)
         self._loading.difference_update(result.loaded_adapters, result.adapter_errors)
+        self._loading.difference_update(result.compiled_grammars, result.grammar_errors)
 
     def _compare(self, plan: StepPlan) -> None:
         digest = hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=16).digest()
@@ -182,16 +184,16 @@ class ExternalLauncherExecutor(Executor):
 class _WithoutTimes:
     """Drops measured times from a result: the scheduler learns costs from them, which would differ between ranks.
 
-    What is reported of loaded adapters becomes the same in all processes.
+    What is reported of adapters and grammars becomes the same in all processes.
     """
 
-    def __init__(self, step: PendingStep, combine_loads: Callable[[StepResult], None]) -> None:
-        self._step, self._combine_loads = step, combine_loads
+    def __init__(self, step: PendingStep, combine_reports: Callable[[StepResult], None]) -> None:
+        self._step, self._combine_reports = step, combine_reports
 
     def wait(self) -> StepResult:
         result = self._step.wait()
         result.seconds = result.swap_seconds = 0.0
-        self._combine_loads(result)
+        self._combine_reports(result)
         return result
 
 

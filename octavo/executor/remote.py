@@ -18,12 +18,12 @@ from octavo.core.errors import ConfigError, EngineDeadError, reported_error
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.adapter_loads import AdapterLoads
 from octavo.executor.broadcast import SLOTS, Broadcast
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.pipeline import SampledTokens
 from octavo.executor.worker import WorkerSpec, function_name
 from octavo.executor.worker_loop import FAILED, LOG, Call, Failure, Log, Step, WorkerStart
+from octavo.executor.worker_reports import WorkerReports, reports_of
 
 #: Seconds that other workers have to answer a message on which one has failed.
 _GRACE = 5.0
@@ -55,7 +55,7 @@ class RemoteExecutor(Executor):
         self._received = [0] * self._layout.world_size
         self._answers: list[dict[int, tuple[int, bytes]]] = [{} for _ in self._received]
         self._sampled = SampledTokens(self.num_stages)
-        self._loads = AdapterLoads(self._layout.world_size)
+        self._reports = WorkerReports(self._layout.world_size)
         self._lost: EngineDeadError | None = None
 
     @abstractmethod
@@ -106,8 +106,8 @@ class RemoteExecutor(Executor):
         result = self._results.decode(answers[reporter][1])
         if len(answers) > 1:
             reports = [(i, self._results.decode(data)) for i, (_, data) in enumerate(answers) if data and i != reporter]
-            if reports or result.loaded_adapters or result.adapter_errors:
-                self._loads.combine(result, reports, reporter)
+            if reports or reports_of(result) is not None:
+                self._reports.combine(result, reports, reporter)
         self._sampled.add(result)
         return result
 

@@ -11,9 +11,9 @@ import msgspec
 
 from octavo.core.errors import OctavoError
 from octavo.core.plan import StepPlan
-from octavo.executor.adapter_loads import loads_of
 from octavo.executor.broadcast import Receiver
 from octavo.executor.worker import LocalConnections, Worker, WorkerSpec
+from octavo.executor.worker_reports import reports_of
 
 #: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a log message (``Log``) in between.
 DONE, FAILED, LOG = 0, 1, 2
@@ -126,8 +126,8 @@ class WorkerLoop:
             self._fail(e)
             return
         # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
-        # But each loads adapters.
-        answer = result if self._answers_steps else loads_of(result)
+        # But each loads adapters and compiles grammars.
+        answer = result if self._answers_steps else reports_of(result)
         self._answer(DONE, b"" if answer is None else self._encoder.encode(answer))
 
     def _fail(self, error: Exception) -> None:

@@ -94,6 +94,8 @@ class ForwardBatch:
     all_sampled: bool
     #: Whether a token has an adapter.
     has_adapters: bool = False
+    #: Whether of each sampled row no more is wanted than its most likely token; see ``ForwardOutput.most_likely``.
+    only_most_likely: bool = False
 
     @classmethod
     def of(
@@ -135,10 +137,20 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor
     #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Tensor | None = None
+    #: int64 [N]: what ``SamplingBackend.choose_most_likely`` would give; ``logits`` are then undefined. None without a
+    #: screened head, and in steps that want more than ``only_most_likely``.
+    most_likely: Tensor | None = None
+    #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
+    features: Tensor | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first ``tokens`` rows of ``hidden`` and the first ``sampled`` rows of ``logits``."""
-        return ForwardOutput(self.hidden[:tokens], None if self.logits is None else self.logits[:sampled])
+        """The first ``tokens`` rows of what each token has, and the first ``sampled`` rows of the others."""
+        return ForwardOutput(
+            self.hidden[:tokens],
+            None if self.logits is None else self.logits[:sampled],
+            None if self.most_likely is None else self.most_likely[:sampled],
+            None if self.features is None else self.features[:tokens],
+        )
 
 
 #: A network as it is captured: embedding, layers, norm and head.

@@ -37,9 +37,9 @@ class Attention(Layer):
             norm: of queries and keys.
         """
         super().__init__()
-        heads, kv_heads, head_dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        heads, head_dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.kernels = context.kernels
-        self.qkv = self.attach("", QKVParallelLinear(context, hidden, heads, kv_heads, head_dim, config.qkv_bias))
+        self.qkv = self.attach("", self.make_qkv(config, context))
         columns = self.qkv.query_columns
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
         self.q_norm = self.k_norm = None
@@ -62,17 +62,24 @@ class Attention(Layer):
         context.kernels.check_attention(spec)
         self.cos_sin = cos_sin
 
+    def make_qkv(self, config: ModelConfig, context: LayerContext) -> QKVParallelLinear:
+        """The projections to queries, keys and values."""
+        return QKVParallelLinear(
+            context, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
+        )
+
     def __call__(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """Attention of x [T, E], float32 [T, E]; writes the tokens' keys and values to the cache."""
-        return self.out(self._attended(x, cache, batch))
+        return self.out(self.attend(self.qkv(x), cache, batch))
 
     def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """residual + self(x, cache, batch), float32 [T, E]; the residual's memory may be reused."""
-        return self.out.add_to(residual, self._attended(x, cache, batch))
+        return self.out.add_to(residual, self.attend(self.qkv(x), cache, batch))
 
-    def _attended(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        tokens, kernels = x.shape[0], self.kernels
-        q, k, v = self.qkv(x).view(tokens, -1, self.head_dim).split(self.heads, dim=1)
+    def attend(self, qkv: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """What ``qkv`` [T, all heads] attends to, before the output projection; writes keys and values."""
+        tokens, kernels = qkv.shape[0], self.kernels
+        q, k, v = qkv.view(tokens, -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.cos_sin is None:

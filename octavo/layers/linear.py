@@ -220,6 +220,50 @@ class QKVParallelLinear(ParallelLinear):
         super().__init__(context, parts, hidden_size, hidden_size, bias)
 
 
+class ConcatenatedInputs(ParallelLinear):
+    """One matrix product with the concatenation of several inputs, as the sum of a product with each of them.
+
+    So nothing is concatenated, which a recorded step cannot hold, and an input can be used up before the next is known.
+    Only for layers without adapters. For a layer of another kind it comes first among the base classes.
+    """
+
+    #: Columns of each input.
+    widths: Sequence[int]
+
+    def product(self, index: int, x: Tensor, out_dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
+        """add + the product with input ``index``, x [T, width]: [T, out]; the bias comes with the last input."""
+        return self._each[index](x, out_dtype, add)
+
+    def complete(self) -> None:
+        """Packs the columns of each input as a matrix of its own."""
+        assert self._weight is not None
+        last = len(self.widths) - 1
+        self._each = [
+            self.kernels.pack([part.contiguous()], self._bias if i == last else None, self._context.tensor_quantization)
+            for i, part in enumerate(self._weight.split(list(self.widths), dim=1))
+        ]
+        self._weight = self._bias = None
+
+
+class ReplicatedConcatLinear(ConcatenatedInputs):
+    """Of which every rank has all outputs."""
+
+    def __init__(self, context: LayerContext, widths: Sequence[int], out_features: int, bias: bool) -> None:
+        self.widths = widths
+        part = Part("", out_features, slice(0, out_features), slice(None))
+        super().__init__(context, [part], sum(widths), sum(widths), bias)
+
+
+class ConcatQKVParallelLinear(ConcatenatedInputs, QKVParallelLinear):
+    """Query, key and value projections of several inputs."""
+
+    def __init__(
+        self, context: LayerContext, widths: Sequence[int], heads: int, kv_heads: int, head_dim: int, bias: bool
+    ) -> None:
+        self.widths = widths
+        QKVParallelLinear.__init__(self, context, sum(widths), heads, kv_heads, head_dim, bias)
+
+
 def share_heads(context: LayerContext, heads: int, kv_heads: int) -> tuple[slice, slice]:
     """This rank's query heads and KV heads; see ``QKVParallelLinear``.
 

@@ -45,6 +45,10 @@ class RMSNorm(_Norm):
         """The norm of x, of the same shape and of the network's type."""
         return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=self.dtype)
 
+    def float32(self, x: Tensor) -> Tensor:
+        """The norm of x in float32, as a residual stream."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=torch.float32)
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the norm of x, float32 [T, E]; the residual's memory may be reused."""
         return self.kernels.rms_norm(x, self.weight, self.eps, add=residual)

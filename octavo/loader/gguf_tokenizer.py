@@ -207,9 +207,19 @@ def _config(data: _Data) -> dict[str, Any]:
         "add_eos_token": bool(data.get("add_eos_token", data.kind == "t5")) and names["eos_token"] is not None,
         **{name: token for name, token in names.items() if token is not None},
     }
+    if fim := _fill_in_middle(data):
+        config["fim_tokens"] = fim
     if template := _chat_template(data.metadata):
         config["chat_template"] = template
     return config
+
+
+def _fill_in_middle(data: _Data) -> dict[str, str]:
+    """The tokens before the prefix, the suffix and the middle of a text with a gap; empty if the file names none."""
+    keys = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid"}
+    # Older files name them without "fim".
+    found = {name: data.token(key) or data.token(name) for name, key in keys.items()}
+    return {name: token for name, token in found.items() if token is not None} if all(found.values()) else {}
 
 
 def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | None:

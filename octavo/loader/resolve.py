@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.core.model_config import CheckpointQuantization
 
 #: Incremented when the converter's output for the same file changes, so that old results are not reused.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 #: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

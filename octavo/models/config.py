@@ -30,9 +30,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         ConfigError: config.json is missing, is no JSON object, or a value is missing, of the wrong type or impossible.
         UnsupportedModelError: the architecture, activation, rope type or quantization is not supported.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     generation_file = folder / _GENERATION_FILE
-    generation = _read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
     config = network_class(architecture).read_config(
         architecture, ConfigReader(raw, folder / "config.json", generation)
@@ -47,7 +47,7 @@ def check_architecture(folder: Path) -> None:
         ConfigError: config.json is missing or no JSON object.
         UnsupportedModelError: the architecture is not supported.
     """
-    _architecture(_read_json(folder / "config.json"))
+    _architecture(read_json(folder / "config.json"))
 
 
 def default_sampling(source: str, folder: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def default_sampling(source: str, folder: Path) -> dict[str, Any]:
             f"generation_config={source!r}: there is no {file}; expected a folder that has it, 'auto' (the model's "
             "own) or 'none'"
         )
-    raw = _read_json(file)
+    raw = read_json(file)
     found = {ours: raw[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if raw.get(theirs) is not None}
     try:
         SamplingParams(**found)
@@ -82,7 +82,12 @@ def default_sampling(source: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a model folder's JSON file.
+
+    Raises:
+        ConfigError: it is missing, too large, not readable or no object.
+    """
     if not file.is_file():
         raise ConfigError(f"{file} is missing; a model folder holds config.json, tokenizer.json and *.safetensors")
     if file.stat().st_size > _MAX_JSON_BYTES:
@@ -116,5 +121,5 @@ def _quantization_fields(raw: dict[str, Any], folder: Path) -> ConfigReader:
             return ConfigReader(fields, reader.file)
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         if (folder / name).exists():
-            return ConfigReader({"quant_method": method, **_read_json(folder / name)}, folder / name)
+            return ConfigReader({"quant_method": method, **read_json(folder / name)}, folder / name)
     return ConfigReader({}, reader.file)

@@ -21,7 +21,7 @@ from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from octavo.models.network import Network
+from octavo.models.network import Network, ResidualReader
 
 
 class DecoderLayer(Layer, ABC):
@@ -40,7 +40,7 @@ class Decoder(Network):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         vocab, width, tied = config.vocab_size, self.embedding_size(config), config.tie_word_embeddings
-        stage = context.layers_of(config.num_layers)
+        self._stage = stage = context.layers_of(config.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         if self.is_first or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
@@ -93,15 +93,29 @@ class Decoder(Network):
         """Token ids int64 [T] to the residual stream float32 [T, E]."""
         return self.embed_tokens(token_ids)
 
-    def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
         """The residual stream through the layers of this stage, and on the last one the norm after them."""
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
+        for index, layer, cache in zip(self._stage, self.layers, kv_caches, strict=True):
+            if reader is not None:
+                reader.read(index, residual)
             residual = layer(residual, cache, batch)
+        if reader is not None:
+            reader.read(self._stage.stop, residual)
         return self.norm(residual) if self.is_last and self.norm is not None else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
+
+    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``Network``; a family that changes the logits that the head gives has to override it too."""
+        return self.head.logits_or_tokens(hidden)
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""

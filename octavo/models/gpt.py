@@ -23,6 +23,7 @@ from octavo.layers.norm import LayerNorm
 from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import make_mlp
+from octavo.models.network import ResidualReader
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,14 @@ class GPTDecoder(Decoder):
         """As the norms of layers."""
         return self.make_norm(config, context)
 
-    def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
         """With learned positions before the layers."""
         if self.embed_positions is not None:
             residual = self.embed_positions.add_to(residual, batch.positions)
-        return super().forward_layers(residual, batch, kv_caches)
+        return super().forward_layers(residual, batch, kv_caches, reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,14 @@ from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Entry
 from octavo.models.config_reader import ConfigReader
+
+
+class ResidualReader(Protocol):
+    """Sees the residual stream between the layers of a network, as part of its forward."""
+
+    def read(self, layer: int, residual: Tensor) -> None:
+        """``residual``, float32 [T, E], is the input of this layer, or the output of the last; it must not change."""
+        ...
 
 
 class Network(Layer, ABC):
@@ -67,16 +76,27 @@ class Network(Layer, ABC):
         """Token ids int64 [T] to the residual stream float32 [T, E]; first stage only."""
 
     @abstractmethod
-    def forward_layers(self, residual: Tensor, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
         """The residual stream float32 [T, E] through the layers of this stage, which write their keys and values.
 
         The last stage returns hidden states [T, E] after the final norm, other stages the residual stream for the next.
-        ``kv_caches`` has an entry for each of ``kv_specs``. The memory of ``residual`` may be reused.
+        ``kv_caches`` has an entry for each of ``kv_specs``. The memory of ``residual`` may be reused. A ``reader`` is
+        shown the stream before each layer and after the last.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
+
+    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``logits`` and ``most_likely`` of ``ForwardOutput`` for hidden states [n, E]; for recorded steps."""
+        return self.logits(hidden), None
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.

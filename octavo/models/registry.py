@@ -45,6 +45,11 @@ NETWORKS = {
     "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.starcoder2", "Starcoder2ForCausalLM"),
 }
 
+#: Networks that draft for another one and cannot be served alone.
+_HEADS = {
+    "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
+    "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
+}
 
 #: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
 _STATE_SPACE = re.compile(
@@ -79,9 +84,10 @@ def network_class(architecture: str) -> type[Network]:
     Raises:
         UnsupportedModelError: there is none.
     """
-    if architecture not in NETWORKS:
+    known = NETWORKS | _HEADS
+    if architecture not in known:
         raise unsupported("architecture", architecture, supported_architectures())
-    _, module, name = NETWORKS[architecture]
+    _, module, name = known[architecture]
     network: type[Network] = getattr(import_module(module), name)
     return network
 

@@ -43,12 +43,16 @@ def matrices(network: Network) -> list[Weight]:
 
 def num_parameters(network: Network) -> int:
     """Numbers in the weights of this rank, tied ones once."""
-    return sum(math.prod(weight.shape) for weight in network.weights() if not weight.is_tied)
+    return sum(math.prod(weight.shape) for weight in _parameters(network))
 
 
 def num_active_parameters(network: Network) -> int:
     """As ``num_parameters``, of a mixture of experts with as many experts as a token has."""
-    return round(sum(math.prod(weight.shape) * weight.active for weight in network.weights() if not weight.is_tied))
+    return round(sum(math.prod(weight.shape) * weight.active for weight in _parameters(network)))
+
+
+def _parameters(network: Network) -> list[Weight]:
+    return [weight for weight in network.weights() if not weight.is_tied and weight.kind != "copy"]
 
 
 def size_bytes(*weights: Weight) -> int:

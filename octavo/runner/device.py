@@ -15,7 +15,7 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
-from octavo.runner.input_batch import StepInputs
+from octavo.runner.input_batch import FlatInputs
 from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
 from octavo.runner.pending import CudaTimers, StepTimer
 
@@ -60,7 +60,7 @@ class Device(ABC):
         return memory.num_host_blocks(layout, self._options, free, max_model_len, self._share.local_size)
 
     @abstractmethod
-    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """The inputs of a step on the device, valid until the step is done."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class HostDevice(Device):
     def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
         super().__init__("cpu", options, config, share)
         #: Tensors over the arrays' own memory, kept while a step repeats the one before.
-        self._last: tuple[StepInputs, ForwardBatch] | None = None
+        self._last: tuple[FlatInputs, ForwardBatch] | None = None
 
     def free_memory(self) -> int:
         """The worker's share of what is free on the host."""
@@ -95,7 +95,7 @@ class HostDevice(Device):
         free -= layout.size(self._host_blocks_within(free, layout, max_model_len))
         return memory.cache_size(layout, self._options, free, max_model_len, position_bytes)
 
-    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``Device``."""
         if pending:  # some tokens are not in the arrays
             return to_device(inputs, pending, send_nowhere)
@@ -137,7 +137,7 @@ class CudaDevice(Device):
         total = self._memory.total()
         return memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
 
-    def to_device(self, inputs: StepInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
+    def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """In one copy from pinned memory."""
         return to_device(inputs, pending, self._send)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ARRAYS, ForwardBatch
 from octavo.kernels.pinned import host_empty
-from octavo.runner.input_batch import StepInputs
+from octavo.runner.input_batch import FlatInputs
 
 #: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
 _ALIGNMENT = 16
@@ -126,7 +126,7 @@ class SampledTokens:
         return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
 
 
-def to_device(inputs: StepInputs, pending: Sequence[SampledTokens], send: Send) -> ForwardBatch:
+def to_device(inputs: FlatInputs, pending: Sequence[SampledTokens], send: Send) -> ForwardBatch:
     """Sends a step's arrays, and puts tokens that are on the device already in their places there, in this order."""
     count = len(inputs.arrays["token_ids"])
     some = [tokens for tokens in pending if not tokens.is_all(count)]

@@ -19,8 +19,8 @@ _ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """A step's arrays on the host (T tokens of S sequences, N sampled rows), and what the runner knows of them."""
+class FlatInputs:
+    """A network's inputs on the host: T tokens of S sequences, N sampled rows."""
 
     #: The arrays of ``ForwardBatch`` by name. Token ids are stale where a token is still on the device.
     arrays: dict[str, NDArray[Any]]
@@ -28,6 +28,12 @@ class StepInputs:
     max_seq_len: int
     all_sampled: bool
     has_adapters: bool
+
+
+@dataclass(slots=True)
+class StepInputs(FlatInputs):
+    """A step's inputs, and what the runner knows of them."""
+
     #: The sequences: those with one token first. How many further steps may differ from this one in nothing but one
     #: more token for each.
     seq_ids: list[int]
@@ -143,6 +149,10 @@ class InputBatch:
         """The row of a held sequence."""
         return self._rows[seq_id]
 
+    def find_row(self, seq_id: int) -> int | None:
+        """The row of a sequence, if it is held."""
+        return self._rows.get(seq_id)
+
     def add(self, sequence: NewSequence, slot: int = -1) -> int:
         """Gives a new sequence its row; ``slot`` is that of its adapter, if it has one."""
         self._last = None
@@ -244,13 +254,6 @@ class InputBatch:
         ends = starts + lengths
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        one_each = len(rows) == offsets[-1]
-        if one_each:
-            positions, token_rows = starts, rows
-        else:
-            positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-            token_rows = np.repeat(rows, lengths)
-        max_seq_len = int(ends.max())
         sampling = np.flatnonzero(ends >= self.tokens.num_tokens[rows])
         if self._prompts:
             sampling = sampling[[seq_ids[i] not in self._prompts for i in sampling.tolist()]]
@@ -260,10 +263,48 @@ class InputBatch:
         if plan.drafts:
             drafted = self._draft(plan, seq_ids, sampling, forked)
             sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
-        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
-        all_sampled = one_each and len(sources) == len(positions)
-        adapters = self.adapters[token_rows]
+        flat = self.flatten(rows, starts, ends, offsets, sampled_rows)
         return StepInputs(
+            arrays=flat.arrays,
+            num_decodes=flat.num_decodes,
+            max_seq_len=flat.max_seq_len,
+            all_sampled=flat.all_sampled,
+            has_adapters=flat.has_adapters,
+            seq_ids=seq_ids,
+            repeats=self._repeats(starts) if flat.all_sampled else 0,
+            rows=rows,
+            starts=starts,
+            ends=ends,
+            sampling=sampling,
+            forked=forked,
+            drafted=drafted,
+        )
+
+    def flatten(
+        self,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        sampled_rows: NDArray[np.int64],
+        *,
+        adapters: bool = True,
+    ) -> FlatInputs:
+        """The inputs for the tokens ``starts`` to ``ends`` [S] of these rows, those with one token first.
+
+        ``offsets`` [S + 1]: where each row's tokens begin among all. Without ``adapters``, no token has one.
+        """
+        one_each = len(rows) == offsets[-1]
+        lengths = ends - starts
+        if one_each:
+            positions, token_rows = starts, rows
+        else:
+            positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+            token_rows = np.repeat(rows, lengths)
+        max_seq_len = int(ends.max())
+        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
+        slots = self.adapters[token_rows] if adapters else np.full(len(token_rows), -1, dtype=np.int32)
+        return FlatInputs(
             arrays={
                 "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
                 "positions": positions,
@@ -273,20 +314,12 @@ class InputBatch:
                 "seq_lens": ends.astype(np.int32),
                 # Indexing may leave the groups innermost.
                 "block_tables": np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)]),
-                "adapters": adapters,
+                "adapters": slots,
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,
-            all_sampled=all_sampled,
-            has_adapters=self._num_adapted > 0 and bool((adapters >= 0).any()),
-            seq_ids=seq_ids,
-            repeats=self._repeats(positions) if all_sampled else 0,
-            rows=rows,
-            starts=starts,
-            ends=ends,
-            sampling=sampling,
-            forked=forked,
-            drafted=drafted,
+            all_sampled=one_each and len(sampled_rows) == len(positions),
+            has_adapters=adapters and self._num_adapted > 0 and bool((slots >= 0).any()),
         )
 
     def _draft(

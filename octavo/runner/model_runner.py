@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
@@ -36,6 +36,8 @@ from octavo.runner import memory
 from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
+from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter, find_groups, make_caches
+from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingTokens, QueuedStep
@@ -43,6 +45,7 @@ from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
+from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -78,6 +81,11 @@ class ModelRunner:
         self.device = self._device.torch_device
         # Of the whole network: kernels that serve some of its layers only are not chosen.
         kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
+        drafts = find_drafter(options, config)
+        if drafts is not None:
+            draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
+            find_groups(draft_specs, [spec.window for spec in kv_specs])
+            kv_specs |= set(draft_specs)
         kernels = load_kernels(
             options.kernels,
             str(self.device),
@@ -90,7 +98,10 @@ class ModelRunner:
         )
         if ranks.group is not None:
             kernels.join(ranks.group)
-        kernels.set_threads(share.num_threads(options.num_threads), options.pin_threads)
+        threads = share.num_threads(options.num_threads)
+        kernels.set_threads(threads, options.pin_threads)
+        #: Those that compute the masks of grammars.
+        self._num_threads = threads or len(os.sched_getaffinity(0))
         self._mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
@@ -106,6 +117,7 @@ class ModelRunner:
             layers=layout.layers(config.num_layers),
             # More are made with the KV cache, as many as it can use; the largest step has these.
             positions=options.token_budget,
+            screen_head=options.screen_lm_head,
             max_loras=options.max_loras if options.enable_lora else 0,
             max_lora_rank=options.max_lora_rank,
             virtual_tokens=options.num_virtual_tokens,
@@ -114,13 +126,25 @@ class ModelRunner:
         kernels.check_dtype(context.dtype)
         for spec in kv_specs:
             kernels.block_bytes(spec, options.block_size)
-        memory.check_weights_fit(config, context, self._device.free_memory())
+        free = self._device.free_memory()
+        memory.check_weights_fit(config, context, free)
+        if drafts is not None:
+            loaded = weight_bytes(outline_network(config, context))
+            memory.check_weights_fit(drafts.config, drafts.context(context), free - loaded)
         self._folder, self._context = folder, context
+        self._grammars = GrammarStore(options, config, folder, samples=layout.is_last_stage)
         #: Seconds of each part of the start.
         self._startup_seconds: dict[str, float] = {}
         with self._timed("reading and packing weights"):
             #: Absent while a sleep of level 2 lasts.
             self.model = self._load_model()
+        #: What proposes drafts with a network of its own.
+        self._drafter: WorkerDrafter | None = None
+        if drafts is not None:
+            with self._timed("drafter"):
+                self._drafter = drafts.load(context, self.model)
+        #: The same while it follows the steps.
+        self._following = self._drafter
         self._prompt_adapters = None
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
@@ -132,6 +156,13 @@ class ModelRunner:
         self._kv_groups = sorted(
             self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
         )
+        #: Of the drafter's layers, and the index of the group whose blocks they have.
+        self._draft_groups: list[tuple[KVGroup, int]] = []
+        if self._drafter is not None and drafts is not None:
+            windows = [group.spec.window for group in self._kv_groups]
+            self._draft_groups = find_groups(self._drafter.kv_specs, windows)
+            if self.device.type == "cpu":
+                self._device.reserved += memory.activation_bytes(drafts.config, options)
 
     def _group_layers(self, context: LayerContext) -> list[KVGroup]:
         if context.layers is None:
@@ -163,7 +194,14 @@ class ModelRunner:
             on_host,
             dict(self._startup_seconds),
             describe_adapters(self.options, self.model),
+            self._describe_drafter(),
         )
+
+    def _describe_drafter(self) -> str:
+        if self._drafter is None:
+            return ""
+        share = sum(self._draft_bytes()) / self._block_bytes()
+        return f"{self._drafter.describe()}, {share:.1%} of the KV cache"
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         """Tokens of the longest sequence, and blocks of each KV group, that the memory allows now.
@@ -173,7 +211,7 @@ class ModelRunner:
         with self._timed("memory profile"):
             size = self._device.cache_size(
                 self._kv_layout(max_num_batched_tokens),
-                self.model.position_bytes(),
+                self.model.position_bytes() + (self._drafter.position_bytes() if self._drafter is not None else 0),
                 max_model_len,
                 lambda: self._run_largest_step(max_model_len),
             )
@@ -190,25 +228,40 @@ class ModelRunner:
         """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
         size = self.options.block_size
         return [
-            (len(group.layers) * self._kernels.block_bytes(group.spec, size), group.spec.window)
-            for group in self._kv_groups
+            (len(group.layers) * self._kernels.block_bytes(group.spec, size) + drafts, group.spec.window)
+            for group, drafts in zip(self._kv_groups, self._draft_bytes(), strict=True)
         ]
+
+    def _draft_bytes(self) -> list[int]:
+        """Bytes of a block in all layers of the drafter, for each group."""
+        sizes = [0] * len(self._kv_groups)
+        for group, index in self._draft_groups:
+            sizes[index] += len(group.layers) * self._kernels.block_bytes(group.spec, self.options.block_size)
+        return sizes
 
     def _block_bytes(self) -> int:
         """Bytes of a block in all layers of this rank."""
         return sum(size for size, _ in self.kv_groups())
 
     def _make_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
-        """KV cache of so many blocks of each group on the device."""
-        return self._kernels.make_cache(self._kv_groups, blocks, self.options.block_size)
+        """KV cache of so many blocks of each group on the device: the network's layers, then the drafter's."""
+        caches = self._kernels.make_cache(self._kv_groups, blocks, self.options.block_size)
+        return caches + make_caches(self._kernels, self._draft_groups, blocks, self.options.block_size, host=False)
 
     def _make_host_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
         """As ``_make_layers``, in host memory."""
-        return self._kernels.make_host_cache(self._kv_groups, blocks, self.options.block_size)
+        caches = self._kernels.make_host_cache(self._kv_groups, blocks, self.options.block_size)
+        return caches + make_caches(self._kernels, self._draft_groups, blocks, self.options.block_size, host=True)
+
+    def _split_layers(self, caches: list[LayerCache]) -> tuple[list[LayerCache], list[LayerCache]]:
+        """Those of the network, and those of the drafter."""
+        count = len(self.model.kv_specs)
+        return caches[:count], caches[count:]
 
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
-        return Sampler(vocab_size, tokens, self._kernels.make_sampling_backend(vocab_size))
+        backend = self._kernels.make_sampling_backend(vocab_size)
+        return Sampler(vocab_size, tokens, backend, self._num_threads)
 
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:
@@ -217,7 +270,10 @@ class ModelRunner:
         layout = self._kv_layout(self.options.token_budget)
         room = layout.longest(self._device.free_memory(), max_model_len)
         batch = largest_step(self._largest(max(1, room)), self.device)
-        output = self._run_network(batch, self._make_layers([1] * len(self._kv_groups)))
+        caches, draft_caches = self._split_layers(self._make_layers([1] * len(self._kv_groups)))
+        if self._drafter is not None:
+            self._drafter.forward(batch, draft_caches)
+        output = self._run_network(batch, caches)
         if output.logits is None:
             return
         rows = np.arange(len(batch.seq_lens))
@@ -241,10 +297,12 @@ class ModelRunner:
             residual = self.model.embed(batch.token_ids)
         else:
             residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
-        hidden = self.model.forward_layers(residual, batch, caches)
+        reader = None if self._following is None else self._following.make_reader()
+        hidden = self.model.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        return ForwardOutput(hidden, self.model.logits(kernels.take_sampled(hidden, batch)))
+        logits, tokens = self.model.logits_or_tokens(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, tokens, None if reader is None else reader.features)
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -268,22 +326,37 @@ class ModelRunner:
         self._max_model_len = max_model_len
         with self._timed("tables of positions"):
             self.model.extend_positions(max_model_len)
-        with self._timed("recording the step"):
-            self._capture()
         samples = self._ranks.layout.is_last_stage
         self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples)
         self._sampler = self._make_sampler(self._batch.tokens)
+        with self._timed("recording the step"):
+            self._capture()
+            if self._drafter is not None:
+                caches, largest = self._split_layers(self._cache.device)[1], self._largest(max_model_len)
+                self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
         self._prompts = PromptResults(self._batch, self._sampler, self._kernels, self.config.vocab_size)
         self._in_flight: deque[QueuedStep] = deque()
+        #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
+        ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device.type)
+        self._jumps = options.jump_forward and not ahead
         #: Weights of a GPU that are in host memory.
         self._weights_asleep: SleepState | None = None
 
     def _capture(self) -> None:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
-        caches = self._cache.device
+        caches = self._split_layers(self._cache.device)[0]
         self._forward = self._kernels.capture(
             lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
         )
+
+    @torch.inference_mode()
+    def use_drafter(self, used: bool) -> None:
+        """Whether the drafter follows the steps from now on, so that no plan asks for drafts while it does not.
+
+        There may be no sequence.
+        """
+        self._following = self._drafter if used else None
+        self._capture()
 
     @torch.inference_mode()
     def sleep(self, level: int) -> int:
@@ -300,13 +373,15 @@ class ModelRunner:
         if self._forward is not _refuse_while_sleeping:
             # Drops the graphs: their memory is freed, and their addresses become invalid.
             self._forward = _refuse_while_sleeping
+            if self._drafter is not None:
+                self._drafter.release()
             self._cache.release()
             freed += sum(self._cache_bytes)
         try:
             if level == 2:
                 freed += self._drop_weights()
             elif self._weights_asleep is None and self.device.type != "cpu":
-                self._weights_asleep = put_to_sleep(self.model)
+                self._weights_asleep = put_to_sleep(self._networks())
                 freed += self._weights_asleep.bytes_freed
         except BaseException:  # such as no host memory
             self.wake_up()
@@ -317,12 +392,17 @@ class ModelRunner:
     def _drop_weights(self) -> int:
         if not hasattr(self, "model"):
             return 0
-        freed = 0 if self._weights_asleep else weight_bytes(self.model)
+        freed = 0 if self._weights_asleep else sum(map(weight_bytes, self._networks()))
         self._weights_asleep = None
         if self._adapters is not None:
             self._adapters.detach()
+        if self._drafter is not None:
+            del self._drafter.network
         del self.model
         return freed
+
+    def _networks(self) -> list[Network]:
+        return [self.model] if self._drafter is None else [self.model, self._drafter.network]
 
     @torch.inference_mode()
     def wake_up(self) -> None:
@@ -336,12 +416,16 @@ class ModelRunner:
         if not hasattr(self, "model"):
             self.model = self._load_model()
             self.model.extend_positions(self._max_model_len)
+            if self._drafter is not None:
+                self._drafter.load(self.model)
             if self._adapters is not None:
                 self._adapters.attach(self.model)
         if self._weights_asleep is not None:
             wake_up(self._weights_asleep)
             self._weights_asleep = None
         self._cache.allocate()
+        if self._drafter is not None:
+            self._drafter.capture(self._split_layers(self._cache.device)[1])
         self._capture()
 
     @torch.inference_mode()
@@ -371,10 +455,14 @@ class ModelRunner:
             self._forget(plan.forget)
             if self._adapters is not None:
                 self._adapters.apply(plan, result)
+            self._grammars.apply(plan, result)
             self._change_rows(plan)
-            inputs = self._batch.build(plan) if plan.seq_ids else None
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
+            if plan.num_drafts and self._drafter is not None:
+                self._require_known(list(plan.num_drafts))
+                plan = add_drafts(self._drafter, self._batch, plan, result, alone=self._ranks.group is None)
+            inputs = self._batch.build(plan) if plan.seq_ids else None
             if inputs is not None:
                 self._compute(inputs, step)
         self._in_flight.append(step)
@@ -390,7 +478,9 @@ class ModelRunner:
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
-            self._prompt_adapters.write_prefixes(self._kernels, self._cache.device)
+            self._prompt_adapters.write_prefixes(self._kernels, self._split_layers(self._cache.device)[0])
+        if self.options.screen_lm_head:
+            batch.only_most_likely = self._wants_most_likely(inputs)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
@@ -398,9 +488,12 @@ class ModelRunner:
             return
         self._prompts.compute(self.model, inputs, batch, output.hidden, step)
         if len(inputs.sampling):
-            self._sample(inputs, output.logits, step)
+            self._sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
+        if self._following is not None:
+            sampled = None if step.sampled is None else step.sampled.sample.tokens
+            self._following.after_step(inputs, batch, output, sampled)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:
@@ -425,7 +518,9 @@ class ModelRunner:
     def _change_rows(self, plan: StepPlan) -> None:
         for sequence in plan.new:
             row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            self._sampler.add(row, sequence)
+            self._sampler.add(row, sequence, self._grammars.find(sequence.task))
+            if self._drafter is not None:
+                self._drafter.add(row)
             if self._prompt_adapters is not None:
                 self._prompt_adapters.add(sequence, row, self._batch.tokens)
             self._prompts.add(sequence)
@@ -434,6 +529,8 @@ class ModelRunner:
         for fork in plan.forks:
             row = self._batch.fork(fork.parent, fork.child)
             self._sampler.fork(self._batch.row(fork.parent), row, fork.seed)
+            if self._drafter is not None:
+                self._drafter.fork(self._batch.row(fork.parent), row)
         for seq_id, token_ids in plan.new_tokens.items():
             self._batch.append(seq_id, token_ids)
         for change in plan.table_changes:
@@ -452,8 +549,16 @@ class ModelRunner:
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
 
-    def _sample(self, inputs: StepInputs, logits: Tensor, step: QueuedStep) -> None:
+    def _wants_most_likely(self, inputs: StepInputs) -> bool:
+        """Whether every sequence that samples wants the most likely token and nothing else."""
+        rows = inputs.rows[inputs.sampling]
+        if inputs.forked is not None:
+            rows = np.concatenate([rows, inputs.forked.rows])
+        return self._sampler.takes_most_likely(rows)
+
+    def _sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
         """Samples for the sequences whose last known token is computed, and for those just forked from them."""
+        assert output.logits is not None
         chosen, forked = inputs.sampling, inputs.forked
         rows, seq_ids = inputs.rows, inputs.seq_ids
         if len(chosen) != len(rows):
@@ -469,8 +574,18 @@ class ModelRunner:
         if self._in_flight and self._sampler.needs_tokens(rows):
             for earlier in self._in_flight:
                 earlier.receive()
-        sample = self._sampler.start(logits, sampled, positions)
+        if output.most_likely is None:
+            sample = self._sampler.start(output.logits, sampled, positions)
+        else:
+            sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
+        if self._jumps and self._sampler.may_force(rows):
+            step.find_forced = self._find_forced
+
+    def _find_forced(self, seq_ids: list[int]) -> dict[int, list[int]]:
+        """Tokens that grammars force after the known ones of these sequences, as far as there are any."""
+        rows = {seq_id: row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None}
+        return {seq_id: tokens for seq_id, row in rows.items() if (tokens := self._sampler.forced_tokens(row))}
 
 
 def _refuse_while_sleeping(batch: ForwardBatch) -> ForwardOutput:

@@ -56,6 +56,8 @@ class QueuedStep:
         self.prompts: list[PendingPrompt] = []
         #: By sequence id: float32 [D] on the device.
         self.pooled: dict[int, Tensor] = {}
+        #: The tokens that grammars force after those that are known now, by sequence id.
+        self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
         self.swap_seconds: Callable[[], float] | None = None
         self.timer: StepTimer | None = None
         self._batch = batch
@@ -94,9 +96,16 @@ class QueuedStep:
         result, output = self.result, self.sampled.sample.wait()
         if self.sampled.drafted is not None:
             self._accept(self.sampled.drafted, output)
-            return
+        else:
+            self._fill(self.sampled.new, output)
+        if self.find_forced is not None:
+            result.forced_tokens = self.find_forced(result.seq_ids)
+
+    def _fill(self, new: NewTokens, output: SamplerOutput) -> None:
+        """Takes one token for each sequence."""
+        result = self.result
         result.token_ids = output.token_ids.tolist()
-        self._batch.fill(self.sampled.new, output.token_ids)
+        self._batch.fill(new, output.token_ids)
         for i, logprobs in output.logprobs.items():
             self._extra(result.seq_ids[i]).logprobs = [logprobs]
         for i, message in output.errors.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,14 @@ class SleepState:
 
 
 @torch.inference_mode()
-def put_to_sleep(network: Layer) -> SleepState:
+def put_to_sleep(networks: Layer | Sequence[Layer]) -> SleepState:
     """Moves the weights to host memory.
 
     No step may run, and no captured graph be replayed, before ``wake_up``.
     """
     emptied: list[_EmptiedStorage] = []
     try:
-        for tensors in _by_storage(_tensors(network)):
+        for tensors in _by_storage(_tensors(networks)):
             emptied.append(_empty(tensors))
     except BaseException:  # such as no host memory: undo
         wake_up(SleepState(emptied))
@@ -127,7 +127,7 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _tensors(root: object) -> Iterator[Tensor]:
-    """Every tensor that can be reached from a network, once."""
+    """Every tensor that can be reached from a network, or several, once."""
     seen: set[int] = set()
     stack = [root]
     while stack:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from octavo.core.request import Generate
 from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
+
+if TYPE_CHECKING:
+    from octavo.sampling.grammar_mask import GrammarMask
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -70,9 +73,18 @@ class TokenMask(SequenceProcessor, ABC):
 class LogitsProcessors:
     """The processors of one sequence, in the order that ``SamplingParams`` documents."""
 
-    def __init__(self, task: Generate, token_ids: list[int], num_prompt: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        task: Generate,
+        token_ids: list[int],
+        num_prompt: int,
+        vocab_size: int,
+        grammar: GrammarMask | None = None,
+    ) -> None:
         """For a sequence of these tokens, of which the first ``num_prompt`` are the prompt."""
         params = task.params
+        #: Its mask is computed with those of the other rows, see ``Sampler``.
+        self.grammar = grammar
         self._edits: list[LogitsEdit] = []
         self._masks: list[TokenMask] = []
         if params.logits_processors:
@@ -93,7 +105,7 @@ class LogitsProcessors:
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._edits or self._masks)
+        return bool(self._edits or self._masks or self.grammar)
 
     @property
     def edits_logits(self) -> bool:
@@ -103,13 +115,23 @@ class LogitsProcessors:
     @property
     def reads_tokens(self) -> bool:
         """Whether any of them reads the token ids, and not their number alone."""
-        return any(processor.reads_tokens for processor in (*self._edits, *self._masks))
+        return self.grammar is not None or any(p.reads_tokens for p in (*self._edits, *self._masks))
+
+    @property
+    def may_force(self) -> bool:
+        """Whether a token that the grammar forces is chosen whatever the logits are, and nothing is to be called."""
+        return (
+            self.grammar is not None
+            and not self._masks
+            and not any(isinstance(edit, CustomProcessors) for edit in self._edits)
+        )
 
     def fork(self) -> LogitsProcessors:
         """The processors of a copy of the sequence."""
         child = copy.copy(self)
         child._edits = [edit.fork() for edit in self._edits]
         child._masks = [mask.fork() for mask in self._masks]
+        child.grammar = self.grammar.fork() if self.grammar is not None else None
         return child
 
     def edit(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
@@ -118,7 +140,7 @@ class LogitsProcessors:
             edit.apply(logits, token_ids)
 
     def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
-        """The tokens that all masks allow; see ``TokenMask.bitmask``."""
+        """The tokens that all masks but the grammar's allow; see ``TokenMask.bitmask``."""
         allowed = None
         for mask in self._masks:
             bits = mask.bitmask(token_ids)

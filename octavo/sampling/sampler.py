@@ -12,6 +12,7 @@ from octavo.core.plan import NewSequence
 from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
+from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
 from octavo.sampling.logits_processors import LogitsProcessors, RowError
 from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.token_table import TokenTable
@@ -24,9 +25,12 @@ class Sampler:
     result of a row depends bit for bit on its logits, its tokens and its request only, and not on the other rows.
     """
 
-    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend) -> None:
-        """State for the rows of ``tokens``; tokens are chosen on the backend's device."""
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend, num_threads: int = 1) -> None:
+        """State for the rows of ``tokens``; tokens are chosen on the backend's device.
+
+        ``num_threads``: those that compute the masks of grammars.
+        """
+        self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
         rows = tokens.num_rows
@@ -38,29 +42,39 @@ class Sampler:
         self._processors: dict[int, LogitsProcessors] = {}
         #: Rows whose processors read token ids.
         self._token_readers: set[int] = set()
+        #: Rows whose grammar may force tokens that need not be sampled.
+        self._forcing: set[int] = set()
         self._masks = np.empty((0, mask_words(vocab_size)), np.uint32)
+        self._grammar_masks = GrammarMasks(vocab_size, num_threads)
 
-    def add(self, row: int, sequence: NewSequence) -> None:
-        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens."""
+    def add(self, row: int, sequence: NewSequence, grammar: CompiledGrammar | None = None) -> None:
+        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens.
+
+        ``grammar``: the compiled one of its task, if that has one.
+        """
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
-            self._num_logprobs[row] = min(task.num_candidates, self._vocab_size)
+            self._num_logprobs[row] = min(task.num_candidates, self.vocab_size)
             self._special.add(row)
         elif isinstance(task, Generate):
-            self._add(row, sequence, task)
+            self._add(row, sequence, task, grammar)
 
-    def _add(self, row: int, sequence: NewSequence, task: Generate) -> None:
+    def _add(self, row: int, sequence: NewSequence, task: Generate, grammar: CompiledGrammar | None) -> None:
         params = task.params
         random = not params.greedy and params.top_k != 1
         if random:
             self._seeds[row] = task.seed & 0xFFFFFFFFFFFFFFFF
-            self._filters[row] = astuple(Filters.of(params, self._vocab_size))
+            self._filters[row] = astuple(Filters.of(params, self.vocab_size))
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
-        self._set_processors(
-            row, LogitsProcessors(task, sequence.token_ids, sequence.num_prompt_tokens, self._vocab_size)
-        )
+        num_prompt = sequence.num_prompt_tokens
+        mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
+        self._set_processors(row, LogitsProcessors(task, sequence.token_ids, num_prompt, self.vocab_size, mask))
+        # Logprobs are those of logits, which forced tokens have not; sequences of one request sample together.
+        alone = params.logprobs is None and params.num_sequences == 1
+        if mask is not None and alone and self._processors[row].may_force:
+            self._forcing.add(row)
         if random or row in self._processors or params.logprobs is not None:
             self._special.add(row)
 
@@ -85,6 +99,7 @@ class Sampler:
         """Clears the state of the row, if it has any."""
         self._special.discard(row)
         self._token_readers.discard(row)
+        self._forcing.discard(row)
         self._num_logprobs[row] = -1
         self._filters[row] = 0
         self._processors.pop(row, None)
@@ -92,10 +107,32 @@ class Sampler:
     def needs_tokens(self, rows: NDArray[np.int64]) -> bool:
         """Whether the ids of all tokens of these rows must be in the table when ``start`` is called.
 
-        True if a row has penalties, bad words of several tokens or custom processors. For everything else (minimum
-        tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
+        True if a row has penalties, bad words of several tokens, a grammar or custom processors. For everything else
+        (minimum tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
         """
         return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
+
+    def may_force(self, rows: NDArray[np.int64]) -> bool:
+        """Whether ``forced_tokens`` may find any for these rows."""
+        return bool(self._forcing) and not self._forcing.isdisjoint(rows.tolist())
+
+    def forced_tokens(self, row: int) -> list[int]:
+        """Tokens that would be sampled next whatever the logits are, as a grammar allows no other.
+
+        All tokens of the row must be in the table; these are to be appended, or the row removed.
+        """
+        if row not in self._forcing:
+            return []
+        grammar = self._processors[row].grammar
+        assert grammar is not None
+        try:
+            return grammar.forced_tokens(self._tokens.ids[row, : self._tokens.num_tokens[row]])
+        except RowError:  # again when the next token is sampled, where it ends the sequence
+            return []
+
+    def takes_most_likely(self, rows: NDArray[np.int64]) -> bool:
+        """Whether ``start`` would choose the most likely token of each of these rows, and do nothing else."""
+        return self._special.isdisjoint(rows.tolist())
 
     def start(
         self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
@@ -135,6 +172,34 @@ class Sampler:
         found = self._logprobs(tokens, logits, unchanged, unchanged, counts)
         found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts)
         return PendingSamplerOutput(tokens, failed, found)
+
+    def draft(
+        self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64], *, edited: bool = True
+    ) -> NDArray[np.int64]:
+        """Tokens that ``start`` would choose if these were the model's logits: with the rows' own noise.
+
+        As the noise of a position is the same for both, a smaller model's token is the model's more often than one that
+        is drawn independently. Waits for the device.
+
+        Args:
+            logits: [n, vocab_size], of another network; may be changed in place.
+            rows: [n], the row of each. The table must hold the ids of all tokens before each position.
+            positions: [n], position of each token in its sequence.
+            edited: whether what requests change in their logits is done to these, too; else there may be fewer than
+                ``vocab_size``.
+
+        Returns:
+            [n] token ids; negative where none can be chosen.
+        """
+        backend = self._backend
+        logits = backend.prepare(logits)
+        row_list = rows.tolist()
+        if self._special.isdisjoint(row_list):
+            return backend.choose_most_likely(logits).cpu().numpy()
+        processed = [i for i, row in enumerate(row_list) if row in self._processors] if edited else []
+        mask = self._process(logits, row_list, positions.tolist(), processed)[1] if processed else None
+        keys = noise.keys(self._seeds[rows], positions)
+        return backend.choose(logits, self._filters[rows], keys, mask).cpu().numpy()
 
     def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
         """Logprobs of given tokens.
@@ -183,6 +248,7 @@ class Sampler:
             editable = dict(zip(edited, copies.numpy(), strict=True))
         failed: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint32]] = {}
+        bound: dict[int, GrammarMask] = {}
         with np.errstate(over="ignore"):
             for i in indices:
                 row, position = rows[i], positions[i]
@@ -193,6 +259,10 @@ class Sampler:
                     if i in editable:
                         processors.edit(editable[i], known)
                     bits = processors.bitmask(known)
+                    if processors.grammar is not None:
+                        processors.grammar.advance(known)
+                        if processors.grammar.binds:
+                            bound[i] = processors.grammar
                 except RowError as error:
                     failed[i] = str(error)
                 else:
@@ -200,6 +270,8 @@ class Sampler:
                         masks[i] = bits
         if edited and not logits.is_cpu:
             logits[device_rows] = copies.to(logits.device)
+        if bound:
+            failed |= self._grammar_masks.add_to(masks, bound)
         return failed, self._stack_masks(masks, len(rows))
 
     def _stack_masks(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:
@@ -207,7 +279,7 @@ class Sampler:
         if not masks:
             return None
         if len(self._masks) < num_rows:
-            self._masks = np.empty((num_rows, mask_words(self._vocab_size)), np.uint32)
+            self._masks = np.empty((num_rows, mask_words(self.vocab_size)), np.uint32)
         stacked = self._masks[:num_rows]
         if len(masks) < num_rows:
             stacked.fill(0xFFFFFFFF)

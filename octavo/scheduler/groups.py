@@ -98,6 +98,7 @@ class SequenceGroup:
         "drafts",
         "features",
         "first_scheduled_time",
+        "grammar",
         "group_id",
         "is_long",
         "max_length",
@@ -154,6 +155,8 @@ class SequenceGroup:
         self.plans_on_results = plans_on_results or task.plans_on_results
         #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
         self.drafts = isinstance(task, Generate) and not task.params.logits_processors
+        #: What its tokens are held to.
+        self.grammar = task.grammar if isinstance(task, Generate) and task.samples else None
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.

@@ -11,6 +11,7 @@ from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.adapter_queue import AdapterQueue
 from octavo.scheduler.adapters import Adapters
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, load_policy
@@ -23,8 +24,8 @@ AnyQueue = GroupQueue | AdapterQueue
 class Queues:
     """Owns every unfinished group.
 
-    Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
-    only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
+    Invariants: a group is in exactly one of waiting, running and swapped, or it waits for its grammar; only running
+    ones hold device blocks, and only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
     ``num_running_seqs`` is the sum of ``num_seqs`` over them; ``prefilling`` holds those that prefill, in order.
     """
 
@@ -36,8 +37,10 @@ class Queues:
         plans_on_results: bool = False,
         adapters: Adapters | None = None,
         speculator: Speculator | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.blocks = blocks
+        self.grammars = grammars or Grammars()
         self.adapters = adapters
         self._speculator = speculator
         self.policy = load_policy(options.scheduling_policy, options)
@@ -64,8 +67,9 @@ class Queues:
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
         self.new_seqs: list[Sequence] = []
-        #: Running sequences whose last token has to be sent to the workers, which did not append it themselves.
-        self.unsent_tokens: list[Sequence] = []
+        #: Running sequences, and how many of their last tokens have to be sent to the workers, which did not append
+        #: them themselves.
+        self.unsent_tokens: list[tuple[Sequence, int]] = []
         #: Numbers of the last step that was planned, and of the last whose result is known.
         self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
@@ -78,8 +82,8 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting groups."""
-        return len(self.waiting) + len(self.waiting_long)
+        """Waiting groups, with those that wait for their grammar."""
+        return len(self.waiting) + len(self.waiting_long) + self.grammars.num_waiting
 
     @property
     def earliest_waiting(self) -> SequenceGroup | None:
@@ -93,11 +97,19 @@ class Queues:
         return len(self.groups) - len(self.running)
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
-        """Makes a group of the request and puts it into the waiting queue."""
+        """Makes a group of the request and puts it into the waiting queue, or lets it wait for its grammar first."""
         group = self._make_group(request)
         self._take(group)
-        self.waiting_queue(group).push(group)
+        if group.grammar is not None and not self.grammars.acquire(group, group.grammar):
+            _set_status(group, SequenceStatus.WAITING_FOR_GRAMMAR)
+        else:
+            self.waiting_queue(group).push(group)
         return group
+
+    def end_grammar_wait(self, group: SequenceGroup) -> None:
+        """The group's grammar is compiled: it takes its place in the waiting queue, that of its arrival."""
+        _set_status(group, SequenceStatus.WAITING)
+        self.waiting_queue(group).push(group)
 
     def receive(self, request: EngineCoreRequest) -> SequenceGroup | None:
         """As ``add``, of a prompt that another engine has computed but for its last token: its group is swapped.
@@ -225,7 +237,7 @@ class Queues:
                 self._free(seq, SequenceStatus.FINISHED_STOPPED)
         # Too few candidates may leave fewer beams, which may become more again: all W count against the limit.
         group.seqs, group.num_pending_forks = beams, group.num_seqs - len(beams)
-        self.unsent_tokens += beams
+        self.unsent_tokens += [(seq, 1) for seq in beams]
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -264,8 +276,10 @@ class Queues:
             self._leave_running(group)
         elif group.status is SequenceStatus.SWAPPED:
             self.swapped.remove(group)
-        else:
+        elif group.status is SequenceStatus.WAITING:
             self.waiting_queue(group).remove(group)
+        if group.grammar is not None:
+            self.grammars.release(group, group.grammar)
         for seq in group.seqs:
             self._free(seq, status)
         group.seqs = []

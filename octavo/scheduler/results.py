@@ -35,6 +35,8 @@ class Results:
             self._resolve_drafts(step)
         if self._drafting is not None:
             outputs.drafts = self._drafting.observe(step, result)
+        if result.forced_tokens:
+            ended += self._append_forced(result, outputs.sequences)
         if result.extras:
             ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
@@ -93,16 +95,29 @@ class Results:
             tokens.append(token)
             update = SequenceOutput(group.group_id, seq.index, token, extra)
             updates.append(update)
-            if token in seq.stop_token_ids:
-                seq.status = SequenceStatus.FINISHED_STOPPED
-                assert isinstance(group.request.task, Generate)
-                update.stop_reason = group.request.task.stop_reason(token)
-            elif len(tokens) >= seq.max_length:
-                seq.status = SequenceStatus.FINISHED_LENGTH
-            else:
+            if token in seq.stop_token_ids or len(tokens) >= seq.max_length:
+                _finish(seq, token, update)
+                ended.append(seq)
+        return ended
+
+    def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
+        """Appends tokens that grammars force, which are not computed yet; returns the sequences that finish."""
+        ended = []
+        for seq_id, forced in result.forced_tokens.items():
+            seq = self._queues.sequences.get(seq_id)
+            if seq is None or seq.status.finished:
                 continue
-            update.finish_reason = seq.status.value
-            ended.append(seq)
+            for token in forced:
+                seq.token_ids.append(token)
+                update = SequenceOutput(seq.group.group_id, seq.index, token)
+                updates.append(update)
+                if token in seq.stop_token_ids or len(seq.token_ids) >= seq.max_length:
+                    _finish(seq, token, update)
+                    ended.append(seq)
+                    break
+            else:
+                seq.free_slots = 0  # so that its next step computes them together
+                self._queues.unsent_tokens.append((seq, len(forced)))
         return ended
 
     def _append_runs(
@@ -128,8 +143,9 @@ class Results:
                 updates += [SequenceOutput(group_id, index, token) for token in new]
                 continue
             for i, token in enumerate(new):
-                own = extra if extra is None or i >= len(extra.logprobs) else SequenceResult([extra.logprobs[i]])
-                others.append((seq_id, token, own))
+                # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
+                whole = extra is None or count == 1 or i >= len(extra.logprobs)
+                others.append((seq_id, token, extra if whole else SequenceResult([extra.logprobs[i]])))
         return others
 
     def _resolve_drafts(self, step: Step) -> None:
@@ -222,6 +238,17 @@ def _tokens_of(result: StepResult) -> Iterable[tuple[int, int, SequenceResult | 
     if not result.extras:
         return zip(result.seq_ids, result.token_ids, itertools.repeat(None))
     return zip(result.seq_ids, result.token_ids, map(result.extras.get, result.seq_ids), strict=True)
+
+
+def _finish(seq: Sequence, token: int, update: SequenceOutput) -> None:
+    """The sequence ends with this token: a stop token, or the last that its limit allows."""
+    seq.status = SequenceStatus.FINISHED_LENGTH
+    if token in seq.stop_token_ids:
+        seq.status = SequenceStatus.FINISHED_STOPPED
+        task = seq.group.request.task
+        assert isinstance(task, Generate)
+        update.stop_reason = task.stop_reason(token)
+    update.finish_reason = seq.status.value
 
 
 def _failed(seq: Sequence, extra: SequenceResult) -> SequenceOutput:

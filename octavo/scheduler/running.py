@@ -52,12 +52,20 @@ class Running:
             else:
                 if len(decodes) >= most_decodes:  # the rest is for the steps of the other stages
                     continue
-                work = [(s, 1) for s in seqs]
+                # Drafts make sequences of a group differ in length.
+                work = [(s, 1) for s in seqs if not s.is_ending]
+                forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
+                if forced > 0:
+                    forced = min(forced, queues.blocks.max_chunk - 1)
+                    work = [(seq, 1 + forced)]
+                    step.forced_budget -= forced
             if self._allocate_or_preempt(group, work, position, step):
                 if group.prefilling:
                     schedule_prefill(queues, group, work, step)
+                elif work[0][1] > 1:
+                    step.extended += work
                 else:
-                    decodes += seqs
+                    decodes += [s for s, _ in work]
             elif self._blocks_will_be_freed():
                 step.blocked_on_memory = True
             elif len(running) == 1:
@@ -75,12 +83,14 @@ class Running:
         queues = self._queues
         if not queues.prefilling:
             step.budget -= queues.num_running_seqs
+            self._reserve_forced(step)
             return {}
         for group in list(queues.prefilling):
             restore_sharing(queues, group)
             if group.is_prefilled:  # nothing is left to compute: all is shared, or a sibling has ended
                 queues.finish_prefill(group)
         step.budget -= queues.num_running_seqs - sum(g.num_seqs for g in queues.prefilling)
+        self._reserve_forced(step)
         chunks = {}
         for group in queues.prefilling:
             if step.budget <= 0:
@@ -92,6 +102,12 @@ class Running:
             chunks[group.group_id] = work
             step.budget -= sum(n for _, n in work)
         return chunks
+
+    def _reserve_forced(self, step: Step) -> None:
+        """Takes what is needed for tokens that grammars have forced from the budget, before prompts get the rest."""
+        forced = sum(len(s.token_ids) - s.num_computed - 1 for s, _ in self._queues.unsent_tokens)
+        step.forced_budget = max(0, min(forced, step.budget))
+        step.budget -= step.forced_budget
 
     def _allocate_or_preempt(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
         """Allocates slots, preempting groups from ``position`` on; False if the group itself must go or wait."""

@@ -17,6 +17,7 @@ from octavo.scheduler.adapter_loading import AdapterLoading
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.drafting import Drafting
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.queues import Queues
@@ -40,16 +41,20 @@ class Scheduler:
         max_model_len: int,
         *,
         speculator: Speculator | None = None,
+        runs_ahead: bool = False,
         num_stages: int = 1,
         adapters: Adapters | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A ``speculator`` proposes tokens that a step then verifies: no step is planned before its result is known.
 
+        ``runs_ahead``: whether other steps are planned while one is in flight.
+
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
 
-        Without ``adapters``, requests that name one end as ignored.
+        Without ``adapters``, requests that name one end as ignored. ``grammars``: those that the workers have already.
 
         Raises:
             ValueError: ``max_model_len`` tokens do not fit the blocks.
@@ -65,10 +70,13 @@ class Scheduler:
             plans_on_results=num_stages > 1,
             adapters=adapters,
             speculator=speculator,
+            grammars=grammars,
         )
         self._speculator = speculator
         self._stats = SchedulerStats()
-        self._drafting = Drafting(self.queues, speculator, self._stats) if speculator is not None else None
+        self._drafting: Drafting | None = None
+        if speculator is not None:
+            self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead and num_stages == 1)
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
@@ -152,15 +160,15 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
-        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_result(self._in_flight):
+        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_results(self._in_flight):
             return False
-        if self._num_stages > 1 and self.queues.num_waiting and (self.adapters is None or self._may_admit):
+        if self._num_stages > 1 and self.queues.num_waiting and self._may_admit:
             return True
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
 
     @property
     def _may_admit(self) -> bool:
-        """Whether a waiting group could be admitted, as far as adapters are concerned."""
+        """Whether a waiting group could be admitted, as far as adapters and grammars are concerned."""
         queues, now = self.queues, self._clock()
         return any(queues.peek(queue, now) is not None for queue in (queues.waiting, queues.waiting_long))
 
@@ -173,6 +181,12 @@ class Scheduler:
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
         step = Step(self._clock(), self.options.token_budget)
+        drafting = self._drafting
+        if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
+            drafting = None
+        # A prompt that is computed whole may need the whole budget.
+        reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
+        step.budget -= reserved
         self.queues.reorder(step.now)
         if self.adapters is not None:
             self.adapters.place_pinned()
@@ -182,12 +196,16 @@ class Scheduler:
         else:
             self._schedule_mixed(step, preempting)
         self._end_unservable(step)
-        if self._drafting is not None and (self._num_stages > 1 or not self._in_flight):
-            self._drafting.add_drafts(step)
+        step.budget += reserved
+        if drafting is not None:
+            drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         if self._loading is not None:
             self._add_adapters(plan, step)
+        grammars = self.queues.grammars
+        grammars.add_to(plan)
+        plan.awaits_grammar = grammars.num_waiting > 0 and self._is_idle(plan)
         advance(self.queues, step)
         self._in_flight[plan.step] = step
         self._count_totals(step, plan)
@@ -198,9 +216,11 @@ class Scheduler:
         assert self.adapters is not None and self._loading is not None
         self._loading.start_loads(step.now)
         self.adapters.add_to(plan)
-        # Behind a step in flight, waiting would delay those that follow its result.
-        idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
-        plan.awaits_adapter = idle and self.adapters.num_loading > 0
+        plan.awaits_adapter = self.adapters.num_loading > 0 and self._is_idle(plan)
+
+    def _is_idle(self, plan: StepPlan) -> bool:
+        """Whether a step of this plan may wait: behind one in flight it would delay those that follow its result."""
+        return not (plan.seq_ids or self._in_flight or self._pending_outputs)
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):
@@ -275,7 +295,7 @@ class Scheduler:
 
     def _count_totals(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
-        stats.decode_tokens += len(step.decodes) + len(step.drafted)
+        stats.decode_tokens += len(step.decodes) + len(step.drafted) + sum(n for _, n in step.extended)
         stats.prefill_tokens += step.num_prompt_tokens
         stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
@@ -296,8 +316,18 @@ class Scheduler:
                 self._pending_outputs.append(
                     GroupOutput(group.group_id, group.status.value, message, adapter_failed=True)
                 )
+        if result.compiled_grammars or result.grammar_errors:
+            self._end_grammar_waits(result)
         outputs.groups += self._pop_pending_outputs()
         return outputs
+
+    def _end_grammar_waits(self, result: StepResult) -> None:
+        ready, failed = self.queues.grammars.update(result)
+        for group in ready:
+            self.queues.end_grammar_wait(group)
+        for group, message in failed:
+            self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
+            self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message))
 
     def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends with an error every group of a plan that could not be executed; the others continue.
@@ -307,10 +337,12 @@ class Scheduler:
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
         outputs = EngineCoreOutputs(groups=self._pop_pending_outputs())
-        scheduled = [s.group for s in step.decodes] + [s.group for s, _ in step.drafted] + step.prefill_groups
+        decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
+        scheduled = [s.group for s in decoding] + step.prefill_groups
         groups = {g.group_id: g for g in scheduled + step.swapped_groups}
         if self.adapters is not None:
             self.adapters.repeat(plan)
+        self.queues.grammars.repeat(plan)
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
@@ -329,7 +361,7 @@ class Scheduler:
             moved = [block for block, _ in plan.blocks_to_swap_out] + [block for _, block in plan.blocks_to_swap_in]
             self._preemption.cost.observe_move(self.blocks.bytes_of(moved), result.swap_seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
-            computing = result.seconds - result.swap_seconds
+            computing = result.seconds - result.swap_seconds - result.draft_seconds
             self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
 
     def stats(self) -> SchedulerStats:

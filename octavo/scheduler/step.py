@@ -13,6 +13,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import Demand
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
+from octavo.speculation.drafter import BY_WORKER
 
 #: Tokens to compute of some sequences of one group.
 Chunks = list[tuple[Sequence, int]]
@@ -25,9 +26,15 @@ class Step:
     now: float
     #: Tokens that may still be scheduled.
     budget: int
+    #: Of what was taken from it: for forced tokens.
+    forced_budget: int = 0
+    #: Whether drafts were proposed for it, as the results of all steps before it were known.
+    may_draft: bool = False
     decodes: list[Sequence] = field(default_factory=list)
     #: Decodes with drafts behind their token.
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    #: Decodes that compute the tokens which a grammar has forced, too.
+    extended: Chunks = field(default_factory=list)
     prefills: Chunks = field(default_factory=list)
     #: Sequences that fill blocks in this step, and how many of their tokens are computed after it.
     filled: Chunks = field(default_factory=list)
@@ -172,7 +179,8 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
     if queues.new_seqs or queues.unsent_tokens:
-        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in step.drafted + step.prefills}
+        several = step.drafted + step.extended + step.prefills
+        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in several}
         _add_new_sequences(queues, scheduled, plan)
         _add_new_tokens(queues, scheduled, plan)
     plan.forks += step.forks
@@ -183,10 +191,14 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     for seq, drafts in step.drafted:
         plan.seq_ids.append(seq.seq_id)
         plan.num_tokens.append(1 + len(drafts))
-        plan.drafts[seq.seq_id] = drafts
-    if step.prefills:
-        plan.seq_ids += [s.seq_id for s, _ in step.prefills]
-        plan.num_tokens += [n for _, n in step.prefills]
+        if drafts[0] == BY_WORKER:
+            plan.num_drafts[seq.seq_id] = len(drafts)
+        else:
+            plan.drafts[seq.seq_id] = drafts
+    for chunks in (step.extended, step.prefills):
+        if chunks:
+            plan.seq_ids += [s.seq_id for s, _ in chunks]
+            plan.num_tokens += [n for _, n in chunks]
     return plan
 
 
@@ -199,9 +211,10 @@ def advance(queues: Queues, step: Step) -> None:
             filled.append((seq, seq.num_computed))
     for seq, drafts in step.drafted:
         seq.num_computed += 1 + len(drafts)
-    for seq, n in step.prefills:
-        seq.num_computed += n
-        filled.append((seq, seq.num_computed))
+    for chunks in (step.extended, step.prefills):
+        for seq, n in chunks:
+            seq.num_computed += n
+            filled.append((seq, seq.num_computed))
     for child, parent in step.forked_children:
         child.num_computed = parent.num_computed
     for group in step.prefill_groups:
@@ -234,9 +247,10 @@ def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> N
 def _add_new_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
     """Adds last tokens that the workers did not append; sequences that are new in this plan have theirs."""
     new = {n.seq_id for n in plan.new}
-    running = [s for s in queues.unsent_tokens if s.status is SequenceStatus.RUNNING and s.seq_id not in new]
-    plan.new_tokens = {s.seq_id: [s.token_ids[-1]] for s in running if s.seq_id in scheduled}
-    queues.unsent_tokens = [s for s in running if s.seq_id not in scheduled]
+    unsent = queues.unsent_tokens
+    running = [(s, n) for s, n in unsent if s.status is SequenceStatus.RUNNING and s.seq_id not in new]
+    plan.new_tokens = {s.seq_id: s.token_ids[-n:] for s, n in running if s.seq_id in scheduled}
+    queues.unsent_tokens = [(s, n) for s, n in running if s.seq_id not in scheduled]
 
 
 def _seed(seq: Sequence) -> int:
@@ -248,6 +262,11 @@ def _new_sequence(seq: Sequence) -> NewSequence:
     task = seq.group.request.task
     if isinstance(task, Generate) and seq.index:
         task = msgspec.structs.replace(task, seed=_seed(seq))
+    if isinstance(task, Generate) and task.grammar is not None:
+        grammar = seq.group.grammar  # None where nothing is sampled
+        if grammar is not None:  # the workers have compiled it, and its source may be long
+            grammar = msgspec.structs.replace(grammar, source="")
+        task = msgspec.structs.replace(task, grammar=grammar)
     adapter = seq.group.request.adapter
     key = adapter.key if adapter is not None else None
     return NewSequence(seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed, task, key)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from octavo.engine.adapter_folder import allowed_path
 from octavo.server.cancellation import with_cancellation
 from octavo.server.errors import ApiError
-from octavo.server.protocol import AdapterStatus, LoadAdapterRequest, UnloadAdapterRequest
+from octavo.server.protocol_admin import AdapterStatus, LoadAdapterRequest, UnloadAdapterRequest
 from octavo.server.service import operator_service
 
 logger = logging.getLogger("octavo.server")

@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from octavo.core.errors import EngineDeadError, OctavoError
 from octavo.server.errors import ApiError
-from octavo.server.protocol import Sleeping
+from octavo.server.protocol_admin import Sleeping
 from octavo.server.service import operator_service, service_of
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,11 +12,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from octavo import __version__
 from octavo.server import adapters, admin, chat, completions, operation, tokenization
 from octavo.server.errors import handle_errors
+from octavo.server.messages import routes as messages
+from octavo.server.messages.protocol import AnthropicError, MessageObject, TokenCount
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
-from octavo.server.protocol import (
+from octavo.server.protocol import ChatCompletion, Completion
+from octavo.server.protocol_admin import (
     AdapterStatus,
-    ChatCompletion,
-    Completion,
     Detokenized,
     Error,
     Health,
@@ -25,6 +27,8 @@ from octavo.server.protocol import (
     Tokenized,
     Version,
 )
+from octavo.server.responses import routes as responses
+from octavo.server.responses.protocol import DeletedResponse, ResponseObject
 from octavo.server.service import Service
 
 #: Status -> its description in OpenAPI.
@@ -44,14 +48,15 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app = FastAPI(
         title="Octavo",
         version=__version__,
-        description="Serves a large language model under the routes of the OpenAI API.",
-        openapi_tags=[{"name": "OpenAI"}, {"name": "Tokens"}, {"name": "Server"}],
+        description="Serves a large language model under the routes of OpenAI's and of Anthropic's API.",
+        openapi_tags=[{"name": "OpenAI"}, {"name": "Anthropic"}, {"name": "Tokens"}, {"name": "Server"}],
         redirect_slashes=False,
         redoc_url=None,
         license_info={"name": "Apache-2.0"},
     )
     app.state.service = service
     _add_openai_routes(app)
+    _add_anthropic_routes(app)
     _add_other_routes(app)
     if service.options.enable_admin_routes:
         _add_admin_routes(app)
@@ -68,7 +73,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -80,10 +85,22 @@ def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
     _add(app, "POST", "/v1/chat/completions", chat.create_chat_completion, ChatCompletion, "OpenAI", stream=True)
     _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
+    _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
+    one = "/v1/responses/{response_id}"
+    forgotten = {404: "The response is not known, or forgotten."}
+    _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
+    _add(app, "DELETE", one, responses.delete_response, DeletedResponse, "OpenAI", errors=forgotten)
     # Hub ids contain a slash.
     _add(
         app, "GET", "/v1/models/{model:path}", operation.retrieve_model, Model, "OpenAI", errors={404: _WITH_BODY[404]}
     )
+
+
+def _add_anthropic_routes(app: FastAPI) -> None:
+    path = "/v1/messages"
+    add = partial(_add, app, "POST", tag="Anthropic", error=AnthropicError)
+    add(path, messages.create_message, MessageObject, stream=True)
+    add(f"{path}/count_tokens", messages.count_tokens, TokenCount)
 
 
 def _add_other_routes(app: FastAPI) -> None:
@@ -135,10 +152,11 @@ def _add(
     *,
     stream: bool = False,
     errors: dict[int, str] | None = None,
+    error: type = Error,
 ) -> None:
     """Adds a route with the description of its responses."""
     known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if stream else {})}
-    responses: dict[int | str, dict[str, Any]] = _errors(known)
+    responses: dict[int | str, dict[str, Any]] = _errors(known, error)
     if stream:
         responses[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
     app.add_api_route(
@@ -152,8 +170,8 @@ def _add(
     )
 
 
-def _errors(known: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Error, "description": text} for status, text in sorted(known.items())}
+def _errors(known: dict[int, str], error: type = Error) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": error, "description": text} for status, text in sorted(known.items())}
 
 
 def _describe(app: FastAPI, *, with_keys: bool) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.outputs import RequestOutput
 from octavo.server.cancellation import with_cancellation
-from octavo.server.errors import ApiError
-from octavo.server.generation import Generation, check_fields, make_generation
+from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, collect
+from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
-from octavo.server.prompts import TokenizedPrompt, encode, read_prediction, render_chat
 from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -27,6 +26,7 @@ from octavo.server.protocol import (
     Delta,
     Message,
 )
+from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, EventStream, event
 
@@ -35,132 +35,128 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
-    model = await service.model(body.model)
-    check_fields(service, body)
-    top = _top_logprobs(body)
-    text = await render_chat(service, body.messages, body)
-    # The chat template adds the special tokens itself.
-    [token_ids] = await encode(service, [text], add_special_tokens=body.add_special_tokens is True)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = service.default_max_tokens(None)
-    generation = make_generation(
-        service,
-        request,
-        body,
-        model,
-        [TokenizedPrompt(text, token_ids)],
-        prefix="chatcmpl",
-        max_tokens=max_tokens,
-        logprobs=top,
-        prompt_logprobs=body.prompt_logprobs,
-        prediction=await read_prediction(service, body.prediction),
-    )
-    pending = _PendingResponse(body, generation, top)
+    pending = _PendingResponse(await start_chat(service, request, body, prefix="chatcmpl"))
     if body.stream:
         return EventStream(pending.stream(), deadline)
-    [output] = await with_cancellation(request.receive, generation.finish(), deadline)
-    return Response(pending.complete(output).encode(), media_type="application/json")
-
-
-def _top_logprobs(body: ChatCompletionRequest) -> int | None:
-    """Most likely tokens requested at each position beside the generated one; None: no logprobs."""
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs is not None:
-        raise ApiError(400, "top_logprobs is allowed only with logprobs=true", param="top_logprobs")
-    return None
+    choices = await with_cancellation(request.receive, pending.chat.finish(), deadline)
+    return Response(pending.complete(choices).encode(), media_type="application/json")
 
 
 @dataclass(slots=True)
 class _PendingResponse:
-    """A request in the engine and its response."""
+    """A chat in the engine and its response."""
 
-    body: ChatCompletionRequest
-    generation: Generation
-    top: int | None
+    chat: Chat
+    #: Of each choice that has begun; None: no logprobs are requested.
+    _trackers: dict[int, LogprobsTracker | None] = field(default_factory=dict)
 
-    def complete(self, output: RequestOutput) -> ChatCompletion:
+    def complete(self, choices: list[ChoiceEvents]) -> ChatCompletion:
         """The complete response."""
         found = []
-        for completion in self.generation.choices(output):
+        for choice in choices:
+            self._trackers[choice.index] = self._tracker(choice.output)
             found.append(
                 ChatChoice(
-                    finish_reason=_reason(completion),
-                    index=completion.index,
-                    logprobs=self._logprobs(completion, self._tracker(output)),
-                    message=Message(content=completion.text, refusal=None, role="assistant"),
-                    stop_reason=completion.stop_reason,
+                    finish_reason=choice.finish_reason or "stop",
+                    index=choice.index,
+                    logprobs=self._logprobs(choice),
+                    message=_message(choice.events),
+                    stop_reason=choice.stop_reason,
                 )
             )
+        generation = self.chat.generation
         response = ChatCompletion(
-            choices=found,
-            object="chat.completion",
-            usage=self.generation.usage(),
-            **self.generation.response_fields(),
+            choices=found, object="chat.completion", usage=generation.usage(), **generation.response_fields()
         )
-        if output.prompt_logprobs is not None:
-            response.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
+        if choices and choices[0].output.prompt_logprobs is not None:
+            response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
         return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The events of a streamed response."""
-        trackers: dict[int, LogprobsTracker | None] = {}
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for _, output in outputs:
+        async with aclosing(self.chat.outputs()) as outputs:
+            async for choices in outputs:
                 chunks = []
-                for completion in self.generation.choices(output):
-                    if completion.index not in trackers:
-                        trackers[completion.index] = self._tracker(output)
-                        first = self._chunk(completion, Delta(role="assistant", content=""))
-                        if output.prompt_logprobs is not None and len(trackers) == 1:
-                            first.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
-                        chunks.append(first)
-                    chunks += self._chunks(completion, trackers[completion.index])
+                for choice in choices:
+                    if choice.index not in self._trackers:
+                        chunks.append(self._first(choice))
+                    chunks += self._chunks(choice)
                 if chunks:
                     yield b"".join(map(event, chunks))
-        usage = self.generation.usage()
-        if self.generation.include_usage:
+        usage = self.chat.generation.usage()
+        if self.chat.generation.include_usage:
             yield event(self._make([], usage=usage))
         yield DONE
 
-    def _chunks(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> list[ChatCompletionChunk]:
-        """Chunks of one choice: new text, and the finish reason in a chunk of its own."""
-        logprobs = self._logprobs(completion, tracker)
-        found = []
-        if completion.text or (logprobs is not None and logprobs.content):
-            chunk = self._chunk(completion, Delta(content=completion.text))
-            chunk.choices[0].logprobs = logprobs
-            found.append(chunk)
-        if completion.finished:
-            last = self._chunk(completion, Delta())
-            last.choices[0].finish_reason = _reason(completion)
-            last.choices[0].stop_reason = completion.stop_reason
+    def _first(self, choice: ChoiceEvents) -> ChatCompletionChunk:
+        """The chunk that begins a choice."""
+        first = self._chunk(choice, Delta(role="assistant", content=""))
+        if choice.output.prompt_logprobs is not None and not self._trackers:
+            first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
+        self._trackers[choice.index] = self._tracker(choice.output)
+        return first
+
+    def _chunks(self, choice: ChoiceEvents) -> list[ChatCompletionChunk]:
+        """Chunks of one choice: a chunk for each event, and the finish reason in a chunk of its own."""
+        logprobs = self._logprobs(choice)
+        deltas = [_delta(event) for event in choice.events]
+        if not deltas and logprobs is not None and logprobs.content:
+            deltas = [Delta(content="")]
+        found = [self._chunk(choice, delta) for delta in deltas]
+        if found:
+            found[0].choices[0].logprobs = logprobs
+        if choice.finish_reason is not None:
+            last = self._chunk(choice, Delta())
+            last.choices[0].finish_reason = choice.finish_reason
+            last.choices[0].stop_reason = choice.stop_reason
             found.append(last)
         return found
 
     def _tracker(self, output: RequestOutput) -> LogprobsTracker | None:
         """Tracks the logprobs of one choice; None if they are not requested."""
-        if self.top is None:
+        if self.chat.top_logprobs is None:
             return None
-        skip = self.body.skip_special_tokens is not False
-        tokenizer = self.generation.service.llm.tokenizer
+        skip = self.chat.body.skip_special_tokens is not False
+        tokenizer = self.chat.generation.service.llm.tokenizer
         return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
 
-    def _logprobs(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> ChoiceLogprobs | None:
-        if tracker is None or self.top is None:
+    def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:
+        tracker, top = self._trackers[choice.index], self.chat.top_logprobs
+        if tracker is None or top is None:
             return None
-        return make_chat_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion), self.top)
+        tokens = tracker.advance(choice.completion)
+        return make_chat_logprobs(self.chat.generation.service.llm.tokenizer, tokens, top)
 
-    def _chunk(self, completion: CompletionOutput, delta: Delta) -> ChatCompletionChunk:
-        choice = ChunkChoice(delta=delta, finish_reason=None, index=completion.index, logprobs=None)
-        return self._make([choice], **self.generation.chunk_usage())
+    def _chunk(self, choice: ChoiceEvents, delta: Delta) -> ChatCompletionChunk:
+        part = ChunkChoice(delta=delta, finish_reason=None, index=choice.index, logprobs=None)
+        return self._make([part], **self.chat.generation.chunk_usage())
 
     def _make(self, found: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            choices=found, object="chat.completion.chunk", **self.generation.response_fields(), **more
-        )
+        fields = self.chat.generation.response_fields()
+        return ChatCompletionChunk(choices=found, object="chat.completion.chunk", **fields, **more)
 
 
-def _reason(completion: CompletionOutput) -> Literal["stop", "length"]:
-    return "length" if completion.finish_reason == "length" else "stop"
+def _message(events: list[ChatEvent]) -> Message:
+    """The assistant's message; its content is null where it calls tools without a word."""
+    parts = collect(events)
+    content = parts.content if parts.content is not None or parts.tool_calls else ""
+    message = Message(content=content, refusal=None, role="assistant")
+    if parts.reasoning is not None:
+        message.reasoning_content = message.reasoning = parts.reasoning
+    if parts.tool_calls:
+        message.tool_calls = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in parts.tool_calls
+        ]
+    return message
+
+
+def _delta(event: ChatEvent) -> Delta:
+    if isinstance(event, ContentDelta):
+        return Delta(content=event.text)
+    if isinstance(event, ReasoningDelta):
+        return Delta(reasoning_content=event.text, reasoning=event.text)
+    if isinstance(event, ToolCallStart):
+        function = FunctionCallDelta(name=event.name, arguments="")
+        return Delta(tool_calls=[ToolCallDelta(index=event.index, id=event.id, type="function", function=function)])
+    return Delta(tool_calls=[ToolCallDelta(index=event.index, function=FunctionCallDelta(arguments=event.text))])

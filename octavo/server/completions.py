@@ -29,6 +29,8 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     model = await service.model(body.model)
     check_fields(service, body)
     prompts = await read_prompts(service, body)
+    if body.suffix and not body.ignore_eos and (gap := service.llm.tokenizer.fill_in_middle) is not None:
+        body.stop_token_ids = [*(body.stop_token_ids or []), *gap.ends]
     pending = _PendingResponse(body, _generation(service, request, body, model, prompts))
     if body.stream:
         return EventStream(pending.stream(), deadline)

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from octavo.core.errors import (
     AdapterConflictError,
@@ -23,6 +24,7 @@ from octavo.core.errors import (
     OctavoError,
     TokenizerError,
 )
+from octavo.server.logging import request_id
 
 logger = logging.getLogger("octavo.server")
 
@@ -54,9 +56,26 @@ class ApiError(OctavoError):
         # In ASCII: a client's text quoted in the message may hold characters that UTF-8 cannot encode.
         return json.dumps({"error": error}).encode()
 
-    def response(self) -> Response:
-        """The HTTP response."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def response(self, scope: Scope) -> Response:
+        """The HTTP response to a request, in the format of its route."""
+        of_anthropic = scope["path"].startswith("/v1/messages")
+        body = anthropic_error(self) if of_anthropic else self.body()
+        return Response(body, self.status, self.headers, "application/json")
+
+
+#: Status -> Anthropic's type of error; others are "api_error".
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "invalid_request_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: ApiError) -> bytes:
+    """An error in the format of Anthropic's API; the name of a field is part of the message there."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.get()}
+    return json.dumps(body).encode()
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -95,7 +114,7 @@ def handle_errors(app: FastAPI) -> None:
     """Registers handlers that turn every error into a response of this format."""
 
     async def respond(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.scope)
 
     for kind in (OctavoError, TimeoutError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, respond)
@@ -103,12 +122,27 @@ def handle_errors(app: FastAPI) -> None:
 
 def _param(message: str) -> str | None:
     """Messages about a parameter begin with its name."""
-    found = re.match(r"([a-z_]+)(\[[^\]]*\])*(:? |$)", message)
+    found = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
     name = found.group(1) if found else ""
     return name if "_" in name or name in _PLAIN_NAMES else None
 
 
-_PLAIN_NAMES = ("n", "messages", "priority", "prompt", "seed", "stop", "temperature", "tokens", "logprobs", "tools")
+_PLAIN_NAMES = (
+    "n",
+    "messages",
+    "priority",
+    "prompt",
+    "seed",
+    "stop",
+    "suffix",
+    "temperature",
+    "regex",
+    "grammar",
+    "ebnf",
+    "tokens",
+    "logprobs",
+    "tools",
+)
 
 
 def _http_error(error: HTTPException) -> ApiError:

@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.protocol_base import RequestModel
 from octavo.server.service import Service
 
 #: Accepted with any value: the answer is the same.
 HARMLESS = frozenset(
     {
         # OpenAI: hints for its caches, labels and copies for its dashboard.
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+        "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "store",
         # Ids: X-Request-Id names a request here.
         "request_id", "rid",
-        # Without effect on byte-level tokens, and where reasoning stays in the content.
-        "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning",
+        # Without effect on byte-level tokens, and on what the pieces of an answer add up to.
+        "spaces_between_special_tokens", "stream_reasoning",
+        # Which library follows a grammar: all mean the same by it.
+        "guided_decoding_backend",
         # llama.cpp: where and how it caches.
         "cache_prompt", "id_slot", "n_cache_reuse",
     }
@@ -37,10 +40,8 @@ class Unsupported(NamedTuple):
     accepted: tuple[Any, ...] = ()
 
 
-_FORMAT = "output cannot be constrained to a format yet"
-_TOOLS = "tools are not supported yet"
+_LAZY = "structural_tag says where JSON begins within the answer"
 _ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
-_REASONING = "reasoning is not separated from the answer; it stays in its content"
 _EXCHANGE = "KV caches are not exchanged with other servers"
 _SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the penalties are supported"
 _CODE = "code in requests is not run"
@@ -48,30 +49,20 @@ _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 
 UNSUPPORTED = {
     # OpenAI
-    "response_format": Unsupported(_FORMAT, ({"type": "text"},)),
-    "tools": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
-    "functions": Unsupported(_TOOLS, ([],)),
-    "function_call": Unsupported(_TOOLS, ("none", "auto")),
+    "functions": Unsupported("tools has taken its place", ([],)),
+    "function_call": Unsupported("tool_choice has taken its place", ("none", "auto")),
     "modalities": Unsupported("the model writes text only", (["text"],)),
     "audio": Unsupported("the model writes text only"),
     "moderation": Unsupported("there is no moderation"),
-    "reasoning_effort": Unsupported("give it to a template that knows it in chat_template_kwargs", ("none",)),
     "verbosity": Unsupported("ask for it in the messages", ("medium",)),
     "web_search_options": Unsupported("the model does not search"),
     "service_tier": Unsupported("there is one tier", ("auto", "default")),
-    "suffix": Unsupported("the model continues texts, it does not fill gaps", ("",)),
+    "suffix": Unsupported("gaps are filled by /v1/completions", ("",)),
     "top_logprobs": Unsupported("on this route logprobs is their number"),
     "max_completion_tokens": Unsupported("on this route its name is max_tokens"),
-    # vLLM, SGLang and llama.cpp: formats of the output
-    **dict.fromkeys(
-        (
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-            "guided_whitespace_pattern", "structured_outputs", "structural_tag", "regex", "ebnf", "json_schema",
-            "grammar", "grammar_lazy", "grammar_triggers",
-        ),
-        Unsupported(_FORMAT, ("", {})),
-    ),
+    # llama.cpp: a grammar that begins within the answer
+    "grammar_lazy": Unsupported(_LAZY, (False,)),
+    "grammar_triggers": Unsupported(_LAZY, ([], "")),
     # Adapters
     "lora_request": Unsupported(_ADAPTER),
     "lora_path": Unsupported(_ADAPTER),
@@ -131,11 +122,8 @@ UNSUPPORTED = {
     "session_params": Unsupported("send the whole prompt: the prefix cache finds what it knows of it"),
     "extra_key": Unsupported("its name is cache_salt"),
     # Reasoning
-    "include_reasoning": Unsupported(_REASONING, (True,)),
-    "reasoning_format": Unsupported(_REASONING, ("none", "auto")),
-    "thinking_forced_open": Unsupported(_REASONING, (False,)),
-    "thinking_token_budget": Unsupported(_REASONING),
-    "parse_tool_calls": Unsupported(_TOOLS, (False,)),
+    "thinking_forced_open": Unsupported("the option --reasoning-parser deepseek_r1 does this", (False,)),
+    "thinking_token_budget": Unsupported("max_tokens limits reasoning and answer together"),
     # Several servers
     "kv_transfer_params": Unsupported(_EXCHANGE),
     "bootstrap_host": Unsupported(_EXCHANGE),
@@ -151,28 +139,39 @@ _ROUTES: dict[type[RequestModel], str] = {
 }
 
 
-def refuse_unsupported(body: RequestModel) -> None:
-    """Refuses fields that are known and would change the answer.
+def refuse_unsupported(body: RequestModel, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
+    """Refuses fields that are known and would change the answer: those of the route's ``table``.
 
     Raises:
         ApiError: 400, naming the field, what is wrong with it, and the values that are accepted.
     """
     for name, value in _extra(body).items():
-        known = UNSUPPORTED.get(name)
+        known = table.get(name)
         if known is not None and value not in known.accepted:
             values = " or ".join(repr(accepted) for accepted in known.accepted if accepted not in ("", [], {}))
             besides = f", except {values}" if values else ""
             raise unsupported(name, f"{name} is not supported{besides}: {known.reason}")
 
 
-def refuse_unknown(service: Service, body: RequestModel) -> None:
+def refuse_unknown(
+    service: Service,
+    body: RequestModel,
+    harmless: frozenset[str] = HARMLESS,
+    table: Mapping[str, Unsupported] = UNSUPPORTED,
+) -> None:
     """Refuses fields that are unknown here, as OpenAI's API does; with ``unknown_fields: ignore`` it logs them once.
+
+    Args:
+        service: the service.
+        body: the request.
+        harmless: accepted with any value.
+        table: known ones, see ``refuse_unsupported``.
 
     Raises:
         ApiError: 400, naming the field and the nearest one that exists.
     """
     for name in _extra(body):
-        if name in HARMLESS or name in UNSUPPORTED:
+        if name in harmless or name in table:
             continue
         if service.options.unknown_fields == "ignore":
             service.note_unknown(name)

@@ -15,12 +15,14 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.errors import AdapterConflictError
+from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.engine.request_stream import RequestStream
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
+from octavo.server.formats import renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
@@ -49,6 +51,8 @@ class Generation:
     params: SamplingParams | BeamSearchParams
     #: Token ids of what the answer is likely to be, if the request says it.
     prediction: list[int] | None = None
+    #: Special tokens that are part of the text although others are not.
+    visible_tokens: frozenset[int] = frozenset()
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned.
@@ -58,6 +62,8 @@ class Generation:
     #: Draft tokens of the prompts that have finished, and how many of them were accepted.
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    #: Tokens of reasoning; None: reasoning is not told apart.
+    reasoning_tokens: int | None = None
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt index, output) pairs: increments as they come if streaming, else one complete output a prompt.
@@ -119,11 +125,14 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
+        details: dict[str, int] = {}
         if self.draft_tokens or self.prediction is not None:
-            usage.completion_tokens_details = CompletionDetails(
-                accepted_prediction_tokens=self.accepted_tokens,
-                rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
-            )
+            details["accepted_prediction_tokens"] = self.accepted_tokens
+            details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
+        if self.reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if details:
+            usage.completion_tokens_details = CompletionDetails(**details)
         return usage
 
     def chunk_usage(self) -> dict[str, Usage | None]:
@@ -142,10 +151,8 @@ class Generation:
             "system_fingerprint": f"octavo-{__version__}",
         }
 
-    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one prompt."""
-        service = self.service
-        stream = await service.llm.submit(
+    async def _submit(self, index: int) -> RequestStream:
+        return await self.service.llm.submit(
             f"{self.response_id}-{index}",
             {"prompt_token_ids": self.prompts[index].token_ids},
             self.params,
@@ -156,8 +163,17 @@ class Generation:
             tpot_target=self.body.tpot_target,
             lora_request=self.model.adapter,
             prediction=self.prediction,
+            visible_tokens=self.visible_tokens,
             streaming=bool(self.body.stream),
         )
+
+    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one prompt."""
+        service = self.service
+        try:
+            stream = await self._submit(index)
+        except InvalidRequestError as e:
+            raise renamed(e, self.body) from None
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):
@@ -216,7 +232,6 @@ def make_generation(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    prediction: list[int] | None = None,
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
@@ -244,7 +259,7 @@ def make_generation(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params, prediction)
+    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
 
 
 def _check_size(

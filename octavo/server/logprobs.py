@@ -32,11 +32,22 @@ class LogprobsTracker:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, before: Sequence[int], *, skip_special_tokens: bool, start: int = 0
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        visible_tokens: frozenset[int] = frozenset(),
+        start: int = 0,
     ) -> None:
-        """For a completion after the tokens ``before``; its text begins at offset ``start``."""
+        """For a completion after the tokens ``before``; its text begins at offset ``start``.
+
+        ``visible_tokens``: special tokens that are not skipped with the others.
+        """
         self._start = start
-        self._stream = TextStream(tokenizer, before, skip_special_tokens=skip_special_tokens)
+        self._stream = TextStream(
+            tokenizer, before, skip_special_tokens=skip_special_tokens, visible_tokens=visible_tokens
+        )
         #: Characters of the text of all tokens, and of the text that was returned.
         self._end = self._returned = 0
         #: (end of its text, token) of the tokens whose text was not returned yet.

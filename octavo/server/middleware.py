@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import logging as server_logging
@@ -61,7 +62,7 @@ class RequestMiddleware:
         except Exception as e:
             error = as_api_error(e)
             if not status:
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope)(scope, receive, send_with_id)
         finally:
             self._metrics.http_finished(_route(scope), status or 499)
             if self._log_requests:
@@ -97,7 +98,7 @@ class BodyLimitMiddleware:
                 raise self._too_large()
             body = await self._read(receive)
         except ApiError as e:
-            await e.response()(scope, receive, send)
+            await e.response(scope)(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
@@ -143,7 +144,7 @@ def _route(scope: Scope) -> str:
 
 
 class ApiKeyMiddleware:
-    """Middleware that refuses requests without ``Authorization: Bearer KEY`` of one of the keys."""
+    """Middleware that refuses requests without a known key, in ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -153,18 +154,32 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401, or passes the request on."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization")
-            if given is None or not self._is_known(given):
-                await _refusal(given).response()(scope, receive, send)
+            key = _key_of(Headers(scope=scope))
+            if key is None or not self._is_known(key):
+                await _refusal(key).response(scope)(scope, receive, send)
                 return
+            scope.setdefault("state", {})["api_key"] = _digest(key.encode("latin-1", "replace")).hex()
         await self.app(scope, receive, send)
 
-    def _is_known(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        digest = _digest(key.strip().encode("latin-1", "replace"))
+    def _is_known(self, key: str) -> bool:
+        digest = _digest(key.encode("latin-1", "replace"))
         # All keys are compared, so that the time does not depend on which one matches.
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        return any([hmac.compare_digest(digest, known) for known in self._digests])
+
+
+def _key_of(headers: Headers) -> str | None:
+    """The key of a request, from either header; empty if it is of another scheme; None if there is none."""
+    given = headers.get("authorization")
+    if given is None:
+        return headers.get("x-api-key")  # Anthropic's clients
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def owner_of(request: Request) -> str:
+    """Names the API key of a request, without revealing it; empty where none is needed."""
+    owner: str = request.scope.get("state", {}).get("api_key", "")
+    return owner
 
 
 def _digest(key: bytes) -> bytes:

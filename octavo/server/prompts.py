@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
+from octavo.engine.chat_template import choose_template, template_variables
+from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.message_fields import check_fields_are_read, check_parts, check_variables
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
+#: Variables by which templates turn reasoning on and off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,36 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokeni
         raise ApiError(400, f"prompt holds {len(given)} prompts; at most {limit} can be served at once", param="prompt")
     special = body.add_special_tokens is not False
     texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if body.suffix:
+        return await _around_a_gap(service, body, texts)
     if not texts:
         return [TokenizedPrompt(None, prompt) for prompt in given]
     ids = await encode(service, texts, special)
     return [TokenizedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+
+async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokenizedPrompt]:
+    """Prompts whose completions stand between each text and the suffix.
+
+    Raises:
+        ApiError: the model does not fill gaps, a text is too long, or the body has what does not go with a suffix.
+    """
+    for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported with suffix")
+    if service.llm.tokenizer.fill_in_middle is None:
+        raise unsupported("suffix", str(no_fill_in_middle()))
+    if not texts:
+        raise unsupported("suffix", "suffix is not supported with a prompt of token ids: give it as text")
+    suffix, special = body.suffix or "", body.add_special_tokens is not False
+    gap = service.llm.tokenizer.encode_gap
+    for text in texts:
+        _check_length(service, len(text) + len(suffix))
+
+    def make() -> list[TokenizedPrompt]:
+        return [TokenizedPrompt(None, gap(text, suffix, special)) for text in texts]
+
+    return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
 
 
 async def read_prediction(service: Service, prediction: Prediction | None) -> list[int] | None:
@@ -69,17 +101,21 @@ async def encode(
         ApiError: a text is too long to be served.
     """
     for text in texts:
-        if len(text) > service.max_prompt_chars:
-            raise ApiError(
-                400,
-                f"the {param} has {len(text)} characters; at most {service.max_prompt_chars} can be served",
-                param=param,
-                code="context_length_exceeded",
-            )
+        _check_length(service, len(text), param)
     tokenizer = service.llm.tokenizer
     if sum(map(len, texts)) < _SHORT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+def _check_length(service: Service, length: int, param: str = "prompt") -> None:
+    if length > service.max_prompt_chars:
+        raise ApiError(
+            400,
+            f"the {param} has {length} characters; at most {service.max_prompt_chars} can be served",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
@@ -89,21 +125,39 @@ def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
     return replace(prompt, text=None, token_ids=prompt.token_ids[-limit:])
 
 
-async def render_chat(service: Service, messages: Sequence[ChatMessage], body: TemplateOptions) -> str:
+def chosen_template(service: Service, body: TemplateOptions, *, has_tools: bool) -> str:
+    """The text of the chat template that a request uses.
+
+    Raises:
+        InvalidRequestError: the model has none.
+    """
+    return choose_template(service.llm.tokenizer.chat_templates, body.chat_template, has_tools=has_tools)
+
+
+async def render_chat(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    body: TemplateOptions,
+    tools: list[dict[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
     """The text of a conversation, rendered by the model's chat template as the body asks for.
+
+    ``tools``: those that the model sees. ``variables`` of the template come beside those of the body.
 
     Raises:
         ApiError: the body asks for what contradicts itself, or is not allowed here.
         InvalidRequestError: the template refuses the messages, or the model has none.
     """
-    options = _template_options(service, body)
+    options = {**_template_options(service, body, tools), **variables}
     plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
-    length = sum(len(str(message.get("content"))) for message in plain)
-    apply = service.llm.tokenizer.apply_chat_template
+    check_parts(service, plain)
+    length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
+    length += 0 if tools is None else len(str(tools))
     if length + 100 * len(plain) < _SHORT and body.chat_template is None:
-        return apply(plain, **options)
+        return _render(service, plain, options)
     if length > service.max_prompt_chars:
         raise ApiError(
             400,
@@ -111,10 +165,17 @@ async def render_chat(service: Service, messages: Sequence[ChatMessage], body: T
             param="messages",
             code="context_length_exceeded",
         )
-    return await asyncio.to_thread(apply, plain, **options)
+    return await asyncio.to_thread(_render, service, plain, options)
 
 
-def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]:
+def _render(service: Service, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    apply = partial(service.llm.tokenizer.apply_chat_template, **options)
+    text: str = apply(messages)
+    check_fields_are_read(service, messages, apply, text)
+    return text
+
+
+def _template_options(service: Service, body: TemplateOptions, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
     """Keywords of ``Tokenizer.apply_chat_template``."""
     continues = body.continue_final_message is True
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -130,24 +191,55 @@ def _template_options(service: Service, body: TemplateOptions) -> dict[str, Any]
             "--trust-request-chat-template",
         )
     variables = dict(body.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+    for name in (
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "call_format",
+    ):
         if name in variables:
             message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.documents is not None:
         variables["documents"] = body.documents
+    text = chosen_template(service, body, has_tools=tools is not None)
+    if variables:
+        check_variables(service, text, variables)
+    if body.reasoning_effort is not None:
+        variables = {**_effort_variables(body.reasoning_effort, text), **variables}
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,
         "chat_template": template,
+        "tools": tools,
+        "call_format": service.formats.call_format(text),
         **variables,
     }
+
+
+def _effort_variables(effort: str, template: str) -> dict[str, Any]:
+    """Variables of a template that stand for ``reasoning_effort``.
+
+    Raises:
+        ApiError: the template has none.
+    """
+    known = template_variables(template)
+    if effort == "none":
+        return {name: False for name in THINKING_VARIABLES if name in known}
+    if "reasoning_effort" not in known:
+        raise unsupported("reasoning_effort", "reasoning_effort is not a variable of the model's chat template")
+    return {"reasoning_effort": effort}
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
     # model_dump fails on deeply nested values.
     given = {**message.__dict__, **(message.model_extra or {})}
     plain = {name: value for name, value in given.items() if value is not None}
+    thought = plain.get("reasoning_content", plain.get("reasoning"))
+    if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
+        plain["reasoning_content"] = plain["reasoning"] = thought
     if message.role == "developer":  # OpenAI's newer name for the role that templates call system
         plain["role"] = "system"
     return plain

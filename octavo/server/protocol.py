@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: the fields of the OpenAI API, and those that other engines add to it.
+"""Bodies of requests for text and of the responses: fields of the OpenAI API, and those that other engines add to it.
 
 Fields that are defined here work; what becomes of any other is said in ``fields``. ``null`` means the default.
 """
@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-#: Integers that the engine's messages can hold; the engine checks ranges.
-Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Name = Annotated[str, Field(max_length=512)]
-#: A text that is searched for in the output at every token.
-Phrase = Annotated[str, Field(max_length=256)]
-
-
-class RequestModel(BaseModel):
-    """A request body; strict: "5" is not a number and true is not 1."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, Seed
+from octavo.server.protocol_formats import FormFields
+from octavo.server.protocol_tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 
 
 class StreamOptions(RequestModel):
@@ -33,7 +24,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(FormFields):
     """Fields common to completions and chat completions."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
@@ -92,6 +83,9 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: Int | None = Field(None, description="Logprobs of so many likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Put the prompt before its completion.")
+    suffix: str | None = Field(
+        None, description="The text after a gap that the completion fills; for models with tokens for this."
+    )
     add_special_tokens: bool | None = Field(None, description="Put the model's own tokens around a text (true).")
 
 
@@ -101,6 +95,9 @@ class ChatMessage(RequestModel):
     role: Name = Field(description="system, developer, user, assistant or tool, as the model's template knows them.")
     content: str | list[dict[str, Any]] | None = Field(None, description='Text, or parts {"type": "text", "text": ..}.')
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
+    tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
+    reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
 
 
 class TextPart(RequestModel):
@@ -124,6 +121,10 @@ class TemplateOptions(RequestModel):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     documents: list[dict[str, Any]] | None = Field(None, description="Documents, for templates that know them.")
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    reasoning_effort: Name | None = Field(
+        None, description="For templates that know it; none: without reasoning, where the template can turn it off."
+    )
 
 
 class Prediction(RequestModel):
@@ -148,22 +149,16 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
         None, description="What the answer is likely to be: it comes sooner where it is, and does not change."
     )
     top_logprobs: Int | None = Field(None, description="With so many likeliest tokens at each position.")
-
-
-class TokenizeRequest(TemplateOptions):
-    """Body of ``/tokenize``: a prompt or messages."""
-
-    model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    prompt: str | None = Field(None, description="A text.")
-    messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
-    add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
-
-
-class DetokenizeRequest(RequestModel):
-    """Body of ``/detokenize``."""
-
-    model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    tokens: list[Int] = Field(description="Token ids.")
+    tool_choice: str | ToolChoice | None = Field(
+        None, description="none, auto (default), required, or an object that names a function or the allowed ones."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at most (default true).")
+    parse_tool_calls: bool | None = Field(None, description="False: calls stay in the content (default true).")
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out (default true).")
+    separate_reasoning: bool | None = Field(None, description="False: reasoning stays in the content (default true).")
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
+        None, description="none: reasoning stays in the content."
+    )
 
 
 # Responses ----------------------------------------------------------------------------------------------------------
@@ -173,16 +168,6 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 StopReason = str | int | None
 
 
-class ResponseModel(BaseModel):
-    """A response or a part of one. Fields that were not set are not sent."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    def encode(self) -> bytes:
-        """As JSON."""
-        return self.model_dump_json(exclude_unset=True).encode()
-
-
 class PromptDetails(ResponseModel):
     """Details of the prompt's tokens."""
 
@@ -190,10 +175,11 @@ class PromptDetails(ResponseModel):
 
 
 class CompletionDetails(ResponseModel):
-    """Details of the generated tokens, where tokens are drafted."""
+    """Details of the generated tokens, where tokens are drafted or reasoning is told apart."""
 
-    accepted_prediction_tokens: int = Field(description="Draft tokens that were accepted.")
-    rejected_prediction_tokens: int = Field(description="Draft tokens that were computed in vain.")
+    accepted_prediction_tokens: int | None = Field(None, description="Draft tokens that were accepted.")
+    rejected_prediction_tokens: int | None = Field(None, description="Draft tokens that were computed in vain.")
+    reasoning_tokens: int | None = Field(None, description="Tokens of the reasoning, of models that mark it.")
 
 
 class Usage(ResponseModel):
@@ -262,15 +248,18 @@ class ChoiceLogprobs(ResponseModel):
 class Message(ResponseModel):
     """The assistant's message."""
 
-    content: str
+    content: str | None
     refusal: None
     role: Literal["assistant"]
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = Field(None, description="What the model thought before it answered.")
+    reasoning: str | None = Field(None, description="The same under its other name.")
 
 
 class ChatChoice(ResponseModel):
     """One choice of a chat completion."""
 
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     index: int
     logprobs: ChoiceLogprobs | None
     message: Message
@@ -295,13 +284,16 @@ class Delta(ResponseModel):
 
     content: str | None = None
     role: Literal["assistant"] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChunkChoice(ResponseModel):
     """An increment of a choice."""
 
     delta: Delta
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     index: int
     logprobs: ChoiceLogprobs | None
     stop_reason: StopReason = None
@@ -318,102 +310,3 @@ class ChatCompletionChunk(ResponseModel):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
-
-
-class Model(ResponseModel):
-    """A served model."""
-
-    id: str
-    created: int
-    object: Literal["model"]
-    owned_by: str
-    max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
-    root: str = Field(description="The model's first name; of an adapter its path in lora_folder, or its last part.")
-    parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
-
-
-class ModelList(ResponseModel):
-    """All names of the model."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Tokenized(ResponseModel):
-    """A response of ``/tokenize``."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    prompt: str | None = Field(None, description="The text that was tokenized, if it came of messages.")
-
-
-class Detokenized(ResponseModel):
-    """A response of ``/detokenize``."""
-
-    prompt: str
-
-
-class Version(ResponseModel):
-    """A response of ``/version``."""
-
-    version: str
-
-
-class Sleeping(ResponseModel):
-    """A response of ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
-
-    is_sleeping: bool
-
-
-class LoadAdapterRequest(RequestModel):
-    """Body of ``/v1/load_lora_adapter``."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    lora_name: Name = Field(description="What requests will call it, as their model.")
-    lora_path: Annotated[str, Field(max_length=4096)] = Field(
-        description="Its folder or GGUF file, within the server's lora_folder; relative to that, or absolute."
-    )
-    load_inplace: bool | None = Field(None, description="Replace an adapter of this name; running requests keep it.")
-    base_model_name: Name | None = Field(None, description="If given, it must be a name of the served model.")
-
-
-class UnloadAdapterRequest(RequestModel):
-    """Body of ``/v1/unload_lora_adapter``."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    lora_name: Name = Field(description="Its name.")
-    lora_int_id: Int | None = Field(None, description="Accepted, without effect.")
-    wait: bool | None = Field(
-        None, description="Refuse new requests and wait until its running ones have ended; else they are refused for."
-    )
-
-
-class AdapterStatus(ResponseModel):
-    """A response of ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``."""
-
-    lora_name: str
-    status: Literal["loaded", "loaded already", "unloaded"]
-
-
-class Health(ResponseModel):
-    """A response of ``/health``."""
-
-    status: Literal["ok"]
-
-
-class ErrorDetail(ResponseModel):
-    """Description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(ResponseModel):
-    """A response with an error status."""
-
-    error: ErrorDetail

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.errors import unsupported
+from octavo.server.formats import read_form
 from octavo.server.protocol import GenerationRequest
 
 #: Fields of the same name and meaning in ``SamplingParams``.
@@ -54,7 +55,13 @@ def make_sampling_params(
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise unsupported(name, f"{name} is of beam search only; set use_beam_search to true with it")
-    own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    form = read_form(body)
+    own = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "structured_outputs": None if form is None else form.params,
+    }
     return SamplingParams(**{**defaults, **_given(body, _SHARED), **own})
 
 
@@ -70,6 +77,8 @@ def make_beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSea
         if name in _IGNORED_BY_BEAM_SEARCH or name in _BEAM_FIELDS or value == getattr(neutral, name):
             continue
         raise unsupported(name, f"{name} is not supported with use_beam_search")
+    if (form := read_form(body)) is not None:
+        raise unsupported(form.field, f"{form.field} is not supported with use_beam_search")
     # SamplingParams checks n and best_of.
     width = SamplingParams(n=body.n or 1, best_of=body.best_of).num_sequences
     return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **_given(body, _BEAM_FIELDS))

@@ -18,9 +18,11 @@ from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapters import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
+from octavo.server.chat_formats import ChatFormats
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
+from octavo.server.responses.store import ResponseStore
 from octavo.server.tracing import Tracer
 
 #: Most unknown fields that are logged, as clients can send any number.
@@ -48,6 +50,9 @@ class Service:
     #: Names that requests may give the model; responses carry the name that was requested, or the first.
     model_names: list[str]
     queue: QueueLimit
+    formats: ChatFormats
+    #: Those of ``/v1/responses`` that requests can continue.
+    responses: ResponseStore
     tracer: Tracer | None = None
     #: Finds adapters that are not loaded yet.
     resolver: AdapterResolver | None = None
@@ -156,13 +161,15 @@ def make_service(
     """The service of an engine that is ready; ``load_modules`` comes next.
 
     Raises:
-        ConfigError: there is no such resolver.
+        ConfigError: there is no such resolver or parser.
     """
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
     metrics.adapter_states = llm.adapter_requests
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
-    return Service(llm, options, metrics, model_names, limit, tracer, resolver)
+    formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
+    responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+    return Service(llm, options, metrics, model_names, limit, formats, responses, tracer, resolver)
 
 
 def service_of(request: Request) -> Service:

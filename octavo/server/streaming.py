@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
-from octavo.server.errors import as_api_error
+from octavo.server.errors import ApiError, as_api_error
 from octavo.server.logging import log_fields
-from octavo.server.protocol import ResponseModel
+from octavo.server.protocol_base import ResponseModel
 
 DONE = b"data: [DONE]\n\n"
 #: Seconds that sending an error at the end of a stream may take.
@@ -34,13 +34,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deadline: float) -> None:
-        """Owns ``events`` and closes it; ``deadline`` on the loop's clock."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        deadline: float,
+        failure: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\n",
+    ) -> None:
+        """Owns ``events`` and closes it; ``deadline`` on the loop's clock; ``failure`` makes the event of an error."""
         # Proxies must not buffer the stream.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._deadline = deadline
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until they end or the client disconnects."""
@@ -70,8 +76,8 @@ class EventStream(Response):
             error = as_api_error(e)
             log_fields(scope).update(stream="error", error=error.code or error.kind)
             if not started:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
             # A client that does not read cannot block this for long; then the server closes the connection.
             async with asyncio.timeout(_ERROR_SEND_TIMEOUT):
-                await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})
+                await send({"type": "http.response.body", "body": self._failure(error)})

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from octavo.server.errors import ApiError
 from octavo.server.fields import refuse_unsupported
 from octavo.server.prompts import encode, render_chat
-from octavo.server.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.service import service_of
+from octavo.server.tools import read_tools
 
 #: Up to this many tokens are decoded in well under a millisecond, and not in a thread.
 _SHORT = 1000
@@ -26,7 +27,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
     limit = service.llm.max_model_len
     if body.messages is not None:
-        text = await render_chat(service, body.messages, body)
+        tools = read_tools(body.tools).shown
+        text = await render_chat(service, body.messages, body, tools)
         [ids] = await encode(service, [text], body.add_special_tokens is True)
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
     else:

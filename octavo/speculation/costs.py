@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from typing import NamedTuple
 
 #: Measurements of one number of rows of which the median counts: other processes may have the processor in some.
 _LATEST = 5
 #: Steps after which a number of rows that has not occurred since is forgotten: contexts grow, and it may be an outlier.
 _FORGET = 256
+#: What the time of a token that a drafter catches up with counts for after a later one.
+_DECAY = 0.999
 #: Levels of acceptance that are told apart.
 LEVELS = 16
 
@@ -69,14 +72,54 @@ class StepCosts:
         return self._seconds[low] + max(0.0, share * (self._seconds[high] - self._seconds[low]))
 
 
+class DraftingCosts:
+    """Seconds that proposing takes where the workers' own network does it; 0 before and elsewhere.
+
+    A *pass* of that network proposes a token for each sequence that drafts. Before its first, it has to catch up with
+    the tokens of a sequence that it has not computed.
+    """
+
+    def __init__(self) -> None:
+        self._passes = StepCosts()
+        self._seconds = self._tokens = 0.0
+
+    def observe(self, num_drafting: int, passes: int, seconds: float) -> None:
+        """So many sequences had a draft of up to ``passes`` tokens; ``seconds`` without those of catching up."""
+        self._passes.observe(num_drafting, seconds / passes)
+
+    def observe_catch_up(self, tokens: int, seconds: float) -> None:
+        """So many tokens were caught up with."""
+        kept = _DECAY**tokens
+        self._seconds, self._tokens = self._seconds * kept + seconds, self._tokens * kept + tokens
+
+    def pass_seconds(self, num_drafting: float) -> float:
+        """Of a pass for so many sequences."""
+        return self._passes.seconds(max(1, round(num_drafting)))
+
+    def catch_up_seconds(self, tokens: int) -> float:
+        """Of catching up with so many tokens."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
 def _rounded(rows: int) -> int:
     """Numbers of rows that are told apart: all up to 16, and from there 16 up to each double."""
     shift = max(0, rows.bit_length() - 5)
     return rows >> shift << shift
 
 
-def best_lengths(costs: StepCosts, num_seqs: int, num_drafting: float, most: int) -> list[int]:
+class BestLength(NamedTuple):
+    """How many draft tokens of a sequence pay, and the share of its time that they save; 0 if none do."""
+
+    length: int
+    saved: float
+
+
+def best_lengths(
+    costs: StepCosts, num_seqs: int, num_drafting: float, most: int, pass_seconds: float = 0.0
+) -> list[BestLength]:
     """How many draft tokens of each sequence pay, for each of ``LEVELS`` of acceptance.
+
+    ``pass_seconds``: of proposing one more token for each sequence that drafts.
 
     Steps give most tokens a second if a draft token is computed exactly when its chance of being accepted is more than
     what it costs, in units of what a token costs without drafts. Which rows a token adds depends on how many sequences
@@ -89,16 +132,22 @@ def best_lengths(costs: StepCosts, num_seqs: int, num_drafting: float, most: int
             rows = max(1.0, num_drafting * length)
             # Few rows more cost too little to be measured, or just fill a tile: their share of more rows counts.
             span = max(round(rows), num_seqs // 4)
-            extra = (costs.seconds(num_seqs + span) - plain) * rows / span
+            extra = (costs.seconds(num_seqs + span) - plain) * rows / span + length * pass_seconds
             price[length] = extra * num_seqs / plain / num_drafting
+    return best_of(price)
+
+
+def best_of(price: list[float]) -> list[BestLength]:
+    """The best length for each of ``LEVELS`` of acceptance; ``price``: of 0, 1, 2, ... draft tokens, in tokens."""
     found = []
     for level in range(LEVELS):
-        chance, expected, best, gain = (level + 0.5) / LEVELS, 0.0, 0, 0.0
+        chance, expected, best, gain, saved = (level + 0.5) / LEVELS, 0.0, 0, 0.0, 0.0
         power = 1.0
-        for length in range(1, most + 1):
+        for length in range(1, len(price)):
             power *= chance
             expected += power
             if expected - price[length] > gain + 1e-3:
                 best, gain = length, expected - price[length]
-        found.append(best)
+                saved = gain / (1 + expected)
+        found.append(BestLength(best, saved))
     return found

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from octavo.core.speculative_options import SpeculativeConfig
 
+#: In place of a draft token: the workers propose one.
+BY_WORKER = -1
+
 
 class DraftedSequence(Protocol):
     """What a drafter sees of a sequence; it changes nothing of it."""
@@ -39,8 +42,13 @@ class Drafter(ABC):
     def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
         """At most ``num_tokens`` (1 or more) ids of the vocabulary that may follow ``sequence.token_ids``.
 
-        Which ones of the last call were accepted, ``token_ids`` shows. Preemption changes nothing for a drafter.
+        Or ``BY_WORKER`` as often as the workers are to propose a token. Which ones of the last call were accepted,
+        ``token_ids`` shows. Preemption changes nothing for a drafter.
         """
+
+    def backlog(self, sequence: DraftedSequence) -> int:
+        """Tokens that would have to be computed before it can propose any, besides those of the last steps."""
+        return 0
 
     def on_end(self, sequence: DraftedSequence) -> None:  # noqa: B027  not every drafter keeps something
         """The sequence has ended, in whatever way; it may never have been proposed for."""
@@ -50,7 +58,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter | None:
     """The drafter of a configuration; None if nothing but predictions of requests is drafted from."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
+    from octavo.speculation.worker_drafter import WorkerDrafter
 
+    if config.drafts_on_workers:
+        return WorkerDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     return SuffixDrafter(config) if config.method == "suffix" else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from octavo.speculation.costs import LEVELS, StepCosts, best_lengths
+from octavo.speculation.costs import LEVELS, BestLength, DraftingCosts, StepCosts, best_lengths, best_of
 
 #: What a token counts for after each later one, in a sequence's acceptance and in that of all.
 _DECAY, _DECAY_ALL = 0.9, 0.995
@@ -20,6 +21,10 @@ _MISSES, _LONGEST_REST = 4, 3
 _PLAIN = 3
 #: Steps after which the best lengths are computed anew.
 _FRESH = 8
+#: Share of the time that may go to proposing drafts to see whether they pay, and steps whose share can be saved up.
+_TRIES_SHARE, _SAVED_STEPS = 0.01, 5000
+#: Tokens that a sequence is taken to have before any has ended, and how many ended ones their mean goes back.
+_TOKENS, _MEAN_OF = 128.0, 32
 
 
 @dataclass(slots=True)
@@ -62,7 +67,7 @@ class Counts:
 class Acceptance(Counts):
     """The counts of one sequence, which are also added to those of all sequences of its kind."""
 
-    __slots__ = ("alike", "level", "misses", "pauses", "rest", "tries")
+    __slots__ = ("alike", "level", "misses", "pauses", "rest", "tokens", "tries")
 
     def __init__(self, alike: Counts, number: int) -> None:
         """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
@@ -73,6 +78,8 @@ class Acceptance(Counts):
         self.observe(0, 0)
         #: Proposals without a token since the last draft, and steps until the next one.
         self.misses, self.rest = number % _MISSES, 0
+        #: Tokens of the sequence in steps in which it could have had drafts.
+        self.tokens = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Adds a draft."""
@@ -96,8 +103,11 @@ class FixedLength:
         """A step with so many decoding sequences begins: most draft tokens of all of them."""
         return num_seqs * self._most
 
-    def length(self, seq_id: int, predicted: bool) -> int:
-        """Most draft tokens in this step of a sequence, which has a prediction or not."""
+    def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
+        """Most draft tokens in this step of a sequence, which has a prediction or not.
+
+        Its drafter has to catch up with ``backlog`` tokens.
+        """
         return self._most
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
@@ -108,6 +118,22 @@ class FixedLength:
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
+
+    @property
+    def expected(self) -> int:
+        """Draft tokens for which steps with prompts leave room."""
+        return 0
+
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """The workers proposed drafts of up to ``passes`` tokens for so many sequences, and caught up with tokens.
+
+        The seconds of both are apart from each other.
+        """
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended."""
@@ -122,11 +148,17 @@ class AdaptiveLength(FixedLength):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._costs = StepCosts()
+        self._costs, self._drafting = StepCosts(), DraftingCosts()
+        #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
+        self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
+        #: Most tokens of each sequence.
+        self._each = most
         #: Of all sequences without a prediction, and of all with one.
         self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
         self._of: dict[int, Acceptance] = {}
-        self._best = [most] * LEVELS
+        self._best = [BestLength(most, 1.0)] * LEVELS
+        #: Seconds of a row of steps with prompts, and draft tokens of steps without: means of the latest.
+        self._prompt_row, self._expected = 0.0, 0.0
         #: Share of the sequences that have drafts, where they may.
         self._share = 1.0
         self._num_seqs, self._age, self._plain = 0, 0, 0
@@ -135,18 +167,20 @@ class AdaptiveLength(FixedLength):
         self._measuring = False
 
     def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
-        """See ``FixedLength``. Beside prompts, which are worth their rows, nothing is drafted."""
+        """See ``FixedLength``."""
         if num_prompt_tokens:
-            return 0
+            return self._begin_beside_prompts(num_seqs)
         if num_seqs != self._num_seqs or self._age >= _FRESH:
-            self._best = best_lengths(self._costs, num_seqs, max(1.0, self._share * num_seqs), self._most)
+            drafting = max(1.0, self._share * num_seqs)
+            seconds = self._drafting.pass_seconds(drafting)
+            self._best = best_lengths(self._costs, num_seqs, drafting, self._most, seconds)
             self._num_seqs, self._age = num_seqs, 0
         self._age += 1
         if self._plain < _PLAIN or num_seqs < self._costs.smallest:
             self._plain += 1  # to know what a step takes without drafts
             self._age = _FRESH
             return 0
-        self._measuring = not self._best[-1]
+        self._measuring = not self._best[-1].length
         if not self._measuring:
             self._tries.reset()
         elif self._tries.passes():
@@ -154,26 +188,63 @@ class AdaptiveLength(FixedLength):
         else:
             return 0
         # More rows than ever before are tried in small steps.
-        return max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+        limit = max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+        self._each = self._most
+        if num_seqs > 1 and self._drafting.pass_seconds(num_seqs):
+            # A pass of the workers' drafter costs little more for all sequences than for one: none has many more.
+            level = min(LEVELS - 1, int(LEVELS * self._all[0].chance))
+            self._each = max(1, min(limit // num_seqs, self._best[level].length))
+        return limit
 
-    def length(self, seq_id: int, predicted: bool) -> int:
+    def _begin_beside_prompts(self, num_seqs: int) -> int:
+        """As ``begin_step``: beside prompts a row takes its share of the step's time, as nothing is waited for."""
+        plain = self._costs.seconds(num_seqs)
+        if not plain or not self._prompt_row or self._plain < _PLAIN:
+            return 0
+        drafting = max(1.0, self._share * num_seqs)
+        price = (self._prompt_row + self._drafting.pass_seconds(drafting) / drafting) * num_seqs / plain
+        self._best = best_of([price * length for length in range(self._most + 1)])
+        self._age, self._measuring, self._each = _FRESH, False, self._most
+        return num_seqs * self._most if self._best[-1].length else 0
+
+    def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
         """See ``FixedLength``."""
         own = self._of.get(seq_id)
         if own is None:
             own = self._of[seq_id] = Acceptance(self._all[predicted], seq_id)
+        own.tokens += 1
         if own.rest:
             own.rest -= 1
             return 0
         if self._measuring:
-            return 1
+            return self._try(backlog)
         best = self._best[own.level]
-        if not best:
+        length = best.length
+        if not length:
             own.pauses = True
-            return 1 if own.tries.passes() else 0
+            return self._try(backlog) if own.tries.passes() else 0
         if own.pauses:
             own.tries.reset()
             own.pauses = False
-        return best
+        if length > self._each:
+            length = self._each
+        return length if not backlog or self._is_worth(own, best.saved, backlog) else 0
+
+    def _is_worth(self, own: Acceptance, saved: float, backlog: int) -> bool:
+        """Whether drafts of the tokens that will follow, so far as is known, save more time than catching up takes."""
+        cost = self._drafting.catch_up_seconds(backlog)
+        if not cost:
+            return True
+        tokens = max(self._mean_tokens - own.tokens, own.tokens)
+        return tokens * saved * self._costs.seconds(self._num_seqs) / self._num_seqs > cost
+
+    def _try(self, backlog: int) -> int:
+        """One token if the time for it is saved up, else none."""
+        cost = self._drafting.catch_up_seconds(backlog) + self._drafting.pass_seconds(1)
+        if cost > self._saved:
+            return 0
+        self._saved -= cost
+        return 1
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """See ``FixedLength``."""
@@ -182,6 +253,7 @@ class AdaptiveLength(FixedLength):
             own = of.get(seq_id)
             if own is not None:
                 own.observe(drafted, accepted)
+                own.tokens += accepted
 
     def found_none(self, seq_id: int) -> None:
         """See ``FixedLength``: where nothing is found for long, the drafter is asked in every fourth step."""
@@ -192,13 +264,37 @@ class AdaptiveLength(FixedLength):
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""
         if seconds > 0:
+            self._saved = min(self._saved, _SAVED_STEPS * _TRIES_SHARE * seconds) + _TRIES_SHARE * seconds
             largest = self._costs.largest
             self._costs.observe(num_seqs + num_drafts, seconds)
             if self._costs.largest > largest:  # what lies beyond was taken to cost as little
                 self._age = _FRESH
+        self._expected += 0.2 * (num_drafts - self._expected)
         if num_drafting:
             self._share += 0.1 * (num_drafting / num_seqs - self._share)
 
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """See ``FixedLength``."""
+        row = seconds / rows
+        self._prompt_row += 0.2 * (row - self._prompt_row) if self._prompt_row else row
+
+    @property
+    def expected(self) -> int:
+        """See ``FixedLength``: as many as steps had lately."""
+        return math.ceil(self._expected - 0.5)
+
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """See ``FixedLength``."""
+        if num_drafting:
+            self._drafting.observe(num_drafting, passes, seconds)
+        if catch_up_tokens:
+            self._drafting.observe_catch_up(catch_up_tokens, catch_up_seconds)
+
     def forget(self, seq_id: int) -> None:
         """See ``FixedLength``."""
-        self._of.pop(seq_id, None)
+        own = self._of.pop(seq_id, None)
+        if own is not None and own.tokens:
+            self._ended = min(self._ended + 1, _MEAN_OF)
+            self._mean_tokens += (own.tokens - self._mean_tokens) / self._ended

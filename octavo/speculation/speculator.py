@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 
+from octavo.core.errors import WorkerError
 from octavo.core.speculative_options import SpeculativeConfig
 from octavo.core.stats import SpeculationStats
 from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
@@ -24,6 +25,8 @@ class Speculator:
         """``most``: draft tokens of a sequence in a step. Without a ``drafter``, predictions alone are drafted from."""
         self._drafter = drafter
         self._predictions = PredictionDrafter()
+        #: Whether the number of draft tokens follows what they bring.
+        self.adaptive = adaptive
         self._lengths = AdaptiveLength(most) if adaptive else FixedLength(most)
         self._failed: set[int] = set()
         self._logged = False
@@ -42,14 +45,15 @@ class Speculator:
     def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
         """Draft tokens of a sequence, at most ``most``."""
         seq_id, predicted, drafter = sequence.seq_id, bool(sequence.prediction), self._drafter
-        wanted = self._lengths.length(seq_id, predicted)
+        backlog = drafter.backlog(sequence) if drafter is not None and not predicted else 0
+        wanted = self._lengths.length(seq_id, predicted, backlog)
         if wanted > most:
             wanted = most
         if wanted <= 0 or seq_id in self._failed:
             return []
         try:
             found = self._predictions.propose(sequence, wanted) if predicted else []
-            if not found and drafter is not None:
+            if not found and drafter is not None and not (predicted and drafter.backlog(sequence)):
                 found = drafter.propose(sequence, wanted)
                 if len(found) > wanted:
                     found = found[:wanted]
@@ -67,9 +71,28 @@ class Speculator:
             self._draft_tokens += drafted
             self._drafts[accepted] += 1
 
+    def fail(self, sequence: DraftedSequence, message: str) -> None:
+        """The workers could not propose tokens for the sequence."""
+        self._fail(sequence, WorkerError(message))
+
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
         self._lengths.observe_step(num_seqs, num_drafting, num_drafts, seconds)
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
+        self._lengths.observe_prompts(rows, seconds)
+
+    @property
+    def expected(self) -> int:
+        """Draft tokens for which steps with prompts leave room."""
+        return self._lengths.expected
+
+    def observe_drafting(
+        self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
+    ) -> None:
+        """See ``FixedLength``."""
+        self._lengths.observe_drafting(num_drafting, passes, seconds, catch_up_tokens, catch_up_seconds)
 
     def on_end(self, sequence: DraftedSequence) -> None:
         """The sequence has ended."""

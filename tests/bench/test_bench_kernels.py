@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench.kernels import Shapes, Types, attention_cases, expert_cases, linear_cases
+from octavo.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
 from octavo.cli.main import main
 from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels
@@ -29,6 +29,8 @@ LINEARS = [
     "linear lm_head",
 ]
 
+LOW_RANKS = [f"low-rank 16 {name}" for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")]
+
 
 @pytest.fixture
 def kernels() -> Kernels:
@@ -38,10 +40,10 @@ def kernels() -> Kernels:
 
 def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
-    assert main(["bench", "kernels", str(tiny_model), "--rows", "1,2", "--json", str(target)]) == 0
+    assert main(["bench", "kernels", str(tiny_model), "--rows", "2", "--json", str(target)]) == 0
     rows: list[dict[str, Any]] = [json.loads(line) for line in target.read_text().splitlines()]
-    assert list(dict.fromkeys(row["kernel"] for row in rows)) == [*LINEARS, "attention"]
-    assert [row["rows"] for row in rows if row["kernel"] == "linear lm_head"] == [1, 2]
+    assert list(dict.fromkeys(row["kernel"] for row in rows)) == [*LINEARS, *LOW_RANKS, "attention"]
+    assert [row["rows"] for row in rows if row["kernel"] == "linear lm_head"] == [2]
     for row in rows:
         assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
         shares = row["gb_per_s"] / row["limit_gb_per_s"], row["gflop_per_s"] / row["limit_gflop_per_s"]
@@ -58,6 +60,20 @@ def test_bytes_and_operations_of_products(
         size = of_head if case.kernel == "linear lm_head" else bytes_of_weight
         assert case.bytes == outputs * inputs * size
         assert case.flops == 2 * outputs * inputs * case.rows
+
+
+def test_bytes_and_operations_of_adapters(kernels: Kernels, tiny_model: Path) -> None:
+    c, device = read_model_config(tiny_model), torch.device("cpu")
+    shapes = Shapes([1, 20], [], [])
+    cases = [*low_rank_cases(kernels, c, Types(torch.bfloat16), shapes, device)]
+    assert [case.kernel for case in cases] == [name for name in LOW_RANKS for _ in shapes.rows]
+    for case in cases:
+        outputs, inputs = map(int, case.shape.split(" x "))
+        assert case.bytes == min(case.rows, 8) * 16 * (outputs + inputs) * 2
+        assert case.flops == 2 * 16 * (outputs + inputs) * case.rows
+        assert case.calls == c.num_layers
+        sums = case.forward(case.batch).hidden
+        assert sums.shape == (case.rows, outputs) and (sums != 0).all()
 
 
 def test_bytes_and_operations_of_experts(kernels: Kernels, tmp_path: Path) -> None:

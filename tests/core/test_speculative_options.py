@@ -58,15 +58,30 @@ def test_bounds_that_are_left_out(given: dict[str, Any], wanted: tuple[int, int]
     assert config is not None and (config.prompt_lookup_min, config.prompt_lookup_max) == wanted
 
 
+def test_a_model_alone_means_draft_model() -> None:
+    given = {"model": "smollm2-135m", "quantization": "int4", "num_speculative_tokens": 3}
+    config = make_config(model="m", speculative_config=given)
+    found = config.speculative_config
+    assert found is not None and found.drafts_on_workers
+    assert (found.method, found.model, found.quantization) == ("draft_model", "smollm2-135m", "int4")
+    assert make_config(**config.model_dump()).speculative_config == found
+    with pytest.raises(ConfigError, match=r"'draft_model' is not supported with pipeline_parallel_size \(2\) above 1"):
+        make_config(model="m", speculative_config=given, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "method is missing: name one of ngram, suffix"),
         ({"num_speculative_tokens": 3}, "method is missing"),
-        ({"method": "eagle3"}, "method 'eagle3': drafts with its own network.*the methods are ngram, suffix"),
-        ({"method": "draft_model", "model": "x"}, "method 'draft_model'"),
-        ({"model": "meta/Llama"}, "method 'meta/Llama': it is not supported"),
+        ({"method": "medusa"}, "method 'medusa' is not supported; the methods are ngram, suffix, draft_model"),
+        ({"model": "medusa"}, "method 'medusa' is not supported"),
+        ({"method": "draft_model"}, "method 'draft_model' needs a model"),
+        ({"method": "draft_model", "model": ""}, "method 'draft_model' needs a model"),
+        ({"method": "draft_model", "model": "x", "quantization": "int3"}, "quantization: .*'int4'.*, not 'int3'"),
+        ({"method": "draft_model", "model": 3}, "model: .*string, not 3"),
         ({"method": "ngram", "model": "x"}, "model 'x': method 'ngram' takes no model"),
+        ({"method": "suffix", "quantization": "int4"}, "quantization 'int4': method 'suffix' takes no model"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
             "num_speculative_tokens: .*greater than or equal to 1, not 0",

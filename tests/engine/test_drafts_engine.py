@@ -165,6 +165,17 @@ def test_whatever_a_drafter_does(
         assert stats is not None and (stats.draft_tokens, stats.accepted_tokens) == (sum(drafted), sum(accepted))
 
 
+def test_logprobs_of_a_prompt_whose_last_chunk_is_computed_beside_drafts(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    prompts = ["ab " * 3, "ab " * 4, "The quick brown fox " * 3]
+    wanted = load(tiny_model).generate(prompts, params, use_tqdm=False)
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    llm = load(tiny_model, speculative_config=drafts, max_num_batched_tokens=17)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.prompt_logprobs for o in found] == [o.prompt_logprobs for o in wanted]
+    assert sum(o.metrics.num_draft_tokens for o in found) > 20
+
+
 def test_a_processor_of_a_user_is_called_once_a_token_and_beams_are_as_ever(tiny_model: Path) -> None:
     calls: list[int] = []
 

@@ -88,3 +88,18 @@ def test_drafts_change_no_bit(ranks: int, stages: int, model: Path, alone: list[
     stats = llm.llm_engine.core.scheduler.stats().speculation
     assert stats is not None and 0 < stats.accepted_tokens < stats.draft_tokens
     llm.llm_engine.core.shutdown()
+
+
+def test_a_draft_model_on_several_ranks_changes_no_bit(model: Path, alone: list[Any]) -> None:
+    """Each rank has its share of the draft model, and all draft the same: here what the model itself says."""
+    llm = LLM(
+        str(model),
+        device="cpu",
+        tensor_parallel_size=2,
+        speculative_config={"model": str(model), "num_speculative_tokens": 3, "adaptive": False},
+        **TIGHT,
+    )
+    assert answers(llm, WORK) == alone
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and 0 < stats.accepted_tokens == stats.draft_tokens
+    llm.llm_engine.core.shutdown()

@@ -201,9 +201,9 @@ class Network:
 
 
 def run(forward: Callable[[ForwardBatch], ForwardOutput], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    hidden, logits = forward(batch)
-    assert logits is not None
-    return hidden.clone(), logits.clone()
+    output = forward(batch)
+    assert output.logits is not None
+    return output.hidden.clone(), output.logits.clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

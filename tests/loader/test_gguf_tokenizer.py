@@ -11,6 +11,7 @@ import tokenizers
 import transformers
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
+from octavo.engine.tokenizer import load_tokenizer
 from octavo.loader.builtin import BUILTIN, fetch_builtin
 from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.gguf_tokenizer import write_tokenizer
@@ -302,3 +303,19 @@ def test_gemma_s_runs_of_spaces_and_line_breaks_are_single_tokens(tmp_path: Path
     text = "a   b\n\n\na a    b\u00e9"
     assert ours.tokenize(text) == ["a", "   ", "b", "\n\n", "\n", "a", "▁a", "   ", "▁b", "<0xC3>", "<0xA9>"]
     assert ours.decode(ours(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])
+def test_the_tokens_around_a_gap_are_those_that_the_file_names(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<p>", "<f>", "<m>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a"]
+    types = [3] * 6 + [6] * 256 + [1] * 2
+    scores = [0.0] * 262 + [-1.0, -2.0]
+    numbers = {f"{key}_token_id": 3 + i for i, key in enumerate(keys)}
+    path = kind_file(tmp_path / "m.gguf", "llama", tokens, types, scores=scores, **numbers)
+    written(path)
+    tokenizer = load_tokenizer(path.with_suffix(".tok"))
+    assert tokenizer.encode_gap("a", "a")[:2] == [1, 3]
+    assert [i for i in tokenizer.encode_gap("a", "a") if i in (3, 4, 5)] == [3, 4, 5]
+    partial = kind_file(tmp_path / "n.gguf", "llama", tokens, types, scores=scores, **{f"{keys[0]}_token_id": 3})
+    written(partial)
+    assert load_tokenizer(partial.with_suffix(".tok")).fill_in_middle is None

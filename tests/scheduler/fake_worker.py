@@ -10,6 +10,7 @@ sampled tokens only when the step has been waited for, and until then nothing ma
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +28,20 @@ from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.beam_search import BeamSearch, Candidates
+from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
 from tests.scheduler.fake_adapters import FakeAdapters
+from tests.scheduler.fake_grammars import FakeGrammars
 
 EOS = 0
 #: Tokens that the fake model knows: the end, and a few others.
 VOCABULARY = 12
 _START = 17
+WAITING = (SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR)
 
 
 def extend_print(before: int, token: int) -> int:
@@ -123,6 +128,8 @@ class Row:
     #: Tokens at which the sequence ends.
     limit: int
     adapter: str | None = None
+    #: Tokens that must follow, which come back with a plan.
+    forced: list[int] = field(default_factory=list)
 
     @property
     def appends(self) -> bool:
@@ -176,8 +183,10 @@ class FakeWorker(Executor):
         options: SchedulerOptions,
         max_model_len: int,
         adapters: FakeAdapters | None = None,
+        grammars: FakeGrammars | None = None,
     ) -> None:
         self.adapters = adapters or FakeAdapters()
+        self.grammars = grammars or FakeGrammars()
         self.max_model_len = max_model_len
         self.options = options
         self.max_in_flight = 2
@@ -193,12 +202,15 @@ class FakeWorker(Executor):
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None
         self.on_wait: Callable[[StepPlan], None] = lambda plan: None
         self.broken: Exception | None = None
+        #: What drafts of its own are like.
+        self.drafting = random.Random(8)
         #: Tokens that it can name as candidates of a beam.
         self.vocabulary = VOCABULARY
         #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
         self.fail = ""
         self.has_failed = False
         self.seconds_per_token = 1e-3
+        self.seconds_per_step = 0.0
         self.seconds_per_move = 1e-3
 
     def start_workers(self) -> None: ...
@@ -230,7 +242,7 @@ class FakeWorker(Executor):
             self._forget(plan)
             if fail == "before moving":
                 self.has_failed = True
-                self.adapters.lose_report()
+                self._lose_reports()
                 raise InjectedFailure(fail)
             if any(s.failure for s in self.in_flight):
                 step.failure = "after one that failed"
@@ -248,6 +260,7 @@ class FakeWorker(Executor):
         plan = step.plan
         self._move(plan)
         self.adapters.apply(plan)
+        self.grammars.apply(plan)
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
@@ -255,8 +268,11 @@ class FakeWorker(Executor):
         assert len(self.rows) <= self.options.max_num_seqs
         for seq_id, tokens in plan.new_tokens.items():
             row = self.rows[seq_id]
-            assert not row.appends, "a token that the worker has already"
-            assert row.num_computed == len(row.tokens), "a token after one that is still to be computed"
+            assert not row.appends or row.forced, "a token that the worker has already"
+            assert row.num_computed == len(row.tokens) - row.appends, "a token after one that is still to be computed"
+            if row.forced:
+                assert tokens == row.forced, "not the tokens that are forced"
+                row.forced = []
             for token in tokens:
                 row.append(token)
                 row.known += 1
@@ -268,12 +284,42 @@ class FakeWorker(Executor):
         if fail == "before computing":
             self.has_failed = True
             step.failure = fail
-            self.adapters.lose_report()
+            self._lose_reports()
             return
+        if plan.num_drafts:
+            plan = step.plan = self._draft(plan, step.result)
         forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
         self.adapters.report(step.result)
+        self.grammars.report(step.result)
+
+    def _lose_reports(self) -> None:
+        self.adapters.lose_report()
+        self.grammars.lose_report()
+
+    def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
+        """Drafts as many tokens as are asked for, or fewer; none if its drafter fails."""
+        assert not plan.num_drafts.keys() & plan.drafts.keys()
+        num_tokens = dict(zip(plan.seq_ids, plan.num_tokens, strict=True))
+        drafts = dict(plan.drafts)
+        fails = self.drafting.random() < 0.1
+        result.draft_error = "no idea" if fails else None
+        for seq_id, most in plan.num_drafts.items():
+            row = self.rows[seq_id]
+            assert row.known_in_full and num_tokens[seq_id] == 1 + most
+            context, tokens = row.prints[-1], []
+            for _ in range(0 if fails else self.drafting.randrange(most + 1)):
+                token = sample(context, row.seed)
+                if self.drafting.random() < 0.3:
+                    token = (token + 1) % VOCABULARY
+                tokens.append(token)
+                context = extend_print(context, token)
+            num_tokens[seq_id] = 1 + len(tokens)
+            if tokens:
+                drafts[seq_id], result.num_drafts[seq_id] = tokens, len(tokens)
+        result.draft_seconds = 1e-3
+        return msgspec.structs.replace(plan, num_tokens=[*num_tokens.values()], drafts=drafts)
 
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
@@ -296,12 +342,15 @@ class FakeWorker(Executor):
         if before is not None:
             assert before.known_in_full, "back before its last token is known"
             unsent = len(new.token_ids) - len(before.tokens)
-            assert unsent == 0 or (unsent == 1 and not before.appends), "back without one of its tokens"
+            wanted = len(before.forced) if before.appends else min(unsent, 1)
+            assert unsent == wanted, "back without one of its tokens"
         limit, task = self.max_model_len, new.task
         if not task.samples:
             limit = new.num_prompt_tokens + 1  # all of them are computed
         elif task.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + task.max_tokens)
+        if isinstance(task, Generate) and task.grammar is not None:
+            assert task.grammar.key in self.grammars.compiled and not task.grammar.source
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
@@ -401,9 +450,10 @@ class FakeWorker(Executor):
         plan, result = step.plan, step.result
         moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         result.swap_seconds = moves * self.seconds_per_move
-        result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
+        result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token + self.seconds_per_step
         for seq_id in [*plan.seq_ids, *forked_children]:
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
+            assert not row.forced, "computed without the tokens that are forced"
             if row.num_computed < len(row.tokens):
                 continue
             if isinstance(row.task, Pool):
@@ -427,6 +477,7 @@ class FakeWorker(Executor):
                 accepted += 1
             if plan.drafts:
                 result.num_tokens.append(1 + accepted)
+            if plan.drafts or plan.num_drafts:
                 row.num_computed -= len(drafts) - accepted
                 for table in row.tables:  # blocks behind them may belong to others from now on
                     del table[-(-row.num_computed // self.block_size) :]
@@ -435,6 +486,19 @@ class FakeWorker(Executor):
             if row.appends:
                 row.append(token)
                 step.sampled.append(row)
+            self._force(seq_id, row, result)
+
+    def _force(self, seq_id: int, row: Row, result: StepResult) -> None:
+        """Names some of the next tokens, of a sequence alone with a grammar, whatever they are; or none."""
+        task = row.task
+        if self.max_in_flight > 1 or not isinstance(task, Generate) or task.grammar is None or task.params.n > 1:
+            return
+        context, count = row.prints[-1], _scramble((row.prints[-1], -77)) % 8 - 3
+        for _ in range(count):
+            row.forced.append(sample(context, row.seed))
+            context = extend_print(context, row.forced[-1])
+        if row.forced:
+            result.forced_tokens[seq_id] = list(row.forced)
 
 
 @dataclass
@@ -475,6 +539,7 @@ class Engine:
         adaptive: bool = False,
         adapters: Adapters | None = None,
         worker_adapters: FakeAdapters | None = None,
+        grammars: FakeGrammars | None = None,
     ) -> None:
         self.now = 0.0
         self.blocks = blocks
@@ -484,10 +549,12 @@ class Engine:
             options,
             max_model_len,
             speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
+            runs_ahead=max_in_flight > 1,
             adapters=adapters,
+            grammars=Grammars(max_idle=2),
             clock=lambda: self.now,
         )
-        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters)
+        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters, grammars)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._record_plan
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
@@ -503,7 +570,7 @@ class Engine:
         """Group ids that wait, run (in order) and are swapped out."""
         groups = self.scheduler.queues.groups.values()
         return (
-            sorted(g.group_id for g in groups if g.status is SequenceStatus.WAITING),
+            sorted(g.group_id for g in groups if g.status in WAITING),
             [g.group_id for g in self.scheduler.queues.running],
             sorted(g.group_id for g in groups if g.status is SequenceStatus.SWAPPED),
         )
@@ -619,19 +686,24 @@ def check_accounting(engine: Engine) -> None:
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
     assert unfinished - refused == set(queues.groups), "a group was lost"
+    waiting_for_grammars = check_grammars(queues)
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
     tables = 0
     for gid, group in queues.groups.items():
         places = [gid in running, group in queues.waiting, group in queues.waiting_long, group in queues.swapped]
+        places.append(gid in waiting_for_grammars)
         assert sum(places) == 1, "a group is in exactly one queue"
-        wanted = [SequenceStatus.RUNNING, *[SequenceStatus.WAITING] * 2, SequenceStatus.SWAPPED][places.index(True)]
+        wanted = [SequenceStatus.RUNNING, SequenceStatus.WAITING, *WAITING[:1], SequenceStatus.SWAPPED, WAITING[1]][
+            places.index(True)
+        ]
         assert group.status is wanted
         assert (group in queues.prefilling) == (group.prefilling and wanted is SequenceStatus.RUNNING)
         assert group.seqs, "a group without sequences"
         for seq in group.seqs:
             assert seq.status is wanted and queues.sequences[seq.seq_id] is seq
-            drafts = max((len(p.drafts.get(seq.seq_id, ())) for p, _ in engine.loop._in_flight), default=0)
+            plans, seq_id = [plan for plan, _ in engine.loop._in_flight], seq.seq_id
+            drafts = max((len(p.drafts.get(seq_id, ())) + p.num_drafts.get(seq_id, 0) for p in plans), default=0)
             assert seq.num_computed < len(seq.token_ids) + len(engine.loop._in_flight) + drafts
             table = blocks.table(seq.seq_id)
             held = bool(table) or blocks.is_swapped(seq.seq_id)
@@ -649,6 +721,23 @@ def check_accounting(engine: Engine) -> None:
     assert tables == blocks.num_tables
     if not any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight):
         check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
+
+
+def check_grammars(queues: Queues) -> set[int]:
+    """Grammars are kept for unfinished groups, and for a few others; the ids of groups that wait for theirs."""
+    grammars = queues.grammars
+    users: dict[str, int] = {}
+    for group in queues.groups.values():
+        if group.grammar is not None:
+            users[group.grammar.key] = users.get(group.grammar.key, 0) + 1
+    entries = grammars._entries
+    assert {key: entry.num_groups for key, entry in entries.items() if entry.num_groups} == users
+    assert {*grammars._idle} == {key for key, entry in entries.items() if entry.ready and not entry.num_groups}
+    assert len(grammars._idle) <= 2 and grammars.num_compiling == sum(not entry.ready for entry in entries.values())
+    waiting = {group_id for entry in entries.values() for group_id in entry.waiting}
+    assert not any(entry.ready and entry.waiting for entry in entries.values())
+    assert grammars.num_waiting == len(waiting)
+    return waiting
 
 
 def check_cache(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
 from octavo.core.plan import StepResult
 from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats
-from octavo.executor.adapter_loads import AdapterLoads
+from octavo.executor.worker_reports import WorkerReports
 from octavo.scheduler.adapters import AdapterState
 from tests.scheduler.fake_adapters import adapter_options, lora, prompt_adapter
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
@@ -324,7 +324,7 @@ def test_adapters_of_a_kind_that_is_off_are_refused() -> None:
 
 
 def test_a_load_is_done_when_all_workers_have_reported_it() -> None:
-    loads = AdapterLoads(3)
+    loads = WorkerReports(3)
 
     def combine(own: StepResult, *others: tuple[int, StepResult]) -> StepResult:
         loads.combine(own, others, 2)

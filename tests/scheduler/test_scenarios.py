@@ -22,6 +22,7 @@ from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
 from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
+from tests.scheduler.fake_grammars import FakeGrammars
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -43,6 +44,7 @@ def make(
     depth: int = 1,
     adapters: AdapterOptions | None = None,
     steps_per_load: int = 0,
+    grammars: FakeGrammars | None = None,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -61,6 +63,7 @@ def make(
         max_in_flight=depth,
         adapters=Adapters(adapters) if adapters else None,
         worker_adapters=FakeAdapters(adapters, steps_per_load),
+        grammars=grammars,
     )
 
 

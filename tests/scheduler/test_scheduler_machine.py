@@ -16,9 +16,11 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Sequ
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.adapters import Adapters
-from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy
+from octavo.speculation.drafter import DraftedSequence, Drafter
 from tests.scheduler.fake_adapters import FakeAdapters, adapter_options, lora, prompt_adapter
+from tests.scheduler.fake_grammars import FakeGrammars, grammar
 from tests.scheduler.fake_worker import (
     EOS,
     VOCABULARY,
@@ -31,6 +33,22 @@ from tests.scheduler.fake_worker import (
 )
 
 MAX_STEPS = 3000
+
+
+class Guessing(Drafter):
+    """Guesses what the fake model gives, and is wrong now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        assert isinstance(sequence, Sequence)
+        request = sequence.group.request
+        known = len(sequence.token_ids) - sequence.num_prompt_tokens
+        guesses = tokens_alone(request, sequence.index, 1000)[known : known + self._rng.randint(0, num_tokens)]
+        if guesses and self._rng.random() < 0.4:
+            guesses[self._rng.randrange(len(guesses))] ^= 1
+        return guesses
 
 
 class FewestSequencesFirst(Policy):
@@ -65,6 +83,10 @@ class Case:
     slots: tuple[int, int] | None = None
     #: Window of each group of KV layers, and its blocks as a share of those it could use at most.
     groups: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    #: Whether some requests have a grammar.
+    grammars: bool = False
+    #: Whether there are drafts, some of them right.
+    drafts: bool = False
 
 
 def make_case(seed: int) -> Case:
@@ -140,6 +162,7 @@ class Run:
             cuts_prompts=case.options.cuts_prompts,
         )
         self.adapter_rng = random.Random(case.seed + 3)
+        self.grammar_rng = random.Random(case.seed + 4)
         adapters = adapter_options(*case.slots) if case.slots else None
         self.engine = Engine(
             blocks,
@@ -148,6 +171,8 @@ class Run:
             max_in_flight=case.depth,
             adapters=Adapters(adapters) if adapters else None,
             worker_adapters=FakeAdapters(adapters, self.adapter_rng.choice([0, 0, 1, 3])),
+            grammars=FakeGrammars(self.grammar_rng.choice([0, 0, 1, 3])),
+            drafter=Guessing(case.seed) if case.drafts else None,
         )
         #: Adapters that requests name, and those of them whose loads fail now.
         self.refs = [*map(lora, "ABCDE"), *map(prompt_adapter, "PQR")]
@@ -184,6 +209,8 @@ class Run:
             task = Beam(beam, [EOS])
         elif self.own_rng.random() < 0.1:
             params.max_tokens = 0
+        if isinstance(task, Generate) and self.case.grammars and self.grammar_rng.random() < 0.7:
+            task.grammar = grammar(self.grammar_rng.choice("ABCDE"))
         self.added += 1
         return EngineCoreRequest(
             group_id=self.added,
@@ -234,6 +261,11 @@ class Run:
             scheduler.adapters.unpin(rng.choice(self.refs).key)
         self.engine.worker.adapters.failing = {rng.choice(self.refs).key: "unreadable"} if rng.random() < 0.1 else {}
 
+    def disturb_grammars(self) -> None:
+        """Makes grammars fail for a while."""
+        rng = self.grammar_rng
+        self.engine.worker.grammars.failing = {rng.choice("ABCDE"): "unusable"} if rng.random() < 0.1 else {}
+
     def check_pinned(self) -> None:
         """A pinned prefix is found whole, until it is released."""
         for name, request in self.pinned.items():
@@ -273,6 +305,8 @@ class Run:
             self.share_prefix()
             if self.case.slots:
                 self.disturb_adapters()
+            if self.case.grammars:
+                self.disturb_grammars()
             self.step()
             self.check_pinned()
             engine.now += rng.choice([0.1, 1.0, 5.0])
@@ -325,6 +359,9 @@ class Run:
             if answer.error == "unreadable":
                 assert request.adapter is not None and answer.group_reason == "error"
                 return
+            if answer.error == "unusable":
+                assert isinstance(request.task, Generate) and request.task.grammar and answer.group_reason == "error"
+                return
         if request.task.num_sequences == 1 and not self.case.failure_rate and request.pin_as is None:
             assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
@@ -357,6 +394,7 @@ def run_cases(
     groups: list[tuple[tuple[int | None, float], ...]] | None = None,
     *,
     adapters: bool = False,
+    grammars: bool = False,
 ) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
@@ -370,6 +408,9 @@ def run_cases(
             rng = random.Random(seed)
             slots = rng.randint(1, 3)
             case = replace(case, slots=(slots, slots + rng.choice([0, 0, 1, 2, 5])))
+        if grammars:  # with two steps in flight no tokens are forced
+            depth = random.Random(seed).choice([1, 1, case.depth])
+            case = replace(case, grammars=True, depth=depth, drafts=seed % 4 == 0)
         try:
             Run(case, shares_prefixes=True)()
         except Exception as e:
@@ -389,6 +430,17 @@ def test_generated_traffic_with_windows(part: int) -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_generated_traffic_with_adapters(part: int) -> None:
     run_cases(part * 1000, 150, adapters=True)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated_traffic_with_grammars(part: int) -> None:
+    run_cases(part * 1000, 150, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_much_generated_traffic_with_grammars(part: int) -> None:
+    run_cases(300_000 + part * 1000, 1000, WITH_WINDOWS if part % 4 == 0 else None, grammars=True)
 
 
 @pytest.mark.slow

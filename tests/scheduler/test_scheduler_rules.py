@@ -12,6 +12,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.policies import POLICIES
+from tests.scheduler.fake_grammars import FakeGrammars, grammar
 from tests.scheduler.fake_worker import (
     EOS,
     Engine,
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["auto", "recompute", "swap", "by_sequences"]),
         victim=st.sampled_from(["last", "least_computed", "most_blocks"]),
         depth=st.integers(1, 3),
+        steps_per_grammar=st.integers(0, 3),
     )
     def begin(
         self,
@@ -50,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: str,
         victim: str,
         depth: int,
+        steps_per_grammar: int,
     ) -> None:
         blocks = BlockManager(num_blocks, block_size, num_host_blocks=host_blocks, prefix_caching=caching)
         self.limit = min(36, num_blocks * block_size)
@@ -66,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             self.limit,
             max_in_flight=depth,
+            grammars=FakeGrammars(steps_per_grammar),
         )
         self.requests = 0
 
@@ -76,10 +80,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.integers(1, 4),
         beams=st.booleans(),
         priority=st.integers(0, 3),
+        key=st.sampled_from([None, "A", "B", "C", "D"]),
     )
-    def add(self, length: int, last: int, max_tokens: int, n: int, beams: bool, priority: int) -> None:
+    def add(self, length: int, last: int, max_tokens: int, n: int, beams: bool, priority: int, key: str | None) -> None:
         prompt = [*_TEXT[: min(length, self.limit - 1) - 1], last]
-        task: AnyTask = Generate(SamplingParams(n=n, max_tokens=max_tokens), 100 * self.requests, [EOS])
+        bound = grammar(key) if key is not None else None
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        task: AnyTask = Generate(params, 100 * self.requests, [EOS], grammar=bound)
         if beams and n > 1 and max_tokens:
             task = Beam(BeamSearchParams(beam_width=n, max_tokens=max_tokens), [EOS])
         self.engine.add(

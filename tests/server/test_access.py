@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -43,7 +45,8 @@ def test_requests_without_a_known_key_are_refused(serve: Serve, tmp_path: Path) 
     keys.chmod(0o600)
     server = serve(
         "--api-key-file", str(keys), "--allowed-origins", "https://a.example", "--max-body-bytes", "5000",
-        "--body-timeout", "3", "--log-prompts", env={"OCTAVO_API_KEYS": "third-key"},
+        "--body-timeout", "3", "--log-prompts", "--max-stored-responses", "2",
+        "--served-model-name", "tiny", env={"OCTAVO_API_KEYS": "third-key"},
     )  # fmt: skip
     with server.http() as http:
         for path in ("/health", "/version"):
@@ -68,6 +71,8 @@ def test_requests_without_a_known_key_are_refused(serve: Serve, tmp_path: Path) 
         client.models.list()
     with server.http(headers={"Authorization": "Bearer first-key"}) as http:
         _too_large_a_body(http, server)
+        _keys_of_anthropics_clients(server)
+        _responses_are_of_the_key_that_made_them(server)
         http.post("/v1/completions", json={"prompt": "a prompt to be logged"})
     environment = Path(f"/proc/{server.core_pid()}/environ").read_bytes()
     assert b"third-key" not in environment
@@ -75,6 +80,39 @@ def test_requests_without_a_known_key_are_refused(serve: Serve, tmp_path: Path) 
     log = server.log.read_text()
     assert "a prompt to be logged" in log
     assert "first-key" not in log
+
+
+def _keys_of_anthropics_clients(server: Running) -> None:
+    """In a header of their own; errors come in their format, also those of keys and sizes."""
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    client = anthropic.Anthropic(base_url=server.url, api_key="first-key", max_retries=0)
+    assert client.messages.create(**body).model == "tiny"
+    with pytest.raises(anthropic.AuthenticationError, match="not known"):
+        client.with_options(api_key="fourth-key").messages.create(**body)
+    with server.http(headers={"X-Api-Key": "second-key"}) as http:
+        answer = http.post("/v1/messages", json={**body, "system": "x" * 6000})
+    assert answer.status_code == 413
+    assert answer.json() == {
+        "type": "error",
+        "error": {"type": "request_too_large", "message": answer.json()["error"]["message"]},
+        "request_id": answer.headers["x-request-id"],
+    }
+
+
+def _responses_are_of_the_key_that_made_them(server: Running) -> None:
+    """And the oldest are forgotten."""
+    route, body = "/v1/responses", {"input": "a", "max_output_tokens": 2}
+    with (
+        server.http(headers={"Authorization": "Bearer first-key"}) as http,
+        server.http(headers={"X-Api-Key": "second-key"}) as other,
+        server.http(headers={"X-Api-Key": "first-key"}) as same,
+    ):
+        ids = [http.post(route, json=body).json()["id"] for _ in range(2)]
+        assert same.get(f"{route}/{ids[0]}").status_code == 200  # and so the newest
+        assert other.get(f"{route}/{ids[0]}").status_code == 404 == other.delete(f"{route}/{ids[0]}").status_code
+        assert other.post(route, json={**body, "previous_response_id": ids[0]}).status_code == 404
+        assert http.post(route, json=body).status_code == 200
+        assert [http.get(f"{route}/{i}").status_code for i in ids] == [200, 404]
 
 
 def _too_large_a_body(http: httpx.Client, server: Running) -> None:

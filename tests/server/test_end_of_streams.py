@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from octavo.server.run import is_loopback
@@ -18,6 +21,7 @@ TEXT = "/v1/completions"
 ROUTES: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "x"}]},
 }
 
 
@@ -35,7 +39,18 @@ def access_line(server: Running, request_id: str) -> dict[str, Any]:
 
 def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
     threads = (len(os.sched_getaffinity(0)) or 1) + 1
-    server = serve("--log-format", "json", "--request-timeout", "5", "--host", "0.0.0.0", "--num-threads", str(threads))
+    server = serve(
+        "--log-format",
+        "json",
+        "--request-timeout",
+        "5",
+        "--host",
+        "0.0.0.0",
+        "--served-model-name",
+        "tiny",
+        "--num-threads",
+        str(threads),
+    )
     assert "without API keys" in server.log.read_text()
     assert f"num_threads is {threads}" in server.log.read_text()
     url = server.url.replace("0.0.0.0", "127.0.0.1")
@@ -43,7 +58,8 @@ def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
     with server.http(base_url=url) as http:
         for route, fields in ROUTES.items():
             body = {**fields, "max_tokens": 1, "stream": True}
-            assert "[DONE]" in http.post(route, json=body, headers={"X-Request-Id": f"whole-{route}"}).text
+            text = http.post(route, json=body, headers={"X-Request-Id": f"whole-{route}"}).text
+            assert ("message_stop" if route == "/v1/messages" else "[DONE]") in text
             line = access_line(server, f"whole-{route}")
             assert (line["status"], line["stream"], line["completion_tokens"]) == (200, "complete", 1)
             assert "error" not in line
@@ -52,21 +68,44 @@ def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
         line = access_line(server, "left")
         assert (line["status"], line["stream"], line["prompt_tokens"]) == (200, "aborted", 200)
         assert line["completion_tokens"] > 0
-        with http.stream("POST", TEXT, json=long, headers={"X-Request-Id": "late"}) as answer:
-            pieces = answer.iter_text()
-            next(pieces)
-            core = server.core_pid()
-            os.kill(core, signal.SIGSTOP)
-            try:
-                assert "request_timeout" in "".join(pieces)
-            finally:
-                os.kill(core, signal.SIGCONT)
-        line = access_line(server, "late")
-        assert (line["status"], line["stream"], line["error"]) == (200, "error", "request_timeout")
+        for route, text in late_streams(server, http, long).items():
+            line = access_line(server, f"late-{route}")
+            assert (line["status"], line["stream"], line["error"]) == (200, "error", "request_timeout")
+            event = json.loads(text.removesuffix("\n\n").rpartition("data: ")[2])
+            if route == "/v1/responses":
+                assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+                openai.types.responses.ResponseFailedEvent.model_validate(event, strict=True)
+                assert http.get(f"{route}/{event['response']['id']}").status_code == 404
+                event = event["response"]
+            elif route == "/v1/messages":
+                assert "\nevent: error\n" in text and event["type"] == "error"
+            assert "request_timeout" in event["error"]["message"]
         body = {"prompt": "x", "n": 0, "stream": True}
         refused = http.post(TEXT, json=body, headers={"X-Request-Id": "no"})
         assert refused.status_code == 400
         assert "stream" not in access_line(server, "no")
+
+
+def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
+    """What streams of all routes send whose core stands still until they are out of time."""
+    fields = {"max_tokens": 200, "ignore_eos": True, "stream": True}
+    bodies = {route: {**body, **fields} for route, body in ROUTES.items()} | {TEXT: long}
+    bodies["/v1/responses"] = {"input": "x", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
+    texts, open_streams = {}, {}
+    with contextlib.ExitStack() as stack:
+        for route, body in bodies.items():
+            headers = {"X-Request-Id": f"late-{route}"}
+            answer = stack.enter_context(http.stream("POST", route, json=body, headers=headers))
+            open_streams[route] = answer.iter_text()
+            texts[route] = next(open_streams[route])
+        core = server.core_pid()
+        os.kill(core, signal.SIGSTOP)
+        try:
+            for route, pieces in open_streams.items():
+                texts[route] += "".join(pieces)
+        finally:
+            os.kill(core, signal.SIGCONT)
+    return texts
 
 
 def test_a_server_of_this_machine_only_warns_of_nothing(tiny_server: Running) -> None:

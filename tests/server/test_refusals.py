@@ -59,7 +59,7 @@ def refused(response: httpx.Response, status: int, *words: str, param: str | Non
         ({"n": 257}, "n", ["256"]),
         ({"n": 2, "best_of": 300}, "best_of", ["300"]),
         ({"stop": "x" * 300}, "stop", ["256"]),
-        ({"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
+        ({"guided_regex": "a("}, "guided_regex", ["unclosed group"]),
         ({"stream_options": {"include_usage": True}}, "stream_options", ["stream=true"]),
         ({"use_beam_search": True, "n": 2, "stop": "x"}, "stop", ["beam"]),
         ({"use_beam_search": True, "n": 1000}, None, []),

@@ -24,7 +24,10 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "generation_config.json").write_text(json.dumps(own))
     flags = ("--generation-config", str(folder), "--unknown-fields", "ignore", "--trust-request-chat-template")
     drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
-    with running(tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64") as server:
+    stores = ("--max-stored-responses", "0")
+    with running(
+        tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64", *stores
+    ) as server:
         yield server
 
 
@@ -86,6 +89,17 @@ def test_a_predicted_output_comes_sooner_and_is_the_same(server: Running) -> Non
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "prediction"
 
 
+def test_a_server_that_keeps_no_responses_says_so(server: Running) -> None:
+    with server.http() as http:
+        body = {"input": "a", "max_output_tokens": 2}
+        response = http.post("/v1/responses", json=body).json()
+        assert response["store"] is False
+        answer = http.post("/v1/responses", json={**body, "previous_response_id": response["id"]})
+        assert answer.status_code == 404 and "keeps none" in answer.json()["error"]["message"]
+        answer = http.post("/v1/responses", json={**body, "store": True})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"
+
+
 def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) -> None:
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ word }}"
     messages = [{"role": "user", "content": "hi"}]
@@ -97,7 +111,7 @@ def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) 
     with server.http() as http:
         for _ in range(2):
             assert send(http, TEXT, no_such_field=1)[0] == 200
-        assert send(http, TEXT, guided_json={"type": "object"})[0] == 400
+        assert send(http, TEXT, mirostat=2)[0] == 400
         assert prompt_of(http, **body) == "<hi>end"
         broken = http.post(CHAT, json={**body, "chat_template": "{% if"})
         assert broken.status_code == 400 and "jinja" in broken.json()["error"]["message"]

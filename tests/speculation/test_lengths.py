@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from octavo.speculation.costs import StepCosts, best_lengths
-from octavo.speculation.lengths import AdaptiveLength
+from octavo.speculation.lengths import AdaptiveLength, FixedLength
 
 
 def cpu(rows: int) -> float:
@@ -82,5 +82,65 @@ def test_free_rows_are_all_taken_and_dear_ones_are_not(num_seqs: int) -> None:
     for rows in range(1, 250):
         free.observe(rows, 1.0)
         dear.observe(rows, float(rows))
-    assert best_lengths(free, num_seqs, num_seqs, 5)[-1] == 5
-    assert best_lengths(dear, num_seqs, num_seqs, 5) == [0] * 16
+    assert best_lengths(free, num_seqs, num_seqs, 5)[-1].length == 5
+    assert [best.length for best in best_lengths(dear, num_seqs, num_seqs, 5)] == [0] * 16
+    assert [best.length for best in best_lengths(free, num_seqs, num_seqs, 5, pass_seconds=1.0)] == [0] * 16
+    assert best_lengths(free, num_seqs, num_seqs, 5, pass_seconds=0.5)[-1].length == 5
+
+
+def with_a_draft_model(
+    batch: int, right: float, of_model: float, prompt: int, output: int, adaptive: bool, most: int = 7
+) -> float:
+    """Seconds of sequences, one after the other in each of ``batch`` places, by those without drafts.
+
+    A pass of the drafter takes ``of_model`` of a step of the model, and a token of a prompt as much of a row.
+    """
+    rng, lengths = random.Random(1), AdaptiveLength(most) if adaptive else FixedLength(most)
+    computed, known = [0] * batch, [0] * batch
+    seq_ids, total, plain, ended = list(range(batch)), 0.0, 0.0, 0
+    while ended < 24 * batch:
+        left = lengths.begin_step(batch, 0)
+        drafts, backlog = {}, 0
+        for place, seq_id in enumerate(seq_ids):
+            behind = prompt + known[place] - computed[place]
+            wanted = min(left, lengths.length(seq_id, False, behind)) if left > 0 else 0
+            left -= wanted
+            if wanted:
+                drafts[place] = wanted
+                backlog, computed[place] = backlog + behind, prompt + known[place]
+        noise = rng.uniform(0.98, 1.02)
+        took = cpu(batch + sum(drafts.values())) * noise
+        passes, catching_up = max(drafts.values(), default=0), 0.6 * of_model * backlog * noise
+        drafting = of_model * passes * cpu(len(drafts)) * noise if drafts else 0.0
+        total += took + drafting + catching_up
+        if drafts:
+            lengths.observe_drafting(len(drafts), passes, drafting, backlog, catching_up)
+        lengths.observe_step(batch, len(drafts), sum(drafts.values()), took)
+        for place, seq_id in enumerate(seq_ids):
+            accepted = 0
+            while accepted < drafts.get(place, 0) and rng.random() < right:
+                accepted += 1
+            if place in drafts:
+                lengths.observe([(seq_id, drafts[place], accepted)])
+                computed[place] += accepted + 1
+            known[place] += accepted + 1
+            plain += cpu(batch) / batch * (accepted + 1)
+            if known[place] >= output:
+                plain -= cpu(batch) / batch * (known[place] - output)
+                lengths.forget(seq_id)
+                seq_ids[place] = max(seq_ids) + 1
+                computed[place] = known[place] = 0
+                ended += 1
+                total, plain = total + 0.6 * prompt, plain + 0.6 * prompt
+    return total / plain
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("of_model", [0.05, 0.5])
+@pytest.mark.parametrize(("prompt", "output"), [(100, 200), (2000, 40)])
+def test_the_time_of_a_drafter_counts(batch: int, right: float, of_model: float, prompt: int, output: int) -> None:
+    found = with_a_draft_model(batch, right, of_model, prompt, output, True)
+    fixed = min(with_a_draft_model(batch, right, of_model, prompt, output, False, n) for n in (1, 3, 7))
+    assert found < 1.03
+    assert found < 1.15 * fixed

@@ -1,0 +1,64 @@
+"""Refuses a draft model whose tokens are not those of the model, before weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError, ModelNotFoundError
+from octavo.core.model_config import ModelConfig
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
+from octavo.loader.resolve import resolve_model
+from octavo.models.config import read_model_config
+
+
+def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
+    """Whether the model that ``options.speculative_config`` names, if any, has the vocabulary of the one in ``folder``.
+
+    The tokens must be the same, with the same ids. Rows of the embedding for which there is no token, to which some
+    checkpoints are padded, may be more or fewer; where tokenizers are not there to be compared, they must be as many.
+
+    Raises:
+        ConfigError: it has another vocabulary; the message names the first difference.
+        OctavoError: there is no such model, or it is not supported.
+    """
+    given = options.speculative_config
+    if given is None or given.method != "draft_model":
+        return
+    assert given.model is not None
+    dummy = options.load_format == "dummy"
+    try:
+        draft_folder = resolve_model(given.model, dtype=options.dtype, revision=given.revision, weights=not dummy)
+    except ModelNotFoundError as e:
+        raise ModelNotFoundError(f"speculative_config: {e}") from None
+    draft_size = read_model_config(draft_folder).vocab_size
+    if draft_folder == folder:
+        return
+    own = find_tokenizer(options, folder)
+    drafts = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
+    if isinstance(own, NoTokenizer) or isinstance(drafts, NoTokenizer):
+        difference = None
+        if draft_size != config.vocab_size:
+            difference = f"{draft_size} tokens instead of {config.vocab_size}"
+    else:
+        difference = _difference(own, drafts)
+    if difference is not None:
+        raise ConfigError(
+            f"speculative_config: the draft model {given.model!r} has another vocabulary than the model "
+            f"{options.model!r}: {difference}; take one of the same family, or method 'ngram' or 'suffix'"
+        )
+
+
+def _difference(own: Tokenizer, drafts: Tokenizer) -> str | None:
+    """The first difference of the drafts' vocabulary from the model's own one."""
+    wanted, found = (
+        {token_id: text for text, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+        for tokenizer in (own, drafts)
+    )
+    for token_id in sorted(wanted.keys() & found.keys()):
+        if wanted[token_id] != found[token_id]:
+            return f"token {token_id} is {found[token_id]!r} instead of {wanted[token_id]!r}"
+    if len(wanted) != len(found):
+        return f"{len(found)} tokens instead of {len(wanted)}"
+    missing = min(wanted.keys() ^ found.keys(), default=None)
+    return None if missing is None else f"token {missing} is in one of them alone"

@@ -1,0 +1,100 @@
+"""From the form that a request asks for to a checked grammar."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.grammar.digest import MAX_BYTES, digest
+from octavo.grammar.json_schema import Schema, SchemaError
+from octavo.grammar.limits import parser_limits
+from octavo.grammar.messages import readable
+from octavo.grammar.schema_search import endless, locate
+from octavo.grammar.sources import choice_source, grammar_source, json_source, read_schema, read_tags, tags_source
+
+NOTHING = "no text has this form"
+
+
+def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = ()) -> Grammar:
+    """The grammar of a form, which was compiled on trial; for bounds of time and memory see ``GrammarCompiler``.
+
+    ``special_tokens``: texts that the tokenizer has as a token of its own.
+
+    Raises:
+        InvalidRequestError: naming the field and the place of the error.
+    """
+    key = digest(params)
+    source = _checked_source(params, frozenset(special_tokens))
+    if len(source.encode()) > MAX_BYTES:
+        raise InvalidRequestError(f"structured_outputs.{params.form} becomes a grammar of more than {MAX_BYTES} bytes")
+    return Grammar(key, source, params.begin_after)
+
+
+def _checked_source(params: StructuredOutputsParams, special: frozenset[str]) -> str:
+    place = f"structured_outputs.{params.form}"
+    if params.json_object:
+        return _checked_schema({"type": "object"}, params, place)
+    if params.json not in (None, False):
+        return _checked_schema(read_schema(params.json, params, place), params, place)
+    if params.structural_tag is not None:
+        tags = read_tags(params.structural_tag, params)
+        for i, tag in enumerate(tags):
+            _checked_schema(tag.schema, params, f"{place}.structures[{i}].schema")
+        source = tags_source(tags, params, special)
+    elif params.choice is not None:
+        source = choice_source(params.choice)
+    elif params.regex is not None:
+        source = LLMatcher.grammar_from_regex(params.regex)
+    else:
+        source = grammar_source(params.grammar or "")
+    error = compile_error(source, special)
+    if error:
+        message = readable(error, with_place=source == params.grammar)
+        raise InvalidRequestError(f"{place}: {message}")
+    return source
+
+
+def _checked_schema(schema: Schema, params: StructuredOutputsParams, place: str) -> str:
+    if (path := endless(schema)) is not None:
+        raise SchemaError(place, path, "no value is complete, as it needs another of its own schema within it")
+    source = json_source(schema, params)
+    error = compile_error(source)
+    if error:
+        path = locate(schema, lambda part: compile_error(json_source(part, params)))
+        raise SchemaError(place, path, readable(error, with_place=False))
+    return source
+
+
+def compile_error(source: str, special_tokens: frozenset[str] = frozenset()) -> str:
+    """What llguidance finds wrong with a grammar; empty: nothing."""
+    matcher = LLMatcher(byte_tokenizer(special_tokens), source, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        return NOTHING if matcher.get_error().startswith("NoExtension") else matcher.get_error()
+    return NOTHING if matcher.is_stopped() and not matcher.is_accepting() else ""
+
+
+@functools.lru_cache(2)
+def byte_tokenizer(special_tokens: frozenset[str] = frozenset()) -> LLTokenizer:
+    """A tokenizer with a token for each byte, an end-of-sequence token (256), and special tokens after it."""
+    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
+
+
+class _Bytes:
+    """A tokenizer with a token for each byte, as ``TokenizerWrapper`` wants it: what a grammar allows of any text."""
+
+    bos_token_id = None
+
+    def __init__(self, special_tokens: Collection[str]) -> None:
+        special = [b"</s>", *(text.encode() for text in sorted(special_tokens))]
+        self.tokens = [bytes([i]) for i in range(256)] + special
+        self.eos_token_id = 256
+        self.special_token_ids = list(range(256, 256 + len(special)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)

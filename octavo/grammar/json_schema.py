@@ -1,0 +1,187 @@
+"""JSON schemas: which keywords are supported, and what stands where.
+
+Keywords are those of drafts 7 and 2020-12 (json-schema.org). A schema is read like llguidance reads it: from its root,
+along all keywords that hold schemas and along references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from octavo.core.errors import InvalidRequestError
+
+Schema = dict[str, Any]
+
+#: Keywords that outputs obey, and what of each is not supported.
+SUPPORTED = {
+    "$ref": "within the schema; nothing is fetched",
+    "additionalItems": "",
+    "additionalProperties": "equal names may come twice, all with valid values",
+    "allOf": "",
+    "anyOf": "",
+    "const": "",
+    "enum": "",
+    "exclusiveMaximum": "",
+    "exclusiveMinimum": "",
+    "format": "date, date-time, time, duration, email, hostname, ipv4, ipv6, uuid, uri",
+    "items": "",
+    "maxItems": "",
+    "maxLength": "",
+    "maxProperties": "where all of properties is required",
+    "maximum": "",
+    "minItems": "",
+    "minLength": "",
+    "minProperties": "where all of properties is required, and at most one more than required",
+    "minimum": "",
+    "multipleOf": "above 0",
+    "oneOf": "where no value can be of two of them, as far as that is easily seen",
+    "pattern": "without look-around and back-references",
+    "patternProperties": "patterns that no name has two of, with ^ or $ where needed; names as of additionalProperties",
+    "prefixItems": "",
+    "properties": "in the order of the schema",
+    "required": "",
+    "type": "",
+    "uniqueItems": "false only",
+}
+#: Keywords that restrict nothing.
+ANNOTATIONS = frozenset(
+    {
+        "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding", "contentMediaType",
+        "contentSchema", "default", "definitions", "deprecated", "description", "examples", "readOnly", "title",
+        "writeOnly",
+    }
+)  # fmt: skip
+#: Keywords that would restrict outputs and are refused; the last line those of older drafts.
+UNSUPPORTED = frozenset(
+    {
+        "$dynamicAnchor", "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else",
+        "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
+        "unevaluatedProperties",
+        "$recursiveAnchor", "$recursiveRef", "disallow", "divisibleBy", "extends",
+    }
+)  # fmt: skip
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_IN_MAPPINGS = ("properties", "patternProperties")
+_IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = ("additionalProperties", "additionalItems", "items")
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_TEXTS = frozenset({"$ref", "pattern", "format"})
+
+
+class SchemaError(InvalidRequestError):
+    """An error at a place of a schema: a JSON pointer within a field."""
+
+    def __init__(self, field: str, path: str, message: str) -> None:
+        super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
+
+
+def prepare(root: Schema, field: str, *, disable_additional_properties: bool = False) -> None:
+    """Checks a schema as far as its own text says what is wrong, and leaves out what has no effect; in place.
+
+    ``field`` is the schema's, for messages. ``disable_additional_properties``: objects whose schema does not speak of
+    additional properties have none.
+
+    Raises:
+        SchemaError: a keyword is not supported, or its value is none of it.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", root)]
+    while waiting:
+        path, schema = waiting.pop()
+        if isinstance(schema, bool) or id(schema) in seen:
+            continue
+        if not isinstance(schema, dict):
+            raise SchemaError(field, path, f"a schema must be an object or a boolean, not {schema!r:.100}")
+        seen.add(id(schema))
+        for keyword, value in list(schema.items()):
+            _check(field, path, schema, keyword, value)
+        if disable_additional_properties and ("properties" in schema or schema.get("type") == "object"):
+            schema.setdefault("additionalProperties", False)
+        waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
+        if (referred := target(root, schema)) is not None:
+            waiting.append(referred)
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
+    """The schemas directly within a schema, and the step of a JSON pointer to each; definitions are not among them."""
+    for keyword, value in schema.items():
+        if keyword in _IN_MAPPINGS and isinstance(value, dict):
+            for name, child in value.items():
+                yield f"/{keyword}/{_escaped(name)}", child
+        elif keyword in _IN_LISTS and isinstance(value, list):
+            for i, child in enumerate(value):
+                yield f"/{keyword}/{i}", child
+        elif keyword in _SINGLE:
+            yield f"/{keyword}", value
+
+
+def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> None:
+    place = f"{path}/{_escaped(keyword)}"
+    if keyword == "uniqueItems" and value is False:
+        del schema[keyword]
+        return
+    if keyword in UNSUPPORTED or keyword == "uniqueItems":
+        raise SchemaError(field, place, f"the keyword {keyword} is not supported")
+    if keyword in _COUNTS:
+        if isinstance(value, float) and value.is_integer():
+            schema[keyword] = value = int(value)
+        _expect(field, place, _is_number(value, int) and value >= 0, "a whole number from 0", value)
+    elif keyword in _NUMBERS:
+        _expect(field, place, _is_number(value, (int, float)), "a number", value)
+        _expect(field, place, keyword != "multipleOf" or value > 0, "above 0", value)
+    elif keyword in _TEXTS:
+        _expect(field, place, isinstance(value, str), "a text", value)
+    elif keyword == "type":
+        types = value if isinstance(value, list) else [value]
+        _expect(field, place, bool(types) and all(kind in _TYPES for kind in types), f"of {', '.join(_TYPES)}", value)
+    elif keyword in ("properties", "patternProperties", "$defs", "definitions"):
+        _expect(field, place, isinstance(value, dict), "an object of schemas", value)
+    elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        _expect(field, place, isinstance(value, list) and bool(value), "a list of schemas", value)
+    elif keyword == "enum":
+        _expect(field, place, isinstance(value, list) and bool(value), "a list of values, with at least one", value)
+    elif keyword == "required":
+        names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        _expect(field, place, names, "a list of names", value)
+    if keyword == "minProperties" and value > len(schema.get("required", ())) + 1:
+        raise SchemaError(field, place, f"minProperties is supported {SUPPORTED[keyword]}, as names may come twice")
+    if keyword == "$ref" and "$id" in schema:
+        raise SchemaError(field, f"{path}/$id", "$id beside $ref is not supported: drafts differ in what it means")
+
+
+def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:
+    """The schema that a JSON pointer in ``$ref`` points to; None: there is none."""
+    ref = schema.get("$ref")
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        return None
+    found: Any = root
+    for part in ref[1:].split("/")[1:]:
+        name = _unescaped(part)
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:  # an error that llguidance finds, unless a $id gives it another meaning
+            return None
+    return ref[1:], found
+
+
+def _expect(field: str, place: str, right: bool, what: str, value: object) -> None:
+    if not right:
+        raise SchemaError(field, place, f"must be {what}, not {value!r:.100}")
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(part: str) -> str:
+    return unquote(part).replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,71 @@
+"""The tokenizer of a folder as the library ``tokenizers`` has it, with its special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from octavo.core.errors import TokenizerError
+from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
+from octavo.loader.tokenizer_parts import read_object, token_text
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer of a folder: tokenizer.json, else what ``build_tokenizer`` makes of the files of its family.
+
+    Returns:
+        With it, the content of tokenizer_config.json and special_tokens_map.json.
+
+    Raises:
+        TokenizerError: there is none, or a file cannot be understood.
+        UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
+    """
+    path = folder / "tokenizer.json"
+    config = read_object(folder / "tokenizer_config.json")
+    for name, value in read_object(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif tokenizer_files(folder):
+        backend, config = build_tokenizer(folder, config)
+    else:
+        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
+        found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, tokenizer.model or *.tiktoken; "
+            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
+            "measurements with load_format='dummy' need none"
+        )
+    complete_backend(backend, config)
+    return backend, config
+
+
+def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Makes special what ``config`` names so and the tokenizer does not; ids stay as they are. Texts are not cut."""
+    backend.no_truncation()
+    backend.no_padding()
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    for text in dict.fromkeys([*named_tokens(config).values(), *_extra_tokens(config)]):
+        if text not in special:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens under the names that templates use, such as ``bos_token``."""
+    return {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    entries: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        given = config.get(name)
+        entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
+    return [text for entry in entries if (text := token_text(entry)) is not None]

@@ -1,0 +1,261 @@
+"""Heads that draft for a model from its hidden states: EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (2503.01840).
+
+A head is one decoder layer (EAGLE-1: or several). Its input at position t is what the model made of token t, and the
+embedding of token t + 1; its output stands for what the model would make of token t + 1, so that it is the next input,
+with the token drafted from it. Its keys and values at t thus depend on token t + 1.
+
+The input is the hidden state after the model's final norm (EAGLE-1), or a product with the residual streams before some
+layers (EAGLE-3). Tensors have the names of published heads.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.layers.attention import Attention
+from octavo.layers.base import Layer
+from octavo.layers.context import LayerContext
+from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import extend_rotary_table, rotary_table
+from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from octavo.models.checkpoint import Drop, Entry, Rename
+from octavo.models.config_reader import ConfigReader
+from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.eagle_config import EagleConfig, read_eagle_config
+from octavo.models.llama import LlamaLayer, make_mlp
+from octavo.models.network import Network, ResidualReader
+
+#: Old checkpoints hold rotary tables; d2t and t2d are no weights and are read by themselves.
+_COMMON: tuple[Entry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
+
+
+class EagleHead(Network):
+    """A head on the model's device; ``attach_target`` must come before it is run."""
+
+    config: EagleConfig
+    #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
+    target_ids: Tensor | None = None
+
+    def __init__(self, config: EagleConfig, context: LayerContext) -> None:
+        """The layers without weights; ``context`` is without adapters and quantisation."""
+        super().__init__(config, context)
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        if config.own_embedding:
+            embedding = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
+            self.embed_tokens = self.attach("embed_tokens", embedding)
+        fc = ReplicatedConcatLinear(context, self.fc_inputs(config), config.hidden_size, config.fc_bias)
+        self.fc = self.attach("fc", fc)
+        self.rotary_table = rotary_table(config, context.device, context.positions)
+
+    def attach_target(self, target: Decoder) -> None:
+        """Sets the model whose embedding, and in EAGLE-1 head, it shares."""
+        self._target = target
+
+    @abstractmethod
+    def fc_inputs(self, config: EagleConfig) -> list[int]:
+        """Widths of what ``fc`` is multiplied with."""
+
+    def position_bytes(self) -> int:
+        """Bytes of a row of its rotary table."""
+        return self.rotary_table.shape[1] * self.rotary_table.element_size()
+
+    def extend_positions(self, positions: int) -> None:
+        """Computes the rotary table anew if it is shorter."""
+        extend_rotary_table(self.rotary_table, self.config, positions)
+
+    def make_reader(self) -> FeatureReader | None:
+        """What is to read the residual stream of a step; None if the features are the hidden states."""
+        return None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [T] to float32 [T, E]."""
+        return (self.embed_tokens or self._target.embed_tokens)(token_ids)
+
+    @abstractmethod
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
+        """What follows the features ``residual`` and the batch's tokens: float32 [T, E]; writes keys and values.
+
+        The token of a row is the one after that of its features, whose position is the row's. The features, float32
+        [T, E], are those of the model, or the result for the row before; their memory may be reused.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Results [n, E] to logits float32 [n, draft_vocab_size]."""
+
+
+class FeatureReader:
+    """Multiplies the residual streams before some layers with ``fc``, each as the network comes by."""
+
+    def __init__(self, fc: ReplicatedConcatLinear, layers: tuple[int, ...]) -> None:
+        self._fc, self._layers = fc, layers
+        #: float32 [T, E], complete after the last of the layers.
+        self.features: Tensor | None = None
+
+    def read(self, layer: int, residual: Tensor) -> None:
+        """See ``ResidualReader``."""
+        if layer in self._layers:
+            self.features = self._fc.product(self._layers.index(layer), residual, torch.float32, self.features)
+
+
+class FirstLayer(DecoderLayer):
+    """A layer of Llama without the norm before attention."""
+
+    attention: Attention
+
+    def __init__(self, config: ModelConfig, context: LayerContext, attention: Attention) -> None:
+        super().__init__()
+        self.attention = self.attach("self_attn", attention)
+        norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = self.attach("post_attention_layernorm", norm)
+        self.mlp = self.attach("mlp", make_mlp(config, context))
+
+    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """See ``DecoderLayer``."""
+        residual = self.attention.add_to(residual, residual, cache, batch)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class EagleForCausalLM(EagleHead):
+    """EAGLE-1: layers over fc([embedding, hidden]); their result is a hidden state after the final norm."""
+
+    # The embedding is a copy of the model's.
+    checkpoint_map = (*_COMMON, Drop(r"^embed_tokens\.weight$"), Drop(r"^lm_head\.weight$"))
+
+    def __init__(self, config: EagleConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.layers: list[DecoderLayer] = []
+        for index in range(config.num_layers):
+            attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table)
+            if index:
+                layer: DecoderLayer = LlamaLayer(config, context, attention, make_mlp(config, context))
+            else:
+                layer = FirstLayer(config, context, attention)
+            self.layers.append(self.attach(f"layers.{index}", layer))
+        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
+        """See ``read_eagle_config``."""
+        return read_eagle_config("eagle", reader)
+
+    def fc_inputs(self, config: EagleConfig) -> list[int]:
+        """The embedding and the hidden state."""
+        return [config.hidden_size, config.target_hidden_size]
+
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
+        """See ``EagleHead``."""
+        embedding = self.fc.product(0, self.embed(batch.token_ids), torch.float32)
+        residual = self.fc.product(1, residual, torch.float32, embedding)
+        for layer, cache in zip(self.layers, kv_caches, strict=True):
+            residual = layer(residual, cache, batch)
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By the model's head."""
+        return self._target.logits(hidden)
+
+
+class ConcatAttention(Attention):
+    """Attention whose queries, keys and values are projections of two inputs, of ``hidden_size`` each."""
+
+    qkv: ConcatQKVParallelLinear
+
+    def make_qkv(self, config: ModelConfig, context: LayerContext) -> ConcatQKVParallelLinear:
+        """See ``Attention``."""
+        return ConcatQKVParallelLinear(
+            context, [config.hidden_size] * 2, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
+        )
+
+    def add_both_to(
+        self, residual: Tensor, first: Tensor, second: Tensor, cache: LayerCache, batch: ForwardBatch
+    ) -> Tensor:
+        """residual + attention of both inputs, float32 [T, E]; the residual's memory may be reused."""
+        qkv = self.qkv.product(0, first, torch.float32)
+        qkv = self.qkv.product(1, second, first.dtype, qkv)
+        return self.out.add_to(residual, self.attend(qkv, cache, batch))
+
+
+class MidLayer(Layer):
+    """The layer of EAGLE-3: attention over the norms of embedding and features, whose residual is the features."""
+
+    attention: ConcatAttention
+
+    def __init__(self, config: EagleConfig, context: LayerContext, attention: ConcatAttention) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
+        self.embedding_norm = self.attach("input_layernorm", RMSNorm(context, hidden, eps))
+        self.hidden_norm = self.attach("hidden_norm", RMSNorm(context, hidden, eps))
+        self.attention = self.attach("self_attn", attention)
+        self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
+        self.mlp = self.attach("mlp", make_mlp(config, context))
+
+    def __call__(self, embedding: Tensor, features: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """Both float32 [T, E] to float32 [T, E]; the features' memory may be reused."""
+        embedding, hidden = self.embedding_norm(embedding), self.hidden_norm(features)
+        if self._norm_before_residual:
+            features = self.hidden_norm.float32(features)
+        residual = self.attention.add_both_to(features, embedding, hidden, cache, batch)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class Eagle3ForCausalLM(EagleHead):
+    """EAGLE-3: one layer, and a head of its own over a part of the vocabulary."""
+
+    checkpoint_map = (*_COMMON, Rename(r"^layers\.0\.", "midlayer."))
+
+    def __init__(self, config: EagleConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        attention = ConcatAttention(config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table)
+        self.layer = self.attach("midlayer", MidLayer(config, context, attention))
+        self.kv_specs = [attention.kv_spec]
+        self.norm = self.attach("norm", RMSNorm(context, config.hidden_size, config.rms_norm_eps))
+        head = ParallelLMHead(context, config.draft_vocab_size, config.hidden_size, None)
+        self.head = self.attach("lm_head", head)
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
+        """See ``read_eagle_config``."""
+        return read_eagle_config("eagle3", reader)
+
+    def fc_inputs(self, config: EagleConfig) -> list[int]:
+        """The residual streams that it reads."""
+        return [config.target_hidden_size] * len(config.feature_layers)
+
+    def make_reader(self) -> FeatureReader:
+        """See ``EagleHead``."""
+        return FeatureReader(self.fc, self.config.feature_layers)
+
+    def forward_layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        reader: ResidualReader | None = None,
+    ) -> Tensor:
+        """See ``EagleHead``."""
+        return self.layer(self.embed(batch.token_ids), residual, kv_caches[0], batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By its own norm and head."""
+        return self.head(self.norm(hidden))

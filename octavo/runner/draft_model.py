@@ -1,0 +1,232 @@
+"""The drafter ``draft_model``: a smaller model with the vocabulary of the one that it drafts for.
+
+Its first forward of a step computes the tokens that it has not seen, which are one or two where it has drafted in the
+step before, and each further one a draft token of every row. How much it has computed is known by row, so a sequence
+that was preempted, or found its prompt in the prefix cache, is computed anew when drafts are next asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.config import EngineConfig
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
+from octavo.kernels.interface import LayerCache
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model, make_dummy_model
+from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
+from octavo.models.config import read_model_config
+from octavo.models.network import Network
+from octavo.models.sizes import weight_bytes
+from octavo.runner.device import Device
+from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
+from octavo.runner.input_batch import InputBatch
+from octavo.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class DraftModelSource(DraftSource):
+    """A model's folder."""
+
+    #: The engine's, with the model and quantization of the drafter.
+    options: EngineConfig
+    folder: Path
+    config: ModelConfig
+
+    @classmethod
+    def of(cls, options: EngineConfig) -> DraftModelSource:
+        """Finds (or fetches) the model that ``options.speculative_config`` names, and reads its config.json.
+
+        Raises:
+            OctavoError: there is none, or it is not supported.
+        """
+        given = options.speculative_config
+        assert given is not None and given.model is not None
+        changes = {"model": given.model, "quantization": given.quantization or "auto", "revision": given.revision}
+        own = options.model_copy(update=changes)
+        dummy = options.load_format == "dummy"
+        folder = resolve_model(own.model, dtype=own.dtype, revision=own.revision, weights=not dummy)
+        return cls(own, folder, read_model_config(folder))
+
+    def load(self, context: LayerContext, model: Network) -> DraftModel:
+        """See ``DraftSource``."""
+        return DraftModel(self, context, model)
+
+    def context(self, context: LayerContext) -> LayerContext:
+        """See ``DraftSource``."""
+        return replace(
+            context,
+            quantization=weight_quantization(self.options, context.kernels.name, self.config.quantization),
+            max_loras=0,
+            max_lora_rank=0,
+            virtual_tokens=0,
+            screen_head=False,
+        )
+
+
+class DraftModel(WorkerDrafter):
+    """Owns the network; what it keeps of each row is how many of its tokens are computed."""
+
+    def __init__(self, source: DraftModelSource, context: LayerContext, model: Network) -> None:
+        """Loads the weights.
+
+        Raises:
+            OctavoError: as ``load_model``.
+        """
+        self._source, self._context = source, source.context(context)
+        # As for the model: tables need not be longer, and for two kinds of scaling they had better not be.
+        self.config = replace(source.config, max_position=min(source.config.max_position, model.config.max_position))
+        self.load(model)
+        self.kv_specs = self.network.kv_specs
+
+    def position_bytes(self) -> int:
+        """See ``WorkerDrafter``."""
+        return self.network.position_bytes()
+
+    def load(self, model: Network) -> None:
+        """See ``WorkerDrafter``."""
+        options, context = self._source.options, self._context
+        if options.load_format == "dummy":
+            self.network = make_dummy_model(self.config, context, options.seed)
+            return
+        gguf = gguf_source(options.model) if context.quantization == "gguf" else None
+        self.network = load_model(self._source.folder, self.config, context, gguf)
+
+    def describe(self) -> str:
+        """See ``WorkerDrafter``."""
+        quantized = f", quantised to {self._context.quantization}" if self._context.quantization else ""
+        size = weight_bytes(self.network) / (1 << 30)
+        return f"draft_model {self._source.options.model} ({self.config.architecture}){quantized}, {size:.2f} GiB"
+
+    def start(
+        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
+    ) -> None:
+        """See ``WorkerDrafter``."""
+        self._batch, self._sampler, self._device = batch, sampler, device
+        self._largest = replace(largest, sampled=largest.sequences)
+        given = self._source.options.speculative_config
+        assert given is not None
+        rows = batch.tokens.num_rows
+        #: Tokens of each row that are computed for certain, and the drafts behind them that were computed.
+        self._num_computed = np.zeros(rows, np.int64)
+        self._num_drafts = np.zeros(rows, np.int64)
+        self._drafts = np.zeros((rows, given.num_speculative_tokens), np.int64)
+        self.capture(caches)
+
+    def capture(self, caches: Sequence[LayerCache]) -> None:
+        """See ``WorkerDrafter``."""
+        self.network.extend_positions(min(self._largest.max_seq_len, self.config.max_position))
+        self._forward: Forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
+
+    def release(self) -> None:
+        """See ``WorkerDrafter``."""
+        del self._forward
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        """See ``WorkerDrafter``."""
+        kernels, network = self._context.kernels, self.network
+        kernels.begin_adapters(batch)
+        hidden = network.forward(batch, list(caches))
+        return ForwardOutput(hidden, network.logits(kernels.take_sampled(hidden, batch)))
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def add(self, row: int) -> None:
+        """See ``WorkerDrafter``."""
+        self._num_computed[row] = self._num_drafts[row] = 0
+
+    def fork(self, parent: int, child: int) -> None:
+        """See ``WorkerDrafter``."""
+        for state in (self._num_computed, self._num_drafts, self._drafts):
+            state[child] = state[parent]
+
+    def _computed(self, rows: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each row that need not be computed: all but the last one, as far as drafts have become tokens."""
+        tokens, certain = self._batch.tokens.ids, self._num_computed[rows]
+        offsets = np.arange(self._drafts.shape[1])
+        places = certain[:, None] + offsets
+        right = (offsets < self._num_drafts[rows, None]) & (places < known[:, None])
+        right &= tokens[rows[:, None], np.minimum(places, tokens.shape[1] - 1)] == self._drafts[rows]
+        certain = certain + np.logical_and.accumulate(right, axis=1).sum(axis=1)
+        return np.minimum(certain, known - 1)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def draft(self, counts: dict[int, int]) -> Drafts:
+        """See ``WorkerDrafter``. Of tokens that it has not seen, a step computes as many as the token budget has."""
+        found, table = Drafts(), self._batch.tokens
+        rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
+        known = table.num_tokens[rows]
+        # The last draft is not computed, so it may be one past the context.
+        wanted = np.minimum(wanted, self.config.max_position + 1 - known)
+        rows, wanted, known = (values[wanted > 0] for values in (rows, wanted, known))
+        starts = self._computed(rows, known)
+        order = np.argsort(known - starts, kind="stable")
+        rows, wanted, known, starts = (values[order] for values in (rows, wanted, known, starts))
+        lengths = known - starts
+        ends = starts + np.clip(self._largest.tokens - (np.cumsum(lengths) - lengths), 0, lengths)
+        begun = ends > starts
+        if not begun.any():
+            return found
+        ones_first = np.argsort((ends - starts)[begun] > 1, kind="stable")
+        rows, wanted, known, starts, ends = (v[begun][ones_first] for v in (rows, wanted, known, starts, ends))
+        complete = ends == known
+        logits = self._timed_first(rows, starts, ends, complete, found)
+        self._num_computed[rows], self._num_drafts[rows] = ends, 0
+        rows, wanted, known = rows[complete], wanted[complete], known[complete]
+        for number in range(int(wanted.max(initial=0))):
+            places = known + number
+            if number:
+                logits = self._run(rows, places - 1, places, np.ones(len(rows), bool))
+                self._num_drafts[rows] = number
+            chosen = self._choose(logits, rows, places)
+            table.ids[rows, places] = self._drafts[rows, number] = chosen
+            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
+                if token >= 0:
+                    found.tokens.setdefault(row, []).append(token)
+            more = (chosen >= 0) & (wanted > number + 1)
+            rows, wanted, known = rows[more], wanted[more], known[more]
+            if not len(rows):
+                break
+        return found
+
+    def _timed_first(
+        self,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        complete: NDArray[np.bool_],
+        found: Drafts,
+    ) -> Tensor:
+        start = time.perf_counter()
+        logits = self._run(rows, starts, ends, complete)
+        lengths = ends - starts
+        # Two: where all drafts were accepted, the last of them and the token after it.
+        found.catch_up_tokens = int(np.maximum(lengths - 2, 0).sum())
+        found.catch_up_seconds = found.catch_up_tokens / int(lengths.sum()) * (time.perf_counter() - start)
+        return logits
+
+    def _run(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64], sampled: NDArray[np.bool_]
+    ) -> Tensor:
+        """Computes the tokens ``starts`` to ``ends`` of these rows; logits of the last one of those ``sampled``."""
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(ends - starts, out=offsets[1:])
+        inputs = self._batch.flatten(rows, starts, ends, offsets, offsets[1:][sampled] - 1, adapters=False)
+        logits = self._forward(self._device.to_device(inputs, ())).logits
+        assert logits is not None
+        return logits
+
+    def _choose(self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """With the noise of the rows' requests; tokenizers may have fewer tokens than either network has logits."""
+        size = self._sampler.vocab_size
+        width = min(size, logits.shape[1])
+        return self._sampler.draft(logits[:, :width], rows, positions, edited=width == size)

@@ -1,0 +1,223 @@
+"""Drafters that run on the worker, with a network of their own beside the model's: the infrastructure for all of them.
+
+``StepPlan.num_drafts`` names sequences and how many tokens to draft for each at most. The worker drafts them at the
+beginning of that very step, when the tokens of the steps before are known, puts them into ``StepPlan.drafts``, and from
+there on they are verified like those that a plan brings. So a draft never travels, and the one step that has the slots
+for it uses them: ``num_tokens`` counts the drafts, and the plan has allocated (and copied, where shared) the blocks of
+positions up to that of the last draft. Fewer drafts than asked for, or none, are right too; ``StepResult.num_drafts``
+says how many there were.
+
+KV cache. The layers of a drafter have caches of their own shape, in the blocks of the model: one block table addresses
+both, so that allocation, prefix cache, copy-on-write, swaps and sleep are those of the model, and a block is larger by
+the drafter's layers (``ModelRunner.kv_groups``). What a drafter reads there never decides an answer, so it may be
+missing or stale. A drafter may write where the step computes, and, for positions before those, what belongs there: in
+shared blocks, all that share them have the same tokens.
+
+Each rank of a tensor-parallel group drafts, and must come to the same tokens. With one rank, a drafter that raises is
+reported (``StepResult.draft_error``) and the step goes on without drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from torch import Tensor
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import StepPlan, StepResult
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.layers.context import LayerContext
+from octavo.models.eagle import FeatureReader
+from octavo.models.network import Network
+from octavo.runner.device import Device
+from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.sampling.sampler import Sampler
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What a drafter proposes in a step."""
+
+    #: By row: one token or more.
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    #: Seconds that went to tokens that it had not computed when they were sampled, such as a prompt, and their number.
+    catch_up_seconds: float = 0.0
+    catch_up_tokens: int = 0
+
+
+class WorkerDrafter(ABC):
+    """A network that drafts. Rows are those of ``InputBatch``, whose tokens and block tables it reads."""
+
+    #: What holds its weights; sleep mode moves them to host memory and back, or drops them.
+    network: Network
+    #: Of each of its layers.
+    kv_specs: list[KVSpec]
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Its method, network and memory, for logs."""
+
+    def position_bytes(self) -> int:
+        """Bytes of its tables for each position of the longest sequence."""
+        return 0
+
+    @abstractmethod
+    def load(self, model: Network) -> None:
+        """Reads its weights again, after ``network`` was deleted; ``model`` is the network that it drafts for.
+
+        Raises:
+            WeightError: they cannot be read.
+        """
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        """Its network, eagerly: also run on the largest batch, before ``start``, to measure memory."""
+
+    @abstractmethod
+    def start(
+        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
+    ) -> None:
+        """Prepares for steps of at most this size; its own caches are in the order of ``kv_specs``."""
+
+    @abstractmethod
+    def capture(self, caches: Sequence[LayerCache]) -> None:
+        """As ``start``, after a sleep: the caches are new, and so may be the weights."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drops what was captured, until ``capture``."""
+
+    def make_reader(self) -> FeatureReader | None:
+        """What reads the model's residual stream in a step, as part of its captured forward; None: nothing."""
+        return None
+
+    def after_step(  # noqa: B027  not every drafter needs the model's hidden states
+        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
+    ) -> None:
+        """A step's forward and its sampling are queued; ``output`` is overwritten by the next.
+
+        Args:
+            inputs: of the step.
+            batch: the same on the device.
+            output: hidden states of all tokens, and the features that ``make_reader`` has read.
+            sampled: int64, the tokens of the sampled rows, on the device; None: no sequence samples.
+        """
+
+    @abstractmethod
+    def draft(self, counts: dict[int, int]) -> Drafts:
+        """Drafts at most so many tokens for each row (1 or more), all tokens of which are known."""
+
+    @abstractmethod
+    def add(self, row: int) -> None:
+        """A sequence has this row from now on; none of its tokens is computed."""
+
+    @abstractmethod
+    def fork(self, parent: int, child: int) -> None:
+        """A sequence has row ``child`` from now on; its blocks are, or become, copies of the parent's."""
+
+
+class DraftSource(ABC):
+    """Where the network of a drafter comes from; its weights are not loaded yet."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def context(self, context: LayerContext) -> LayerContext:
+        """What its layers are built with, by that of the model that it drafts for."""
+
+    @abstractmethod
+    def load(self, context: LayerContext, model: Network) -> WorkerDrafter:
+        """The drafter, with its weights, of a model that was built with this context.
+
+        Raises:
+            OctavoError: the weights cannot be read, or do not fit the model.
+        """
+
+
+def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
+    """The drafter of the options for a model of this configuration, if it has a network of its own.
+
+    Raises:
+        OctavoError: there is none of that name, or it does not fit the model.
+    """
+    from octavo.runner.draft_model import DraftModelSource
+    from octavo.runner.eagle import EagleSource
+
+    given = options.speculative_config
+    if given is None or not given.drafts_on_workers:
+        return None
+    return DraftModelSource.of(options) if given.method == "draft_model" else EagleSource.of(options, config)
+
+
+def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[KVGroup, int]]:
+    """The groups of a drafter's layers, and the KV group of the model in whose blocks each is.
+
+    ``windows``: of the model's KV groups. Blocks behind a group's window belong to others, so it is the narrowest that
+    keeps what the layers attend to.
+
+    Raises:
+        ConfigError: no group keeps enough.
+    """
+    found = []
+    for group in group_layers(specs):
+        window = group.spec.window
+        wide = [i for i, kept in enumerate(windows) if kept is None or (window is not None and window <= kept)]
+        if not wide:
+            longest = max(kept for kept in windows if kept is not None)
+            raise ConfigError(
+                f"speculative_config: the drafter attends to {'all tokens' if window is None else f'{window} tokens'}, "
+                f"but the model's KV cache keeps the last {longest} only; take method 'ngram' or 'suffix'"
+            )
+        found.append((group, min(wide, key=lambda i: windows[i] or float("inf"))))
+    return found
+
+
+def make_caches(
+    kernels: Kernels, groups: Sequence[tuple[KVGroup, int]], blocks: Sequence[int], block_size: int, *, host: bool
+) -> list[LayerCache]:
+    """The caches of a drafter's layers, in order, with so many blocks in each KV group of the model."""
+    make = kernels.make_host_cache if host else kernels.make_cache
+    caches = make([group for group, _ in groups], [blocks[index] for _, index in groups], block_size)
+    for group, index in groups:
+        for layer in group.layers:
+            caches[layer].group = index
+    return caches
+
+
+def add_drafts(
+    drafter: WorkerDrafter, batch: InputBatch, plan: StepPlan, result: StepResult, *, alone: bool
+) -> StepPlan:
+    """The plan with the drafts that it asks for in ``drafts``, and ``num_tokens`` by how many there are.
+
+    An exception of the drafter is reported in the result if this rank is ``alone``; else it is the step's, as other
+    ranks may have drafts.
+    """
+    start = time.perf_counter()
+    seq_ids = {batch.row(seq_id): seq_id for seq_id in plan.num_drafts}
+    found = Drafts()
+    try:
+        found = drafter.draft({row: plan.num_drafts[seq_id] for row, seq_id in seq_ids.items()})
+    except Exception as e:
+        if not alone:
+            raise
+        logger.error("the drafter failed", exc_info=e)
+        result.draft_error = f"{type(e).__name__}: {e}"
+    tokens = {seq_ids[row]: drafts for row, drafts in found.tokens.items()}
+    result.num_drafts = {seq_id: len(drafts) for seq_id, drafts in tokens.items()}
+    missing = {seq_id: count - result.num_drafts.get(seq_id, 0) for seq_id, count in plan.num_drafts.items()}
+    num_tokens = [n - missing.get(s, 0) for s, n in zip(plan.seq_ids, plan.num_tokens, strict=True)]
+    result.draft_seconds = time.perf_counter() - start
+    result.draft_catch_up_seconds = found.catch_up_seconds
+    result.draft_catch_up_tokens = found.catch_up_tokens
+    return msgspec.structs.replace(plan, num_tokens=num_tokens, drafts={**plan.drafts, **tokens})

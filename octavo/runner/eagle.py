@@ -1,0 +1,257 @@
+"""The drafters ``eagle`` and ``eagle3``: a head that drafts from the model's hidden states (``octavo.models.eagle``).
+
+After each step the head computes all tokens of the step, each with the one that follows it, which the step may just
+have sampled: so its keys and values are there wherever the model's are, in the prefix cache too, and its last result of
+each sequence is what drafting begins with. What it makes of rejected drafts is overwritten as the model's entries are.
+
+An entry depends on the next token. Where that is another one than when the entry was computed (behind the end of a hit
+in the prefix cache, and in children of a fork), one entry of the context stays that of the other token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
+from octavo.kernels.interface import LayerCache
+from octavo.layers.context import LayerContext
+from octavo.loader.eagle import load_head, make_dummy_head, read_dummy_config, read_head_config
+from octavo.loader.resolve import resolve_model
+from octavo.models.decoder import Decoder
+from octavo.models.eagle import EagleHead, FeatureReader
+from octavo.models.eagle_config import EagleConfig
+from octavo.models.network import Network
+from octavo.models.sizes import weight_bytes
+from octavo.runner.device import Device
+from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
+from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class EagleSource(DraftSource):
+    """A head's folder."""
+
+    options: EngineConfig
+    folder: Path
+    config: EagleConfig
+
+    @classmethod
+    def of(cls, options: EngineConfig, model: ModelConfig) -> EagleSource:
+        """Finds (or fetches) the head that ``options.speculative_config`` names, and compares it with the model.
+
+        Raises:
+            OctavoError: there is none, or it is not for this model.
+        """
+        given = options.speculative_config
+        assert given is not None and given.model is not None and given.method in ("eagle", "eagle3")
+        dummy = options.load_format == "dummy"
+        folder = resolve_model(given.model, revision=given.revision, weights=not dummy)
+        read = read_dummy_config if dummy else read_head_config
+        return cls(options, folder, read(folder, given.method, model))
+
+    def context(self, context: LayerContext) -> LayerContext:
+        """See ``DraftSource``; published heads are in the model's type."""
+        return replace(context, quantization=None, max_loras=0, max_lora_rank=0, virtual_tokens=0)
+
+    def load(self, context: LayerContext, model: Network) -> EagleDrafter:
+        """See ``DraftSource``."""
+        return EagleDrafter(self, context, model)
+
+
+class EagleDrafter(WorkerDrafter):
+    """Owns the head, and of each row the results that the next drafts may begin with."""
+
+    network: EagleHead
+
+    def __init__(self, source: EagleSource, context: LayerContext, model: Network) -> None:
+        """Loads the weights; see ``load_head``.
+
+        Raises:
+            ConfigError: the model is none that a head can be for.
+            WeightError: the weights cannot be read.
+        """
+        self._source, self._context = source, source.context(context)
+        self._kernels = context.kernels
+        self.load(model)
+        self.kv_specs = self.network.kv_specs
+        shape = source.options.token_budget, source.config.hidden_size
+        #: Input of the head: a row for each token.
+        self._features = torch.zeros(shape, dtype=torch.float32, device=context.device)
+
+    def describe(self) -> str:
+        """See ``WorkerDrafter``."""
+        given, size = self._source.options.speculative_config, weight_bytes(self.network) / (1 << 30)
+        assert given is not None
+        return f"{given.method} {given.model} ({self._source.config.architecture}), {size:.2f} GiB"
+
+    def position_bytes(self) -> int:
+        """See ``WorkerDrafter``."""
+        return self.network.position_bytes()
+
+    def load(self, model: Network) -> None:
+        """See ``WorkerDrafter``."""
+        method = self._source.config.method
+        if not isinstance(model, Decoder) or (method == "eagle" and model.embed_tokens.scale != 1.0):
+            raise ConfigError(
+                f"speculative_config: method {method!r} is not supported for {type(model).__name__}; take method "
+                "'draft_model', 'ngram' or 'suffix'"
+            )
+        options, config = self._source.options, self._source.config
+        if options.load_format == "dummy":
+            self.network = make_dummy_head(config, self._context, options.seed)
+        else:
+            self.network = load_head(self._source.folder, config, self._context)
+        self.network.attach_target(model)
+
+    def start(
+        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
+    ) -> None:
+        """See ``WorkerDrafter``."""
+        self._batch, self._sampler, self._device, self._largest = batch, sampler, device, largest
+        given = self._source.options.speculative_config
+        assert given is not None
+        rows, width = batch.tokens.num_rows, self._features.shape[1]
+        #: Rows that a sequence samples at most.
+        self._window = given.num_speculative_tokens + 1
+        #: Results at the sampled rows of each row's last step, and the number of known tokens before it; 0: none.
+        self._results = self._features.new_zeros(rows * self._window, width)
+        self._known = np.zeros(rows, np.int64)
+        self.capture(caches)
+
+    def capture(self, caches: Sequence[LayerCache]) -> None:
+        """See ``WorkerDrafter``."""
+        self.network.extend_positions(self._largest.max_seq_len)
+        self._forward: Forward = self._kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
+
+    def release(self) -> None:
+        """See ``WorkerDrafter``."""
+        del self._forward
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        """See ``WorkerDrafter``: the head's results at the sampled rows, without logits."""
+        self._kernels.begin_adapters(batch)
+        hidden = self.network.forward_layers(self._features[: len(batch.token_ids)], batch, list(caches))
+        return ForwardOutput(self._kernels.take_sampled(hidden, batch))
+
+    def make_reader(self) -> FeatureReader | None:
+        """See ``WorkerDrafter``."""
+        return self.network.make_reader()
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def add(self, row: int) -> None:
+        """See ``WorkerDrafter``."""
+        self._known[row] = 0
+
+    def fork(self, parent: int, child: int) -> None:
+        """See ``WorkerDrafter``: the child's next token is another one."""
+        self._known[child] = 0
+
+    # --- after a step -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def after_step(
+        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
+    ) -> None:
+        """See ``WorkerDrafter``: computes the tokens of the step."""
+        features = output.hidden if output.features is None else output.features
+        self._features[: len(features)].copy_(features)
+        tokens = self._next_tokens(inputs, batch, sampled)
+        hidden = self._forward(replace(batch, token_ids=tokens)).hidden
+        if not len(inputs.sampling):
+            return
+        rows = inputs.rows[inputs.sampling]
+        positions = inputs.arrays["positions"][inputs.arrays["sampled_rows"]]
+        places = rows * self._window
+        if inputs.drafted is None:
+            self._known[rows] = positions[: len(rows)] + 1
+        else:
+            counts, count = inputs.drafted.counts[: len(rows)], self._num_own(inputs)
+            offsets = inputs.drafted.offsets[:count]
+            places = np.repeat(places, counts) + offsets
+            self._known[rows] = positions[:count][offsets == 0] + 1
+        self._results.index_copy_(0, self._index(places), hidden[: len(places)])
+
+    @staticmethod
+    def _num_own(inputs: StepInputs) -> int:
+        """Sampled rows of the step's sequences, which those of sequences just forked from them follow."""
+        count = len(inputs.sampling)
+        return count if inputs.drafted is None else int(inputs.drafted.counts[:count].sum())
+
+    def _next_tokens(self, inputs: StepInputs, batch: ForwardBatch, sampled: Tensor | None) -> Tensor:
+        """The token that follows each token of the step, int64 [T]; what is not known is any token."""
+        if sampled is not None:
+            sampled = sampled.clamp(min=0)  # negative where a sequence has failed
+            if inputs.all_sampled and inputs.forked is None:
+                return sampled
+        lengths = np.diff(inputs.arrays["query_start_loc"])
+        rows, positions = np.repeat(inputs.rows, lengths), inputs.arrays["positions"]
+        tokens = self._index(self._batch.tokens.ids[rows, positions + 1].astype(np.int64))
+        if sampled is not None:
+            count = self._num_own(inputs)
+            tokens.index_copy_(0, batch.sampled_rows[:count], sampled[:count])
+        return tokens
+
+    def _index(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._features.device)
+
+    # --- drafts -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draft(self, counts: dict[int, int]) -> Drafts:
+        """See ``WorkerDrafter``. A row whose last step was not seen gets none, such as a child of a fork."""
+        found, table = Drafts(), self._batch.tokens
+        rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
+        computed = self._batch.num_computed[rows]
+        offsets = computed - self._known[rows]
+        # Of tokens that were appended without being sampled, the head has not computed the one before the last.
+        seen = (self._known[rows] > 0) & (offsets >= 0) & (offsets < self._window)
+        seen &= computed == table.num_tokens[rows] - 1
+        rows, wanted, offsets = rows[seen], wanted[seen], offsets[seen]
+        hidden = self._results.index_select(0, self._index(rows * self._window + offsets))
+        number = 0
+        while len(rows):
+            places = table.num_tokens[rows] + number
+            if number:
+                hidden = self._follow(rows, places, hidden)
+            chosen = self._choose(hidden, rows, places)
+            table.ids[rows, places] = chosen
+            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
+                if token >= 0:
+                    found.tokens.setdefault(row, []).append(token)
+            number += 1
+            more = (chosen >= 0) & (wanted > number)
+            if not more.all():
+                rows, wanted, hidden = rows[more], wanted[more], hidden[self._index(np.flatnonzero(more))]
+        return found
+
+    def _follow(self, rows: NDArray[np.int64], places: NDArray[np.int64], hidden: Tensor) -> Tensor:
+        """The head's results for its own, ``hidden``, and the drafts before ``places``: [S, E]."""
+        starts, offsets = places - 2, np.arange(len(rows) + 1)
+        inputs = self._batch.flatten(rows, starts, starts + 1, offsets, offsets[:-1])
+        inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places - 1].astype(np.int64)
+        self._features[: len(rows)].copy_(hidden)
+        return self._forward(self._device.to_device(inputs, ())).hidden
+
+    def _choose(self, hidden: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """With the noise of the rows' requests."""
+        slots = self._batch.adapters[rows]
+        device = hidden.device
+        self._kernels.use_adapters(torch.from_numpy(slots).to(device) if (slots >= 0).any() else None)
+        logits, ids = self.network.logits(hidden), self.network.target_ids
+        if ids is not None:
+            drafted = logits
+            logits = drafted.new_full((len(rows), self._sampler.vocab_size), -torch.inf)
+            logits.index_copy_(1, ids, drafted)
+        return self._sampler.draft(logits, rows, places)

@@ -1,0 +1,63 @@
+"""How the served model writes calls and reasoning: by option, or as its chat template says."""
+
+from __future__ import annotations
+
+import functools
+
+from octavo.engine.chat_template import template_variables
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tool_messages import HERMES, CallFormat
+from octavo.server.reasoning_parsers import ReasoningParser, find_reasoning_parser, load_reasoning_parser
+from octavo.server.tool_parsers import ToolParser, find_tool_parser, load_tool_parser
+from octavo.server.tool_parsers.json_calls import Hermes
+
+_AUTO, _NONE = "auto", "none"
+
+
+class ChatFormats:
+    """The parsers of one server."""
+
+    def __init__(self, tool_call_parser: str = _AUTO, reasoning_parser: str = _AUTO) -> None:
+        """By name, ``module:Class``, ``auto`` or ``none``.
+
+        Raises:
+            ConfigError: there is no such parser.
+        """
+        self._finds_tools = tool_call_parser == _AUTO
+        self._finds_reasoning = reasoning_parser == _AUTO
+        named = tool_call_parser not in (_AUTO, _NONE)
+        self._tool_parser = load_tool_parser(tool_call_parser) if named else None
+        named = reasoning_parser not in (_AUTO, _NONE)
+        self._reasoning_parser = load_reasoning_parser(reasoning_parser) if named else None
+
+    def tool_parser(self, template: str) -> type[ToolParser] | None:
+        """The parser for answers to prompts of a chat template; None: calls are not told from content."""
+        return _tool_parser(template) if self._finds_tools else self._tool_parser
+
+    def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
+        """The same for reasoning; None: it is not told from content."""
+        return _reasoning_parser(template) if self._finds_reasoning else self._reasoning_parser
+
+    def call_format(self, template: str) -> CallFormat:
+        """How calls are written where it has to be said in words."""
+        parser = self.tool_parser(template)
+        return (None if parser is None else parser.call_format(template)) or HERMES
+
+
+@functools.lru_cache(maxsize=32)
+def _tool_parser(template: str) -> type[ToolParser] | None:
+    found = find_tool_parser(template)
+    if found is None and not {"tools", "custom_tools"} & template_variables(template):
+        return Hermes  # the prompt describes this format
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def _reasoning_parser(template: str) -> type[ReasoningParser] | None:
+    return find_reasoning_parser(template)
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of a tokenizer's special tokens by text."""
+    ids = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.special_texts}
+    return {text: token_id for text, token_id in ids.items() if token_id is not None}

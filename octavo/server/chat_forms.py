@@ -1,0 +1,103 @@
+"""The grammar of a chat's answer: of calls that have to be, of the form that the request asks for, or of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.engine.tool_messages import CallFormat
+from octavo.server.errors import ApiError, unsupported
+from octavo.server.service import Service
+from octavo.server.tool_parsers.grammar import CallGrammar, closed, json_rule
+from octavo.server.tools import RequestTools
+
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def answer_form(
+    tools: RequestTools,
+    calls: CallFormat | None,
+    special: Mapping[str, int],
+    answer: StructuredOutputsParams | None,
+) -> StructuredOutputsParams | None:
+    """The form that an answer must have; None: free text.
+
+    Args:
+        tools: the tools of the request.
+        calls: how the model writes calls; None: no grammar of them is known, or they are not looked for.
+        special: ids of special tokens by text.
+        answer: the form of an answer without calls.
+
+    Raises:
+        ApiError: the form of the answer cannot stand beside tools.
+    """
+    if calls is None or tools.choice == "none":
+        return answer
+    if tools.choice in ("required", "named"):
+        return StructuredOutputsParams(grammar=_grammar(tools, calls, special, tools.callable).calls())
+    if answer is None and not tools.strict:
+        return None
+    schemas = {name: schema if name in tools.strict else _OBJECT for name, schema in tools.callable.items()}
+    grammar = _grammar(tools, calls, special, schemas)
+    if answer is not None:
+        return StructuredOutputsParams(grammar=grammar.calls_or(_rule(answer)))
+    if calls.trigger is None:  # a call is told by how the answer begins
+        return StructuredOutputsParams(grammar=grammar.calls_or(r"/([^\[{\s](.|\n)*)?/"))
+    return StructuredOutputsParams(grammar=grammar.calls_in_text())
+
+
+def _grammar(
+    tools: RequestTools, calls: CallFormat, special: Mapping[str, int], schemas: Mapping[str, Mapping[str, Any]]
+) -> CallGrammar:
+    return CallGrammar(calls, schemas, special, parallel=tools.parallel)
+
+
+def _rule(answer: StructuredOutputsParams) -> str:
+    """A form as the right side of a grammar's rule."""
+    if answer.json_object:
+        return json_rule(_OBJECT)
+    if answer.json is not None and answer.json is not False:
+        schema = answer.json
+        if isinstance(schema, str):
+            try:
+                schema = msgspec.json.decode(schema)
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+                raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {e}") from None
+        return json_rule(schema if isinstance(schema, dict) else {})
+    if answer.choice is not None:
+        return " | ".join(msgspec.json.encode(text).decode() for text in answer.choice)
+    raise unsupported(
+        "tools",
+        f"tools that the model may call are not supported with structured_outputs.{answer.form}: set "
+        "tool_choice to none or required, or ask for JSON or a choice",
+    )
+
+
+async def check_form(service: Service, tools: RequestTools, form: StructuredOutputsParams) -> None:
+    """Compiles the grammar of a form that has schemas of tools, in a thread.
+
+    Raises:
+        ApiError: 400, naming the tool whose schema cannot be followed.
+        InvalidRequestError: the form of the answer cannot.
+    """
+    inputs = service.llm.inputs
+    run = asyncio.get_running_loop().run_in_executor
+    if inputs.grammars.cached(form) is not None:
+        return
+    try:
+        await run(inputs.grammars.threads, inputs.grammar, form)
+    except InvalidRequestError:
+        for name, schema in tools.callable.items():
+            alone = StructuredOutputsParams(json=closed(schema))
+            try:
+                await run(inputs.grammars.threads, inputs.grammar, alone)
+            except InvalidRequestError as e:
+                reason = str(e).removeprefix("structured_outputs.json: ")
+                message = f"tools[{tools.places[name]}].function.parameters: {reason}"
+                raise ApiError(400, message, param="tools", code="invalid_value") from None
+        raise

@@ -1,0 +1,118 @@
+"""The prompt of a chat, and how the answer to it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.engine.chat_template import template_variables
+from octavo.engine.tool_messages import HERMES, CallFormat
+from octavo.server.chat_formats import special_tokens
+from octavo.server.formats import read_form
+from octavo.server.prompts import THINKING_VARIABLES, chosen_template, render_chat
+from octavo.server.protocol import ChatCompletionRequest
+from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from octavo.server.service import Service
+from octavo.server.tool_parsers.base import ToolParser
+from octavo.server.tool_parsers.json_calls import Hermes
+from octavo.server.tools import RequestTools
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation, and how the answer to it is read."""
+
+    text: str
+    #: None: calls are not looked for.
+    tool_parser: type[ToolParser] | None
+    #: How calls are written; None: no grammar of them is known, or they are not looked for.
+    call_format: CallFormat | None
+    #: Where the answer begins; None: reasoning is not told apart.
+    reasoning: tuple[type[ReasoningParser], Thinking] | None
+    #: Special tokens that the parsers have to see.
+    visible_tokens: frozenset[int]
+    #: Tokens after which the form of the answer binds; empty: at its beginning.
+    form_begins_after: list[int]
+
+
+async def make_chat_prompt(service: Service, body: ChatCompletionRequest, tools: RequestTools) -> ChatPrompt:
+    """Renders the conversation of a request and chooses the parsers of its answer.
+
+    Raises:
+        ApiError, InvalidRequestError: the conversation cannot be rendered; the message names the field.
+    """
+    text = await render_chat(service, body.messages, body, tools.shown)
+    template = chosen_template(service, body, has_tools=tools.shown is not None)
+    tool_parser, call_format = _calls(service, body, tools, template)
+    reasoning = service.formats.reasoning_parser(template)
+    state, begins_after = Thinking.AFTER, list[int]()
+    if reasoning is not None:
+        state = reasoning.state_after(text, continues=body.continue_final_message is True)
+        if _has_form(body, tools):
+            text, state, begins_after = await _before_form(service, body, tools, reasoning, state, template, text)
+    markers = [*(tool_parser.markers if tool_parser else ()), *((reasoning.start, reasoning.end) if reasoning else ())]
+    special = special_tokens(service.llm.tokenizer)
+    separates = body.separate_reasoning is not False and body.reasoning_format != "none"
+    return ChatPrompt(
+        text,
+        tool_parser,
+        call_format,
+        (reasoning, state) if reasoning is not None and separates else None,
+        frozenset(token_id for token, token_id in special.items() if any(token in marker for marker in markers)),
+        begins_after,
+    )
+
+
+def _calls(
+    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: str
+) -> tuple[type[ToolParser] | None, CallFormat | None]:
+    if tools.choice == "none":
+        return None, None
+    parser = service.formats.tool_parser(template)
+    form = None if parser is None else parser.call_format(template)
+    if form is None and tools.choice in ("required", "named"):
+        return Hermes, HERMES  # calls that have to be are written as a grammar is known for
+    return (None, None) if body.parse_tool_calls is False else (parser, form)
+
+
+def _has_form(body: ChatCompletionRequest, tools: RequestTools) -> bool:
+    """Whether the answer has to have a form."""
+    return tools.choice in ("required", "named") or bool(tools.strict) or read_form(body) is not None
+
+
+async def _before_form(
+    service: Service,
+    body: ChatCompletionRequest,
+    tools: RequestTools,
+    reasoning: type[ReasoningParser],
+    state: Thinking,
+    template: str,
+    text: str,
+) -> tuple[str, Thinking, list[int]]:
+    """The prompt, where its answer begins, and the tokens after which the form of the answer binds.
+
+    Reasoning that may come is opened in the prompt, so that its end comes too. It is closed where its end is no token,
+    as then the form can only bind from the beginning.
+    """
+    end = service.llm.tokenizer.convert_tokens_to_ids(reasoning.end)
+    if state is Thinking.BEFORE and end is not None and await _thinks(service, body, tools, reasoning, template):
+        text, state = f"{text}{reasoning.start}\n", Thinking.INSIDE
+    if state is not Thinking.INSIDE:
+        return text, state, []
+    if end is None:
+        return f"{text}\n{reasoning.end}\n\n", Thinking.AFTER, []
+    return text, state, [end]
+
+
+async def _thinks(
+    service: Service,
+    body: ChatCompletionRequest,
+    tools: RequestTools,
+    reasoning: type[ReasoningParser],
+    template: str,
+) -> bool:
+    """Whether the model reasons first although its prompt does not open it: one that the template can turn off does."""
+    known = [name for name in THINKING_VARIABLES if name in template_variables(template)]
+    if not known or any((body.chat_template_kwargs or {}).get(name) is False for name in known):
+        return False
+    off = await render_chat(service, body.messages, body, tools.shown, **dict.fromkeys(known, False))
+    return reasoning.state_after(off) is Thinking.AFTER

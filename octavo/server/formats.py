@@ -1,0 +1,113 @@
+"""The form of the answer that a request asks for, from any of the fields that can say it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import FORMS, StructuredOutputsParams, structured_outputs_of
+from octavo.server.errors import ApiError
+from octavo.server.protocol_formats import FormFields, ResponseFormat
+
+#: Fields that mean the same as one of ``structured_outputs``.
+_OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
+class Form(NamedTuple):
+    """A form, and where the request says it."""
+
+    #: Such as ``response_format.json_schema.schema``, in place of ``structured_outputs.json``.
+    place: str
+    params: StructuredOutputsParams
+
+    @property
+    def field(self) -> str:
+        """The request's field."""
+        return self.place.partition(".")[0]
+
+
+def read_form(body: FormFields) -> Form | None:
+    """The form that a request asks for; None: free text.
+
+    Raises:
+        ApiError, InvalidRequestError: several fields say one, or its field is wrong; the message begins with its name.
+    """
+    found: dict[str, Form] = {}
+    if body.response_format is not None and (form := _of_response_format(body.response_format)) is not None:
+        found["response_format"] = form
+    if body.structured_outputs is not None:
+        params = structured_outputs_of(body.structured_outputs)
+        found["structured_outputs"] = Form(f"structured_outputs.{params.form}", params)
+    for field, name in _OTHER_NAMES.items():
+        value = getattr(body, field)
+        if value is not None and value != "":
+            options: dict[str, Any] = {name: value}
+            if field == "guided_json":
+                options["whitespace_pattern"] = body.guided_whitespace_pattern or None
+            found[field] = Form(field, _made(field, options))
+    if len(found) > 1:
+        raise ApiError(
+            400,
+            f"{' and '.join(found)} each say the form of the answer; give one of them",
+            param=list(found)[-1],
+            code="invalid_value",
+        )
+    if body.guided_whitespace_pattern and "guided_json" not in found:
+        message = "guided_whitespace_pattern is allowed only with guided_json"
+        raise ApiError(400, message, param="guided_whitespace_pattern", code="invalid_value")
+    return next(iter(found.values()), None)
+
+
+def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError:
+    """The error, with the place where the request says the form in place of ``structured_outputs``."""
+    form = read_form(body)
+    if form is None:
+        return error
+    return InvalidRequestError(str(error).replace(f"structured_outputs.{form.params.form}", form.place, 1))
+
+
+def _of_response_format(given: ResponseFormat) -> Form | None:
+    fields = {"json_schema": ("json_schema",), "json_object": ("schema",), "structural_tag": ("structures", "triggers")}
+    values = {
+        "json_schema": given.json_schema,
+        "schema": given.schema_,
+        "structures": given.structures,
+        "triggers": given.triggers,
+    }
+    for name, value in values.items():
+        if value is not None and name not in fields.get(given.type, ()):
+            message = f"response_format.{name} is not of type {given.type!r}"
+            raise ApiError(400, message, param="response_format", code="invalid_value")
+    if given.type == "json_object":
+        if given.schema_ is not None:
+            return Form("response_format.schema", StructuredOutputsParams(json=given.schema_))
+        return Form("response_format", StructuredOutputsParams(json_object=True))
+    if given.type == "json_schema":
+        if given.json_schema is None or given.json_schema.schema_ in (None, False):
+            message = "response_format.json_schema.schema must be a JSON schema"
+            raise ApiError(400, message, param="response_format", code="invalid_value")
+        return Form("response_format.json_schema.schema", StructuredOutputsParams(json=given.json_schema.schema_))
+    if given.type == "structural_tag":
+        tag = {"structures": given.structures, "triggers": given.triggers}
+        return Form("response_format", StructuredOutputsParams(structural_tag=tag))
+    return None
+
+
+def _made(field: str, options: dict[str, Any]) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**options)
+    except InvalidRequestError as e:
+        for name in FORMS:
+            if str(e).startswith(f"structured_outputs.{name}"):
+                raise InvalidRequestError(str(e).replace(f"structured_outputs.{name}", field, 1)) from None
+        raise

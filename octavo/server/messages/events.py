@@ -1,0 +1,115 @@
+"""A message as it grows: events of a chat's choice to content blocks and events of the Messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import from_json
+
+from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
+from octavo.server.messages.protocol import (
+    Block,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+
+Event = dict[str, Any]
+
+
+class GrowingMessage:
+    """A message and the block that is written now. Every method returns the events that tell of it."""
+
+    def __init__(self, message: MessageObject) -> None:
+        """Takes over ``message``, which has no content yet."""
+        self.message = message
+        self._is_open = False
+        #: JSON text of the input of the tool that is used now.
+        self._input = ""
+
+    def begin(self) -> list[Event]:
+        """The message has begun."""
+        return [{"type": "message_start", "message": self.message.model_dump()}]
+
+    def add(self, events: Iterable[ChatEvent]) -> list[Event]:
+        """An increment of the choice."""
+        found = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                if not (self._is_open and isinstance(self.message.content[-1], TextBlock)):
+                    found += self._start(TextBlock(type="text", text="", citations=None))
+                found.append(self._delta("text", event.text))
+            elif isinstance(event, ReasoningDelta):
+                if not (self._is_open and isinstance(self.message.content[-1], ThinkingBlock)):
+                    found += self._start(ThinkingBlock(type="thinking", thinking="", signature=""))
+                found.append(self._delta("thinking", event.text))
+            elif isinstance(event, ToolCallStart):
+                found += self._start(ToolUseBlock(type="tool_use", id=event.id, name=event.name, input={}))
+            else:
+                self._input += event.text
+                delta = _delta("input_json", "partial_json", event.text)
+                found.append(self._of_block("content_block_delta", delta=delta))
+        return found
+
+    def end(self, reason: StopReason, stop_sequence: str | None, usage: MessageUsage) -> list[Event]:
+        """The message has ended."""
+        found = self._stop()
+        message = self.message
+        message.stop_reason, message.stop_sequence, message.usage = reason, stop_sequence, usage
+        delta = {"stop_reason": reason, "stop_sequence": stop_sequence}
+        found.append({"type": "message_delta", "delta": delta, "usage": usage.model_dump()})
+        return [*found, {"type": "message_stop"}]
+
+    def _delta(self, kind: str, text: str) -> Event:
+        """More of a text or of thinking; the type of the block is the name of the field that holds it."""
+        block = self.message.content[-1]
+        setattr(block, kind, getattr(block, kind) + text)
+        return self._of_block("content_block_delta", delta=_delta(kind, kind, text))
+
+    def _start(self, block: Block) -> list[Event]:
+        found = self._stop()
+        self.message.content.append(block)
+        self._is_open = True
+        found.append(self._of_block("content_block_start", content_block=block.model_dump()))
+        if len(self.message.content) == 1:
+            found.append({"type": "ping"})
+        return found
+
+    def _stop(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        block = self.message.content[-1]
+        if isinstance(block, ToolUseBlock):
+            block.input, self._input = _parsed(self._input), ""
+        self._is_open = False
+        return [self._of_block("content_block_stop")]
+
+    def _of_block(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": len(self.message.content) - 1, **fields}
+
+
+def encode_event(event: Event) -> bytes:
+    """As a server-sent event, with its type as name."""
+    data = json.dumps(event, separators=(",", ":"))  # in ASCII: see ApiError.body
+    return f"event: {event['type']}\ndata: {data}\n\n".encode()
+
+
+def _delta(kind: str, field: str, text: str) -> dict[str, str]:
+    return {"type": f"{kind}_delta", field: text}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The object that a JSON text says, or begins to say, as the text may end early.
+
+    What is no object is told under the name ``arguments``, as it was written.
+    """
+    try:
+        value = from_json(text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        value = text
+    return value if isinstance(value, dict) else {"arguments": text}

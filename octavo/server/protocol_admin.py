@@ -1,0 +1,125 @@
+"""Bodies of the routes beside those for text: models, adapters, tokens, the state of the server, errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from octavo.server.protocol import ChatMessage, TemplateOptions
+from octavo.server.protocol_base import Int, Name, RequestModel, ResponseModel
+
+
+class TokenizeRequest(TemplateOptions):
+    """Body of ``/tokenize``: a prompt or messages."""
+
+    model: Name | None = Field(None, description="Name of the served model; default: that one.")
+    prompt: str | None = Field(None, description="A text.")
+    messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
+    add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
+
+
+class DetokenizeRequest(RequestModel):
+    """Body of ``/detokenize``."""
+
+    model: Name | None = Field(None, description="Name of the served model; default: that one.")
+    tokens: list[Int] = Field(description="Token ids.")
+
+
+class Model(ResponseModel):
+    """A served model."""
+
+    id: str
+    created: int
+    object: Literal["model"]
+    owned_by: str
+    max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
+    root: str = Field(description="The model's first name; of an adapter its path in lora_folder, or its last part.")
+    parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
+
+
+class ModelList(ResponseModel):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(ResponseModel):
+    """A response of ``/tokenize``."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    prompt: str | None = Field(None, description="The text that was tokenized, if it came of messages.")
+
+
+class Detokenized(ResponseModel):
+    """A response of ``/detokenize``."""
+
+    prompt: str
+
+
+class Version(ResponseModel):
+    """A response of ``/version``."""
+
+    version: str
+
+
+class Sleeping(ResponseModel):
+    """A response of ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
+
+    is_sleeping: bool
+
+
+class LoadAdapterRequest(RequestModel):
+    """Body of ``/v1/load_lora_adapter``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: Name = Field(description="What requests will call it, as their model.")
+    lora_path: Annotated[str, Field(max_length=4096)] = Field(
+        description="Its folder or GGUF file, within the server's lora_folder; relative to that, or absolute."
+    )
+    load_inplace: bool | None = Field(None, description="Replace an adapter of this name; running requests keep it.")
+    base_model_name: Name | None = Field(None, description="If given, it must be a name of the served model.")
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Body of ``/v1/unload_lora_adapter``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: Name = Field(description="Its name.")
+    lora_int_id: Int | None = Field(None, description="Accepted, without effect.")
+    wait: bool | None = Field(
+        None, description="Refuse new requests and wait until its running ones have ended; else they are refused for."
+    )
+
+
+class AdapterStatus(ResponseModel):
+    """A response of ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``."""
+
+    lora_name: str
+    status: Literal["loaded", "loaded already", "unloaded"]
+
+
+class Health(ResponseModel):
+    """A response of ``/health``."""
+
+    status: Literal["ok"]
+
+
+class ErrorDetail(ResponseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(ResponseModel):
+    """A response with an error status."""
+
+    error: ErrorDetail

@@ -1,0 +1,189 @@
+"""A response as it grows: events of a chat's choice to items and semantic events of the Responses API."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
+from octavo.server.errors import ApiError
+from octavo.server.protocol import TokenLogprob
+from octavo.server.responses.protocol import (
+    FunctionCallItem,
+    IncompleteDetails,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
+
+#: HTTP status of an error -> its code in a response that failed.
+_CODES: dict[int, Any] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+Event = dict[str, Any]
+
+
+class GrowingResponse:
+    """A response and the item that is written now. Every method returns the events that tell of it."""
+
+    def __init__(self, response: ResponseObject) -> None:
+        """Takes over ``response``, which has no output yet."""
+        self.response = response
+        self._number = 0
+        self._open: OutputItem | None = None
+
+    def begin(self) -> list[Event]:
+        """The response has begun."""
+        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def add(self, events: Iterable[ChatEvent], logprobs: list[TokenLogprob]) -> list[Event]:
+        """An increment of the choice; ``logprobs`` are those of its tokens."""
+        found = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                found += self._text(event.text, logprobs)
+                logprobs = []  # they come with the first text of the increment
+            elif isinstance(event, ReasoningDelta):
+                found += self._reasoning(event.text)
+            elif isinstance(event, ToolCallStart):
+                found += self._close("completed")
+                call = FunctionCallItem(
+                    id=_new_id("fc"),
+                    type="function_call",
+                    status="in_progress",
+                    call_id=event.id,
+                    name=event.name,
+                    arguments="",
+                )
+                found += self._start(call)
+            else:
+                found += self._arguments(event.text)
+        if logprobs and isinstance(self._open, OutputMessage):
+            self._open.content[0].logprobs += logprobs
+        return found
+
+    def end(self, usage: ResponseUsage, *, is_whole: bool) -> list[Event]:
+        """The choice has ended; not ``is_whole``: by the limit of tokens."""
+        found = []
+        if not self.response.output and self._open is None:
+            found += self._text("", [])
+        found += self._close("completed" if is_whole else "incomplete")
+        self.response.usage = usage
+        self.response.status = "completed" if is_whole else "incomplete"
+        if is_whole:
+            self.response.completed_at = int(time.time())
+        else:
+            self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        return [*found, self._whole(f"response.{self.response.status}")]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """The choice has failed."""
+        found = self._close("incomplete")
+        self.response.status = "failed"
+        code = _CODES.get(error.status, "server_error")
+        self.response.error = ResponseFailure(code=code, message=error.message)
+        return [*found, self._whole("response.failed")]
+
+    def _text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        found = []
+        message = self._open
+        if not isinstance(message, OutputMessage):
+            found += self._close("completed")
+            part = OutputText(type="output_text", text="", annotations=[], logprobs=[])
+            message = OutputMessage(
+                id=_new_id("msg"), type="message", role="assistant", status="in_progress", content=[]
+            )
+            found += self._start(message)
+            found.append(self._event("response.content_part.added", message, content_index=0, part=_plain(part)))
+            message.content = [part]
+        if text or logprobs:
+            message.content[0].text += text
+            message.content[0].logprobs += logprobs
+            plain = [_plain(entry) for entry in logprobs]
+            delta = {"content_index": 0, "delta": text, "logprobs": plain}
+            found.append(self._event("response.output_text.delta", message, **delta))
+        return found
+
+    def _reasoning(self, text: str) -> list[Event]:
+        found = []
+        item = self._open
+        if not isinstance(item, ReasoningItem):
+            found += self._close("completed")
+            part = ReasoningText(type="reasoning_text", text="")
+            item = ReasoningItem(id=_new_id("rs"), type="reasoning", status="in_progress", summary=[], content=[])
+            found += self._start(item)
+            found.append(self._event("response.content_part.added", item, content_index=0, part=_plain(part)))
+            item.content = [part]
+        item.content[0].text += text
+        found.append(self._event("response.reasoning_text.delta", item, content_index=0, delta=text))
+        return found
+
+    def _arguments(self, text: str) -> list[Event]:
+        call = self._open
+        assert isinstance(call, FunctionCallItem)
+        call.arguments += text
+        return [self._event("response.function_call_arguments.delta", call, delta=text)]
+
+    def _start(self, item: OutputItem) -> list[Event]:
+        """Opens an item, the last of the output from now on."""
+        self.response.output.append(item)
+        self._open = item
+        return [self._numbered("response.output_item.added", output_index=self._index, item=_plain(item))]
+
+    def _close(self, status: ItemStatus) -> list[Event]:
+        """Closes the open item, if there is one."""
+        item, found = self._open, []
+        if item is None:
+            return []
+        if isinstance(item, FunctionCallItem):
+            whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
+            found.append(self._event("response.function_call_arguments.done", item, **whole))
+        else:
+            part = item.content[0]
+            whole = {"content_index": 0, "text": part.text}
+            if isinstance(part, OutputText):
+                whole["logprobs"] = [_plain(entry) for entry in part.logprobs]
+            kind = "output_text" if isinstance(part, OutputText) else "reasoning_text"
+            found.append(self._event(f"response.{kind}.done", item, **whole))
+            found.append(self._event("response.content_part.done", item, content_index=0, part=_plain(part)))
+        item.status = status
+        found.append(self._numbered("response.output_item.done", output_index=self._index, item=_plain(item)))
+        self._open = None
+        return found
+
+    @property
+    def _index(self) -> int:
+        return len(self.response.output) - 1
+
+    def _event(self, kind: str, item: OutputItem, **fields: Any) -> Event:
+        return self._numbered(kind, item_id=item.id, output_index=self._index, **fields)
+
+    def _whole(self, kind: str) -> Event:
+        return self._numbered(kind, response=_plain(self.response))
+
+    def _numbered(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def encode_event(event: Event) -> bytes:
+    """As a server-sent event, with its type as name."""
+    data = json.dumps(event, separators=(",", ":"))  # in ASCII: see ApiError.body
+    return f"event: {event['type']}\ndata: {data}\n\n".encode()
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = model.model_dump()
+    return plain
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,179 @@
+"""Bodies of ``/v1/responses``, in the format of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol_base import Int, Name, Phrase, ResponseModel
+from octavo.server.sampling_fields import SamplingFields
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class ResponsesRequest(SamplingFields):
+    """Body of ``/v1/responses``."""
+
+    model: Name | None = Field(None, description="Name of the served model; default: that one.")
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or items: messages, function calls with their outputs, and reasoning."
+    )
+    instructions: str | None = Field(None, description="A system message before everything else.")
+    previous_response_id: Name | None = Field(
+        None, description="The response that this continues; 404 if the server has forgotten it."
+    )
+    store: bool | None = Field(None, description="Keep the response for later requests (default true).")
+    max_output_tokens: Int | None = Field(None, description="Most tokens to generate, those of reasoning included.")
+    top_logprobs: Int | None = Field(
+        None, description='With include "message.output_text.logprobs": so many likeliest tokens at each position.'
+    )
+    include: list[str] | None = Field(None, description='Further output: "message.output_text.logprobs".')
+    text: dict[str, Any] | None = Field(None, description="The format of the text: text, json_object or json_schema.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
+    reasoning: dict[str, Any] | None = Field(None, description="The effort of reasoning, for templates that know it.")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: leave out the oldest messages of a conversation that the context has no room for."
+    )
+    metadata: Metadata | None = Field(None, description="Comes back with the response.")
+    stream: bool | None = Field(None, description="Send the response as server-sent events while it grows.")
+    stream_options: dict[str, Any] | None = Field(None, description="include_obfuscation: accepted, without effect.")
+    user: Name | None = Field(None, description="Whose request it is, for scheduling policies that look at it.")
+    # Beyond OpenAI, as in chats:
+    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
+
+
+# Responses ----------------------------------------------------------------------------------------------------------
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(ResponseModel):
+    """A text that the model wrote."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(ResponseModel):
+    """The assistant's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class ReasoningText(ResponseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(ResponseModel):
+    """What the model thought before it answered; there is no summary."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[dict[str, Any]]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(ResponseModel):
+    """A function that the model calls."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON text, as the model wrote it.")
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(ResponseModel):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int = Field(description="Found in the prefix cache.")
+    cache_write_tokens: int = Field(description="Always 0: what is put into the prefix cache is not counted.")
+
+
+class OutputTokensDetails(ResponseModel):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseModel):
+    """Tokens used by a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(ResponseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(ResponseModel):
+    """Why a response failed."""
+
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class ResponseObject(ResponseModel):
+    """A response of ``/v1/responses``; most fields repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: Literal[False]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class DeletedResponse(ResponseModel):
+    """A response of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]

@@ -1,0 +1,87 @@
+"""The latest responses in memory, within bounds on their number and their bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.server.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and all items that a later one continues."""
+
+    #: As JSON.
+    body: bytes
+    #: Of the conversation up to its end: input and output of all responses that it continues, and its own.
+    items: list[dict[str, Any]]
+    #: Bytes of the items, as JSON.
+    items_size: int
+    #: The API key that it was made with, as ``owner_of`` names it; others cannot have it.
+    owner: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body and of the items."""
+        return len(self.body) + self.items_size
+
+
+class ResponseStore:
+    """The responses that were stored or continued last; the others are forgotten."""
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        """Bounds on the responses and on the sum of their sizes; 0 responses: none is kept."""
+        self.max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the sizes of the responses."""
+        return self._bytes
+
+    def put(self, response_id: str, response: StoredResponse) -> None:
+        """Keeps a response, and forgets the oldest beyond the bounds: perhaps itself, if it is too large."""
+        self._responses[response_id] = response
+        self._bytes += response.size
+        while len(self._responses) > self.max_responses or self._bytes > self._max_bytes:
+            self._bytes -= self._responses.popitem(last=False)[1].size
+
+    def get(self, response_id: str, owner: str) -> StoredResponse:
+        """A response, which counts as the newest from now on.
+
+        Raises:
+            ApiError: 404, it is not there, or another's.
+        """
+        found = self._responses.get(response_id)
+        if found is None or found.owner != owner:
+            raise self._unknown(response_id)
+        self._responses.move_to_end(response_id)
+        return found
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Forgets a response.
+
+        Raises:
+            ApiError: as ``get``.
+        """
+        self.get(response_id, owner)
+        self._bytes -= self._responses.pop(response_id).size
+
+    def _unknown(self, response_id: str) -> ApiError:
+        if not self.max_responses:
+            kept = "this server keeps none (max_stored_responses)"
+        else:
+            kept = (
+                f"this server keeps the latest {self.max_responses} in memory, at most {self._max_bytes} bytes "
+                "(max_stored_responses, max_stored_response_bytes), and forgets older ones, those that were not to be "
+                "stored, and all when it restarts; send the whole conversation as input"
+            )
+        message = f"the response {response_id[:100]!r} is not known here: {kept}"
+        return ApiError(404, message, param="previous_response_id", code="response_not_found")

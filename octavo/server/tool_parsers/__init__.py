@@ -1,0 +1,71 @@
+# ruff: noqa: RUF001 (tokens of DeepSeek)
+"""Formats in which models write calls of tools, and how the one of a model is found."""
+
+from __future__ import annotations
+
+from octavo.core.errors import ConfigError
+from octavo.core.plugins import load_class
+from octavo.server.tool_parsers.base import ToolParser
+from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral
+from octavo.server.tool_parsers.python_calls import Pythonic
+from octavo.server.tool_parsers.tagged_calls import FunctionGemma, Gemma, QwenCoder
+
+#: By the name that ``--tool-call-parser`` gives.
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama3,
+    "mistral": Mistral,
+    "pythonic": Pythonic,
+    "deepseek": DeepSeek,
+    "gemma": Gemma,
+    "functiongemma": FunctionGemma,
+    "qwen3_coder": QwenCoder,
+    "granite": Granite,
+}
+#: Names that vLLM has for them.
+_OTHER_NAMES = {
+    "llama4_pythonic": "pythonic",
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "qwen3_xml": "qwen3_coder",
+    "gemma4": "gemma",
+    "phi4_mini_json": "granite",
+    "llama4_json": "llama3_json",
+}
+#: Texts of chat templates that tell the format; the first that are all there.
+_SIGNS = (
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "<arg_key>"), None),
+    (("<tool_calls>[",), None),
+    (("<tool_call>", '"arguments"'), "hermes"),
+    (("<tool_call>", '\\"arguments\\"'), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<｜tool▁call▁begin｜>",), "deepseek"),
+    (("<|tool_call>call:",), "gemma"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|tool_call|>",), "granite"),
+    (("[func_name1(",), "pythonic"),
+    (('"parameters": dictionary of argument name and its value',), "llama3_json"),
+)
+
+
+def load_tool_parser(name: str) -> type[ToolParser]:
+    """The parser of this name, or the class that ``module:Class`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = _OTHER_NAMES.get(name, name)
+    base = "octavo.server.tool_parsers.ToolParser"
+    return load_class(name, TOOL_PARSERS, ToolParser, "tool_call_parser", base)
+
+
+def find_tool_parser(template: str) -> type[ToolParser] | None:
+    """The parser of the format that a chat template speaks of, if one is known."""
+    for signs, name in _SIGNS:
+        if all(sign in template for sign in signs):
+            return None if name is None else TOOL_PARSERS[name]
+    return None
+
+
+__all__ = ["TOOL_PARSERS", "ConfigError", "ToolParser", "find_tool_parser", "load_tool_parser"]

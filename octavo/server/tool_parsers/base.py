@@ -1,0 +1,322 @@
+"""What parsers of tool calls are made of: a coroutine that reads a growing text and says what it is.
+
+A format's ``parse`` is written as if the whole text were there: where it ends for now, the coroutine waits. So what it
+says does not depend on where the text was cut, and its cost is linear in the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from octavo.engine.tool_messages import CallFormat
+from octavo.server.chat_output import ChatEvent, ContentDelta, ToolCallArguments, ToolCallStart
+
+T = TypeVar("T")
+#: A part of a parser: waits for more text, and returns what it has read.
+Reading = Generator[None, None, T]
+
+#: Longest name of a function, in characters, as OpenAI has it.
+MAX_NAME = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_IN_STRING = re.compile(r'[^"\\]*')
+#: JSON outside of strings and brackets.
+_BETWEEN = re.compile(r"[-+.:,\w\s]+")
+_SPACE = re.compile(r"\s*")
+_SCALAR = re.compile(r"[-+.\w]*")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class Malformed(Exception):
+    """The text is not what the format says. What was read of it is content."""
+
+
+class _EndOfText(Exception):
+    """Nothing follows."""
+
+
+class ToolParser(ABC):
+    """The content and the calls in the text of one choice. A format derives from it and writes ``parse``.
+
+    A call begins when its name and the beginning of its arguments are read; until then its text is held back, and if it
+    turns out to be none, it is content, as it stands. Arguments are given as they grow: those of a call that breaks off
+    or goes wrong stay as the model wrote them, and text that is not of them is content again. Spaces and line breaks
+    directly before and after calls are not content, but for those after a call between two parts of it.
+    """
+
+    #: Texts of the format. Where they are special tokens of a tokenizer, these are kept in the text.
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
+        """``tools``: schemas of the parameters by name. Without ``parallel``, calls after the first are left out."""
+        self.tools = tools
+        self._parallel = parallel
+        #: Text from the beginning of what was not given yet; where the coroutine reads, and where that begins.
+        self._text = ""
+        self._position = self._given = 0
+        self._finished = False
+        self._events: list[ChatEvent] = []
+        self._num_calls = 0
+        #: Whether the text read is given as arguments, a call was the last that was given, and its end is looked for.
+        self._in_arguments = self._after_call = self._closing = self._has_content = False
+        self._reading = self._run()
+
+    def feed(self, text: str, finished: bool) -> list[ChatEvent]:
+        """The events of further text; ``finished``: nothing follows."""
+        self._text = self._text[self._given :] + text
+        self._position -= self._given
+        self._given = 0
+        self._finished = finished
+        next(self._reading, None)
+        events, self._events = self._events, []
+        return events
+
+    @abstractmethod
+    def parse(self) -> Reading[None]:
+        """Reads content and calls, without end. Called anew after ``Malformed``."""
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat | None:
+        """How calls are written, for grammars; None: no grammar of the format is known.
+
+        ``template``: the chat template, as some formats have several ways.
+        """
+        return None
+
+    def _run(self) -> Reading[None]:
+        while True:
+            try:
+                yield from self.parse()
+            except Malformed:
+                self._give()
+            except _EndOfText:
+                self._position = len(self._text)
+                if not self._closing:
+                    self._give()
+                return
+
+    # --- what is given ----------------------------------------------------------------------------------------------
+
+    def _give(self) -> None:
+        """Gives the text read so far: as arguments, or as content."""
+        text = self._text[self._given : self._position]
+        self._given = self._position
+        if self._in_arguments:
+            self.add_arguments(text)
+        elif text := self._without_edge(text):
+            self._after_call, self._has_content = False, True
+            self._events.append(ContentDelta(text))
+        self._in_arguments = False
+
+    def _without_edge(self, text: str) -> str:
+        """Content without the spaces after a call, unless they stand between two parts of it."""
+        if not self._after_call or (self._has_content and text.strip()):
+            return text
+        return text.lstrip()
+
+    def start_call(self, name: str) -> None:
+        """Gives the beginning of a call; what was read of it so far is no content."""
+        self.check_name(name)
+        self._given = self._position
+        self._after_call = True
+        if self._parallel or self._num_calls == 0:
+            self._events.append(ToolCallStart(self._num_calls, f"call_{secrets.token_hex(12)}", name))
+        self._num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Gives a piece of the arguments of the call that has begun last."""
+        if text and (self._parallel or self._num_calls == 1):
+            self._events.append(ToolCallArguments(self._num_calls - 1, text))
+
+    def skip(self) -> None:
+        """What was read so far is of the format, and not content."""
+        self._given = self._position
+
+    def check_name(self, name: str) -> None:
+        """Raises ``Malformed`` if there is no such tool."""
+        if name not in self.tools:
+            raise Malformed
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> Reading[None]:
+        if self._finished:
+            raise _EndOfText
+        if self._in_arguments:
+            text = self._text[self._given : self._position]
+            self._given = self._position
+            self.add_arguments(text)
+        yield
+
+    def peek(self) -> Reading[str]:
+        """The next character, which is not passed."""
+        while self._position == len(self._text):
+            yield from self._wait()
+        return self._text[self._position]
+
+    def matched(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Passes the longest text of a repetition of single characters; returns it."""
+        start = self._position - self._given
+        while True:
+            found = pattern.match(self._text, self._position)
+            if found is not None:
+                self._position = found.end()
+            if self._position < len(self._text):
+                return self._text[self._given + start : self._position]
+            if self._in_arguments:  # given with the next wait
+                start = 0
+            yield from self._wait()
+
+    def space(self) -> Reading[None]:
+        """Passes spaces and line breaks."""
+        yield from self.matched(_SPACE)
+
+    def expect(self, *texts: str) -> Reading[str]:
+        """Passes the first of these texts that is there, and returns it."""
+        if (found := (yield from self.optional(*texts))) is None:
+            raise Malformed
+        return found
+
+    def optional(self, *texts: str) -> Reading[str | None]:
+        """Passes the first of these texts that is there, if any."""
+        longest = max(map(len, texts))
+        while True:
+            ahead = self._text[self._position : self._position + longest]
+            possible = [text for text in texts if text.startswith(ahead) or ahead.startswith(text)]
+            if not possible:
+                return None
+            if len(possible[0]) <= len(ahead):
+                self._position += len(possible[0])
+                return possible[0]
+            yield from self._wait()
+
+    def content(self, *markers: str) -> Reading[str]:
+        """Gives content up to one of these texts, which is passed and returned, and held back with what follows.
+
+        Spaces before a marker, and what may become one at the end of the text, are held back too.
+        """
+        whole, partial, longest = _patterns(markers)
+        while True:
+            found = whole.search(self._text, self._position)
+            if found is not None:
+                stop = found.start()
+            else:
+                tail = partial.search(self._text, max(self._position, len(self._text) - longest))
+                stop = len(self._text) if tail is None else tail.start()
+            kept = len(self._text[self._given : stop].rstrip())
+            if kept:
+                self._position = self._given + kept
+                self._give()
+            if found is not None:
+                self._position = found.end()
+                return found.group()
+            self._position = stop
+            yield from self._wait()
+
+    def close(self, *texts: str) -> Reading[str | None]:
+        """Passes one of these texts after a call, which may be missing; where the text ends in one, it is dropped."""
+        self._closing = True
+        yield from self.space()
+        found = yield from self.optional(*texts)
+        self._closing = False
+        if found is not None:
+            self.skip()
+        return found
+
+    def until(self, *ends: str, limit: int = 256) -> Reading[str]:
+        """The text up to one of these, which is passed too; ``limit`` in characters."""
+        start = self._position - self._given
+        while True:
+            here = self._given + start
+            places = [(i, end) for end in ends if (i := self._text.find(end, here)) >= 0]
+            if places:
+                i, end = min(places)
+                self._position = i + len(end)
+                return self._text[here:i]
+            if len(self._text) - here > limit:
+                raise Malformed
+            yield from self._wait()
+
+    def name(self) -> Reading[str]:
+        """A function's name, perhaps empty."""
+        found: str = yield from self.matched(_NAME)
+        return found
+
+    # --- JSON -------------------------------------------------------------------------------------------------------
+
+    def json_string(self) -> Reading[str]:
+        """What a string of JSON says."""
+        start = self._position - self._given
+        yield from self._pass_string()
+        text = self._text[self._given + start : self._position]
+        try:
+            return str(json.loads(text, strict=False))
+        except ValueError:
+            raise Malformed from None
+
+    def json_value(self) -> Reading[str]:
+        """The text of any value of JSON."""
+        start = self._position - self._given
+        first = yield from self.peek()
+        if first == '"':
+            yield from self._pass_string()
+        elif first in _CLOSING:
+            yield from self._pass_brackets()
+        else:
+            yield from self.matched(_SCALAR)
+        return self._text[self._given + start : self._position]
+
+    def arguments(self) -> Reading[None]:
+        """Passes an object and gives it as arguments of the call that has begun, as it grows."""
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self._given, self._in_arguments = self._position, True
+        yield from self._pass_brackets()
+        self._give()
+
+    def _pass_string(self) -> Reading[None]:
+        yield from self.expect('"')
+        while True:
+            yield from self.matched(_IN_STRING)
+            if (yield from self._next()) == '"':
+                return
+            yield from self._next()  # what the backslash quotes
+
+    def _pass_brackets(self) -> Reading[None]:
+        """An object or a list: with strings and brackets that fit; what stands between them is not looked at."""
+        open_ones: list[str] = []
+        while True:
+            character = yield from self.peek()
+            if character == '"':
+                yield from self._pass_string()
+            elif character in _CLOSING:
+                open_ones.append(_CLOSING[character])
+                self._position += 1
+            elif open_ones and character == open_ones[-1]:
+                open_ones.pop()
+                self._position += 1
+                if not open_ones:
+                    return
+            elif _BETWEEN.match(character):
+                yield from self.matched(_BETWEEN)
+            else:
+                raise Malformed
+
+    def _next(self) -> Reading[str]:
+        character = yield from self.peek()
+        self._position += 1
+        return character
+
+
+@functools.cache
+def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
+    """One of these texts; the beginning of one at the end of the text; the length of the longest."""
+    beginnings = {marker[:i] for marker in markers for i in range(1, len(marker))}
+    partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
+    whole = "|".join(map(re.escape, markers))
+    return re.compile(whole), re.compile(rf"(?:{partial})\Z"), max(map(len, markers))

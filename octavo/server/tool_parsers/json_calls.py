@@ -1,0 +1,241 @@
+# ruff: noqa: RUF001, RUF002 (tokens of DeepSeek)
+"""Formats whose calls are JSON objects: Hermes, Llama 3, Mistral, Granite, DeepSeek."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from octavo.engine.tool_messages import HERMES, CallFormat
+from octavo.server.tool_parsers.base import Malformed, Reading, ToolParser
+
+_SEPARATORS = re.compile(r"[\s,;]*")
+
+
+class JsonCalls(ToolParser):
+    """Reads objects such as ``{"name": "f", "arguments": {...}}``, with the keys in any order."""
+
+    def json_call(self, *, bare: bool = False) -> Reading[None]:
+        """Passes one object and gives its call. A ``bare`` one, without a marker before it, needs arguments."""
+        yield from self.expect("{")
+        name: str | None = None
+        held: str | None = None
+        given = False
+        while True:
+            yield from self.matched(_SEPARATORS)
+            if (yield from self.optional("}")) is not None:
+                break
+            key = yield from self._key()
+            if key == "name" and name is None:
+                name = yield from self.json_string()
+                self.check_name(name)
+            elif key in ("arguments", "parameters") and held is None and not given:
+                if name is not None and (yield from self.peek()) == "{":
+                    self.start_call(name)
+                    yield from self.arguments()
+                    given = True
+                else:
+                    held = yield from self.json_value()
+            else:
+                yield from self.json_value()
+        if name is None or (bare and held is None and not given):
+            raise Malformed
+        if not given:
+            text = _as_object(held)
+            self.start_call(name)
+            self.add_arguments(text)
+        self.skip()
+
+    def json_calls(self) -> Reading[None]:
+        """Passes such an object, or a list of them, whose end may be missing."""
+        if (yield from self.optional("[")) is None:
+            yield from self.json_call()
+            return
+        yield from self.space()
+        yield from self.json_call()
+        while (yield from self.close(",", "]")) == ",":
+            yield from self.space()
+            yield from self.json_call()
+
+    def _key(self) -> Reading[str]:
+        key = yield from self.json_string()
+        yield from self.space()
+        yield from self.expect(":")
+        yield from self.space()
+        return key
+
+
+def _as_object(value: str | None) -> str:
+    """The text of an object: some models write it as JSON text within a string, or leave it out."""
+    if value in (None, "null"):
+        return "{}"
+    assert value is not None
+    try:
+        text = str(json.loads(value, strict=False)).strip() if value.startswith('"') else value
+    except ValueError:
+        raise Malformed from None
+    if not text.startswith("{"):
+        raise Malformed
+    return text
+
+
+class Hermes(JsonCalls):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
+        while True:
+            yield from self.content("<tool_call>")
+            yield from self.space()
+            yield from self.json_calls()
+            yield from self.close("</tool_call>")
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        return HERMES
+
+
+class Granite(JsonCalls):
+    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``: Granite 3, Phi-4-mini."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
+        while True:
+            yield from self.content("<|tool_call|>")
+            yield from self.space()
+            yield from self.json_calls()
+            yield from self.close("<|/tool_call|>")
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        call = '{"name": "{name}", "arguments": {arguments}}'
+        return CallFormat(call, separator=", ", begin="<|tool_call|>[", end="]", trigger="<|tool_call|>")
+
+
+class Llama3(JsonCalls):
+    """``{"name": ..., "parameters": {...}}`` at the beginning, or after ``<|python_tag|>``: Llama 3.1 to 3.3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
+        super().__init__(tools, parallel=parallel)
+        self._at_start = True
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
+        if self._at_start:
+            self._at_start = False
+            yield from self.space()
+            if (yield from self.peek()) == "{":
+                yield from self._calls()
+        while True:
+            yield from self.content("<|python_tag|>")
+            yield from self.space()
+            yield from self._calls()
+
+    def _calls(self) -> Reading[None]:
+        yield from self.json_call(bare=True)
+        while True:
+            separated = yield from self.close(";")
+            yield from self.space()
+            if separated is None and (yield from self.peek()) != "{":
+                return
+            yield from self.json_call(bare=True)
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        one_only = "only supports single tool-calls" in template
+        call = '{"name": "{name}", "parameters": {arguments}}'
+        return CallFormat(call, separator=None if one_only else "; ")
+
+
+class Mistral(JsonCalls):
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name[ARGS]{...}`` of newer models."""
+
+    markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
+        while True:
+            yield from self.content("[TOOL_CALLS]")
+            yield from self.space()
+            if (yield from self.peek()) in "[{":
+                yield from self.json_calls()
+            else:
+                yield from self._named_call()
+
+    def _named_call(self) -> Reading[None]:
+        name = yield from self.name()
+        self.check_name(name)
+        if (yield from self.optional("[CALL_ID]")) is not None:
+            yield from self.name()
+        yield from self.optional("[ARGS]")
+        yield from self.space()
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self.start_call(name)
+        yield from self.arguments()
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        if "[ARGS]" in template:
+            return CallFormat("[TOOL_CALLS]{name}[ARGS]{arguments}", separator="", trigger="[TOOL_CALLS]")
+        call = '{"name": "{name}", "arguments": {arguments}}'
+        return CallFormat(call, separator=", ", begin="[TOOL_CALLS][", end="]", trigger="[TOOL_CALLS]")
+
+
+class DeepSeek(JsonCalls):
+    """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`` of V3.1 and later; V3 and R1 write
+    ``function<｜tool▁sep｜>name`` and the arguments in a block of code.
+    """
+
+    _BEGIN, _CALL, _SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    _CALL_END, _END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
+        while True:
+            marker = yield from self.content(self._BEGIN, self._CALL)
+            if marker == self._BEGIN:
+                yield from self.space()
+                yield from self.expect(self._CALL)
+            yield from self._call()
+            while (yield from self.close(self._CALL, self._END)) == self._CALL:
+                yield from self._call()
+
+    def _call(self) -> Reading[None]:
+        name = (yield from self.until(self._SEPARATOR)).strip()
+        in_block = name == "function"
+        if in_block:
+            name = (yield from self.until("\n")).strip()
+            yield from self.space()
+            yield from self.optional("```json")
+            yield from self.space()
+        self.check_name(name)
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self.start_call(name)
+        yield from self.arguments()
+        if in_block:
+            yield from self.close("```")
+        yield from self.close(self._CALL_END)
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        in_block = "```json" in template
+        kind, before, after = ("function" + cls._SEPARATOR, "\n```json\n", "\n```") if in_block else ("", "", "")
+        name = "{name}" if in_block else "{name}" + cls._SEPARATOR
+        call = cls._CALL + kind + name + before + "{arguments}" + after + cls._CALL_END
+        return CallFormat(call, "\n" if in_block else "", begin=cls._BEGIN, end=cls._END, trigger=cls._BEGIN)

@@ -1,0 +1,297 @@
+"""EAGLE heads in the engine: no bit of an answer changes, and what they draft is what the reference drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.runner import model_runner
+from octavo.runner.drafter import Drafts
+from octavo.runner.eagle import EagleDrafter
+from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
+
+pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+
+VOCAB = TARGET["vocab_size"]
+PROMPTS = [[(i * i * 7 + 13 * j + i) % VOCAB for i in range(length)] for j, length in enumerate([1, 9, 22, 40, 13])]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=25, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=1.0, seed=2, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1, min_tokens=9),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=30, ignore_eos=True, logprobs=1, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=1, stop_token_ids=[40, 41, 42], prompt_logprobs=1),
+]
+HEADS: dict[str, Callable[[], Head]] = {"eagle": eagle1, "eagle3": lambda: eagle3(draft_vocab_size=60)}
+TIGHT = {"num_gpu_blocks_override": 40, "num_host_blocks_override": 100, "watermark": 0.0}
+
+
+def save_target(folder: Path, config: dict[str, Any], change: Callable[[Any], None]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def randomise(model: Any) -> None:
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A random target with a head of each method: folders, and references."""
+    folder = tmp_path_factory.mktemp("eagle")
+    model = save_target(folder / "target", TARGET, randomise)
+    found: dict[str, Any] = {"target": folder / "target"}
+    for method, make in HEADS.items():
+        head = make()
+        found[method], found[f"{method} reference"] = head.save(folder / method), Reference(head, model)
+    return found
+
+
+def load(target: Path, head: Path | None = None, method: str = "eagle", drafts: int = 4, **options: Any) -> LLM:
+    if head is not None:
+        options["speculative_config"] = {
+            "method": method,
+            "model": str(head),
+            "num_speculative_tokens": drafts,
+            "adaptive": False,
+        }
+    defaults = {"num_gpu_blocks_override": 300, "max_num_seqs": 12, "max_model_len": 128, "block_size": 4}
+    fixed = {"dtype": "float32", "skip_tokenizer_init": True, "kernels": "cpu"}
+    return LLM(str(target), **{**fixed, **defaults, **options})
+
+
+def run(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def everything(outputs: list[RequestOutput]) -> Any:
+    return [
+        (
+            output.prompt_logprobs,
+            [(o.token_ids, o.finish_reason, o.cumulative_logprob, o.logprobs) for o in output.outputs],
+        )
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(files: dict[str, Any]) -> Any:
+    """The answers without drafts."""
+    return everything(run(load(files["target"]), PROMPTS, PARAMS))
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """All that heads draft from now on: the tokens of a sequence, and those drafted to follow them."""
+    found: list[tuple[list[int], list[int]]] = []
+    draft = EagleDrafter.draft
+
+    def recorded(self: EagleDrafter, counts: dict[int, int]) -> Drafts:
+        drafts, table = draft(self, counts), self._batch.tokens
+        for row, tokens in drafts.tokens.items():
+            found.append((table.ids[row, : table.num_tokens[row]].tolist(), tokens))
+        return drafts
+
+    monkeypatch.setattr(EagleDrafter, "draft", recorded)
+    return found
+
+
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 17, "async_scheduling": True},
+        {"max_num_batched_tokens": 24, "batching": "mixed", **TIGHT, "preemption_mode": "recompute"},
+        {**TIGHT, "preemption_mode": "swap", "enable_prefix_caching": False},
+    ],
+    ids=["plain", "in chunks and ahead", "recomputed", "swapped"],
+)
+def test_bit_for_bit_the_answers_without_a_head(
+    files: dict[str, Any], plain: Any, method: str, options: dict[str, Any]
+) -> None:
+    llm = load(files["target"], files[method], method, **options)
+    outputs = run(llm, PROMPTS, PARAMS)
+    assert everything(outputs) == plain
+    if "preemption_mode" in options:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert everything(run(llm, PROMPTS, PARAMS)) == plain  # with hits in the prefix cache
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and stats.draft_tokens > 200 and stats.failures == 0
+
+
+def check_proposals(found: list[tuple[list[int], list[int]]], reference: Reference) -> int:
+    """Compares what was drafted with the reference as far as its best token is no tie; the tokens compared."""
+    compared = 0
+    for tokens, drafts in found:
+        wanted, margins = reference.draft(tokens, len(drafts))
+        for token, right, margin in zip(drafts, wanted, margins, strict=True):
+            if margin < 2e-3:
+                break
+            assert token == right
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 12}, {**TIGHT, "preemption_mode": "swap"}],
+    ids=["plain", "in chunks", "swapped"],
+)
+def test_drafts_are_those_of_the_reference_over_the_whole_context(
+    files: dict[str, Any], proposals: list[tuple[list[int], list[int]]], method: str, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8 if not options else 20, ignore_eos=True)
+    llm = load(files["target"], files[method], method, drafts=3, **options)
+    first = run(llm, PROMPTS, params)
+    if "preemption_mode" in options:
+        assert sum(output.metrics.num_preemptions for output in first) > 0
+    else:
+        count = len(proposals)
+        again = run(llm, PROMPTS, params)
+        assert sum(output.metrics.num_cached_tokens for output in again) > 50
+        assert len(proposals) > count + 20
+    assert check_proposals(proposals[::3], files[f"{method} reference"]) > 20
+
+
+#: A target whose next token is decided by the last one: its layers add nothing, and embeddings are orthogonal.
+ORDERED = {**TARGET, "vocab_size": 40, "tie_word_embeddings": False}
+WIDTH = TARGET["hidden_size"]
+
+
+def successors() -> torch.Tensor:
+    """The token after each token: cycles of the even ones and of the odd ones."""
+    return (torch.arange(40) + 14) % 40
+
+
+def without_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    # The norm leaves rows of this length as they are.
+    model.model.embed_tokens.weight.copy_(WIDTH**0.5 * torch.eye(40, WIDTH))
+
+
+def deterministic(model: Any) -> None:
+    without_layers(model)
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[successors(), torch.arange(40)] = 1.0
+
+
+def random_choice(model: Any) -> None:
+    without_layers(model)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.2)
+
+
+def silence(head: Head, prefix: str) -> Head:
+    """Makes the layer add nothing."""
+    head.tensors[f"{prefix}.self_attn.o_proj.weight"].zero_()
+    head.tensors[f"{prefix}.mlp.down_proj.weight"].zero_()
+    return head
+
+
+def knows_the_token() -> Head:
+    """EAGLE-1: what the model makes of a token is its embedding."""
+    head = silence(eagle1(vocab_size=40), "layers.0")
+    head.tensors["fc.weight"] = torch.cat([torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)], 1)
+    return head
+
+
+def step() -> torch.Tensor:
+    """Leads the embedding of a token to that of the next."""
+    matrix = torch.zeros(WIDTH, WIDTH)
+    matrix[successors(), torch.arange(40)] = 1.0
+    return matrix
+
+
+def knows_the_hidden_state() -> Head:
+    """EAGLE-1: it looks at the hidden state alone, and thus a token further back."""
+    head = silence(eagle1(vocab_size=40), "layers.0")
+    head.tensors["fc.weight"] = torch.cat([torch.zeros(WIDTH, WIDTH), step()], 1)
+    return head
+
+
+def knows_the_middle_layer() -> Head:
+    """EAGLE-3: the same from the second of three layers, by its feed-forward network; it drafts even tokens only."""
+    head = silence(eagle3(vocab_size=40, draft_vocab_size=20, intermediate_size=WIDTH), "midlayer")
+    head.tensors["fc.weight"] = torch.cat([torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)], 1)
+    for name in ("midlayer.post_attention_layernorm", "norm"):
+        head.tensors[f"{name}.weight"] = torch.ones(WIDTH)
+    # The norm of an embedding is itself, so that the gate is the same for all; the rest is linear.
+    gate = torch.tensor(WIDTH**0.5)
+    head.tensors["midlayer.mlp.gate_proj.weight"] = torch.ones(WIDTH, WIDTH)
+    head.tensors["midlayer.mlp.up_proj.weight"] = step() - torch.eye(WIDTH)
+    head.tensors["midlayer.mlp.down_proj.weight"] = torch.eye(WIDTH) / torch.nn.functional.silu(gate)
+    head.tensors["lm_head.weight"] = torch.zeros(20, WIDTH)
+    even = torch.arange(0, 40, 2)
+    head.tensors["lm_head.weight"][successors()[even] // 2, even] = 1.0
+    head.tensors["d2t"] = even - torch.arange(20)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "change", "temperature"),
+    [
+        ("eagle", knows_the_token, random_choice, 1.0),
+        ("eagle", knows_the_hidden_state, deterministic, 0.0),
+        ("eagle3", knows_the_middle_layer, deterministic, 0.0),
+    ],
+)
+def test_a_head_that_is_right_is_accepted(
+    method: str, head: Callable[[], Head], change: Callable[[Any], None], temperature: float, tmp_path: Path
+) -> None:
+    save_target(tmp_path / "target", ORDERED, change)
+    head().save(tmp_path / "head")
+    prompts = [[0, 2, 4, 18, 6, 38, 20, 8], [2], [(6 * i) % 40 for i in range(30)]]
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True, logprobs=1)
+    wanted = everything(run(load(tmp_path / "target"), prompts, params))
+    for options in ({}, {"max_num_batched_tokens": 13}, {"num_gpu_blocks_override": 45, "watermark": 0.0}):
+        llm = load(tmp_path / "target", tmp_path / "head", method, drafts=5, **options)
+        assert everything(run(llm, prompts, params)) == wanted
+        stats = llm.llm_engine.core.scheduler.stats().speculation
+        assert stats is not None and stats.draft_tokens > 100
+        assert stats.accepted_tokens / stats.draft_tokens > 0.9
+
+
+def test_heads_that_do_not_fit_are_refused_before_the_model_is_read(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unread(*_: Any) -> None:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(model_runner, "load_model", unread)
+    head = eagle1()
+    del head.tensors["layers.0.mlp.up_proj.weight"]
+    cases: list[tuple[str, Head, type[Exception], str]] = [
+        ("eagle", head, WeightError, r"lacks the tensors layers\.0\.mlp\.up_proj\.weight"),
+        ("eagle", eagle1(vocab_size=99), ConfigError, "vocab_size is 99, that of the model 101"),
+        ("eagle3", eagle1(), UnsupportedModelError, "EagleLlamaForCausalLM"),
+    ]
+    for number, (method, made, error, message) in enumerate(cases):
+        with pytest.raises(error, match=message):
+            load(files["target"], made.save(tmp_path / str(number)), method)
+    with pytest.raises(ConfigError, match="method 'eagle3' needs a model"):
+        load(files["target"], speculative_config={"method": "eagle3"})
+    with pytest.raises(ConfigError, match="heads of method 'eagle' are not quantised"):
+        load(files["target"], speculative_config={"method": "eagle", "model": "x", "quantization": "int8"})
+
+
+def test_a_head_sleeps_and_wakes_with_the_model(files: dict[str, Any], plain: Any) -> None:
+    llm = load(files["target"], files["eagle3"], "eagle3")
+    for level in (1, 2):
+        llm.sleep(level=level)
+        llm.wake_up()
+        assert everything(run(llm, PROMPTS, PARAMS)) == plain

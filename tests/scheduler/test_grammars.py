@@ -1,0 +1,236 @@
+"""What the scheduler does with grammars: waiting for them, keeping them, failures, and tokens that they force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import EngineCoreRequest, Generate
+from octavo.executor.worker_reports import WorkerReports, reports_of
+from octavo.scheduler.grammars import Grammars
+from octavo.scheduler.groups import SequenceGroup
+from tests.scheduler.fake_grammars import FakeGrammars, grammar
+from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
+from tests.scheduler.test_scenarios import make, request
+
+BATCHINGS = pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+
+
+def bound(number: int, prompt: int, max_tokens: int, key: str = "A", **options: Any) -> EngineCoreRequest:
+    """A request with a grammar."""
+    found = request(number, prompt, max_tokens, **options)
+    assert isinstance(found.task, Generate)
+    found.task.grammar = grammar(key)
+    return found
+
+
+def engine_with(steps_per_grammar: int = 0, **options: Any) -> Engine:
+    return make(grammars=FakeGrammars(steps_per_grammar), **options)
+
+
+def finish(engine: Engine) -> None:
+    """Every request ends with the tokens that it gets alone."""
+    engine.run()
+    check_nothing_held(engine)
+    for answer in engine.answers.values():
+        if answer.group_reason is None:
+            assert answer.tokens[0] == tokens_alone(answer.request, 0, engine.max_model_len)
+
+
+@BATCHINGS
+def test_the_first_step_waits_for_a_grammar_and_later_requests_with_it_for_nothing(batching: str) -> None:
+    engine = engine_with(100, batching=batching)
+    engine.add(bound(1, 5, 4))
+    first = engine.step()
+    assert first.awaits_grammar and first.grammars_to_compile == [grammar("A")] and not first.seq_ids
+    second = engine.step()
+    assert not second.awaits_grammar and len(second.new) == 1
+    assert isinstance(second.new[0].task, Generate) and second.new[0].task.grammar is not None
+    assert second.new[0].task.grammar.source == "", "it is not sent with every sequence"
+    engine.add(bound(2, 5, 4))
+    third = engine.step()
+    assert not third.grammars_to_compile and len(third.new) == 1
+    finish(engine)
+    assert engine.worker.grammars.num_compilations == engine.worker.grammars.num_waits == 1
+
+
+@BATCHINGS
+def test_others_go_on_while_a_grammar_is_compiled_and_it_holds_no_block(batching: str) -> None:
+    engine = engine_with(6, batching=batching)
+    engine.add(request(1, 5, 40))
+    engine.step()
+    answer = engine.add(bound(2, 5, 4))
+    engine.add(request(3, 5, 4))
+    for _ in range(5):
+        plan = engine.step()
+        assert not plan.awaits_grammar and 2 not in engine.computed(plan) and engine.computed(plan)
+        assert engine.queues[0] == [2] and engine.scheduler.stats().num_waiting == 1
+        assert not engine.blocks.table(answer.group.seqs[0].seq_id)
+        check_accounting(engine)
+    assert engine.answers[3].finished
+    finish(engine)
+
+
+@pytest.mark.parametrize("limit", [None, 0.0, 5.0])
+@pytest.mark.parametrize("policy", ["fcfs", "static", "sjf", "lcfs", "fair"])
+@BATCHINGS
+def test_compiled_it_has_the_place_of_its_arrival(policy: str, batching: str, limit: float | None) -> None:
+    engine = engine_with(3, batching=batching, scheduling_policy=policy, max_num_seqs=1, aging_limit=limit)
+    engine.add(request(0, 5, 20, arrival=0.0))
+    engine.step()
+    waiting = engine.add(bound(1, 5, 4, arrival=1.0))
+    engine.add(request(2, 5, 4, arrival=2.0))
+    engine.now = 50.0  # beyond the limit
+    order = []
+    while engine.scheduler.has_work:
+        order += [group for group in engine.computed(engine.step()) if group not in order]
+        check_accounting(engine)
+    later_first = limit is None and policy == "lcfs"
+    assert order == ([0, 2, 1] if later_first else [0, 1, 2])
+    assert waiting.finished
+    finish(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_while_it_waits(depth: int) -> None:
+    engine = engine_with(4, depth=depth)
+    engine.add(request(1, 5, 30))
+    engine.add(bound(2, 5, 4))
+    engine.add(bound(3, 5, 4))
+    engine.step()
+    engine.abort(2)
+    check_accounting(engine)
+    finish(engine)
+    assert engine.answers[3].finished and engine.answers[2].group_reason == "abort"
+    engine.add(bound(4, 5, 4))
+    engine.abort(4)
+    assert not engine.scheduler.has_work
+    check_accounting(engine)
+
+
+def test_a_grammar_that_fails_ends_its_requests_alone() -> None:
+    engine = engine_with()
+    engine.worker.grammars.failing = {"A": "unusable"}
+    for number, key in enumerate("ABA"):
+        engine.add(bound(number, 5, 4, key))
+    engine.add(request(3, 5, 4))
+    finish(engine)
+    assert [engine.answers[i].error for i in range(4)] == ["unusable", None, "unusable", None]
+    assert engine.answers[0].group_reason == "error"
+    engine.worker.grammars.failing = {}
+    again = engine.add(bound(4, 5, 4))
+    finish(engine)
+    assert again.error is None and not engine.worker.grammars.failed, "it is tried again"
+
+
+def test_the_last_grammars_used_are_kept_beside_those_in_use() -> None:
+    engine = engine_with(max_num_seqs=8)
+    engine.add(bound(0, 5, 60, "U"))
+    for number, key in enumerate("ABCAD", 1):
+        answer = engine.add(bound(number, 5, 1, key))
+        while not answer.finished:
+            engine.step()
+    engine.step()
+    assert engine.worker.grammars.compiled == {"U", "A", "D"}
+    assert engine.worker.grammars.num_compilations == 5 + 1, "A was dropped for C, B for A, C for D"
+    finish(engine)
+
+
+@pytest.mark.parametrize("where", ["before moving", "before computing"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_after_a_step_that_failed_the_workers_are_told_again(where: str, steps: int) -> None:
+    engine = engine_with(steps)
+    engine.add(request(0, 5, 30))
+    engine.step()
+    waiting = engine.add(bound(1, 5, 4))
+    engine.step(fail=where)
+    assert engine.answers[0].group_reason == "error"
+    finish(engine)
+    assert waiting.reasons
+
+
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_forced_tokens_are_computed_together_and_survive_preemption(batching: str, mode: str) -> None:
+    engine = engine_with(blocks=14, host=20, batching=batching, preemption_mode=mode, max_num_batched_tokens=56)
+    for number in range(5):
+        engine.add(bound(number, 5 + number, 25))
+    preempted_with_forced = 0
+    chunks = []
+    while engine.scheduler.has_work:
+        before = {seq.seq_id for seq, _ in engine.scheduler.queues.unsent_tokens}
+        plan = engine.step()
+        chunks += [n for n in plan.num_tokens if n > 1]
+        preempted_with_forced += len(before.intersection(plan.forget))
+        check_accounting(engine)
+    assert sum(answer.num_preemptions for answer in engine.answers.values()) > 2 and preempted_with_forced
+    assert len(chunks) > 15
+    finish(engine)
+
+
+def test_forced_tokens_have_their_part_of_the_budget_before_prompts() -> None:
+    engine = engine_with(max_num_batched_tokens=8, max_num_seqs=4)
+    engine.add(bound(0, 3, 40))
+    engine.step()
+    engine.step()
+    engine.add(request(1, 150, 1))
+    longest = 0
+    for _ in range(12):
+        plan = engine.step()
+        assert plan.total_tokens <= 8
+        longest = max(longest, engine.computed(plan).get(0, 0))
+    assert longest > 1 and not engine.answers[1].finished
+    finish(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 9])
+def test_a_limit_and_a_stop_token_within_forced_tokens(max_tokens: int) -> None:
+    for prompt in range(1, 30):
+        engine = engine_with()
+        wanted = bound(0, prompt, max_tokens)
+        assert isinstance(wanted.task, Generate)
+        wanted.task.stop_token_ids = [0]
+        answer = engine.add(wanted)
+        finish(engine)
+        assert answer.reasons[0] == ("stop" if answer.tokens[0][-1] == 0 else "length")
+
+
+def test_groups_of_several_sequences_sample_all_their_tokens() -> None:
+    engine = engine_with()
+    answer = engine.add(bound(0, 5, 20, n=3))
+    engine.run()
+    assert [answer.tokens[i] for i in range(3)] == [tokens_alone(answer.request, i, 256) for i in range(3)]
+
+
+def test_what_several_workers_report() -> None:
+    reports = WorkerReports(2)
+    early = StepResult(1, compiled_grammars=["A"], grammar_errors={"B": "no"}, loaded_adapters=["A"])
+    reports.combine(early, [], 0)
+    assert (early.compiled_grammars, early.grammar_errors, early.loaded_adapters) == ([], {}, [])
+    late = StepResult(2)
+    other = reports_of(StepResult(2, compiled_grammars=["A", "B"]))
+    assert other is not None
+    reports.combine(late, [(1, other)], 0)
+    assert (late.compiled_grammars, late.grammar_errors, late.loaded_adapters) == (["A"], {"B": "no"}, [])
+    assert reports_of(StepResult(3)) is None
+
+
+def test_a_drop_and_a_new_compilation_in_one_plan() -> None:
+    grammars = Grammars(max_idle=0)
+    first = SequenceGroup(bound(0, 3, 3), 0, 0, 99)
+    assert not grammars.acquire(first, grammar("A"))
+    grammars.add_to(StepPlan(1))
+    ready, failed = grammars.update(StepResult(1, compiled_grammars=["A"]))
+    assert ready == [first] and not failed
+    grammars.release(first, grammar("A"))
+    second = SequenceGroup(bound(1, 3, 3), 1, 1, 99)
+    assert not grammars.acquire(second, grammar("A"))
+    plan = StepPlan(2)
+    grammars.add_to(plan)
+    assert plan.grammars_to_drop == ["A"] and plan.grammars_to_compile == [grammar("A")]
+    grammars.repeat(plan)
+    again = StepPlan(3)
+    grammars.add_to(again)
+    assert again.grammars_to_drop == [] and again.grammars_to_compile == [grammar("A")]

@@ -1,0 +1,271 @@
+"""Events of a chat in the formats of two other APIs: what a client adds up is what is sent whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from octavo.server.chat_output import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+)
+from octavo.server.errors import ApiError
+from octavo.server.messages.events import GrowingMessage
+from octavo.server.messages.protocol import MessageObject, MessageUsage
+from octavo.server.messages.protocol import OutputTokensDetails as ThinkingDetails
+from octavo.server.protocol import TokenLogprob
+from octavo.server.responses.events import GrowingResponse
+from octavo.server.responses.items import messages_of
+from octavo.server.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponseUsage,
+)
+
+OPENAI: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ANTHROPIC: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+USAGE = ResponseUsage(
+    input_tokens=1,
+    input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
+    output_tokens=2,
+    output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+    total_tokens=3,
+)
+MESSAGE_USAGE = MessageUsage(
+    input_tokens=1,
+    cache_read_input_tokens=0,
+    cache_creation_input_tokens=0,
+    output_tokens=2,
+    output_tokens_details=ThinkingDetails(thinking_tokens=0),
+)
+
+
+@st.composite
+def increments(draw: st.DrawFn) -> list[list[ChatEvent]]:
+    """Reasoning, texts and calls in any order, in pieces."""
+    events: list[ChatEvent] = []
+    calls = 0
+    for kind in draw(st.lists(st.sampled_from(["reasoning", "text", "call"]), max_size=5)):
+        text = json.dumps({"a": draw(st.text(max_size=5))}) if kind == "call" else draw(st.text(min_size=1, max_size=8))
+        cuts = [
+            0,
+            *sorted(draw(st.sets(st.integers(1, len(text) - 1), max_size=3)) if len(text) > 1 else []),
+            len(text),
+        ]
+        pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
+        if kind == "call":
+            events.append(ToolCallStart(calls, f"call_{calls}", f"tool{calls}"))
+            events += [ToolCallArguments(calls, piece) for piece in pieces]
+            calls += 1
+        else:
+            events += [ContentDelta(piece) if kind == "text" else ReasoningDelta(piece) for piece in pieces]
+    ends = [0, *sorted(draw(st.sets(st.integers(0, len(events)), max_size=4))), len(events)]
+    return [events[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def begun() -> GrowingResponse:
+    return GrowingResponse(
+        ResponseObject(
+            id="resp_1", object="response", created_at=1, completed_at=None, status="in_progress", background=False,
+            error=None, incomplete_details=None, instructions=None, max_output_tokens=None, metadata={}, model="m",
+            output=[], parallel_tool_calls=True, previous_response_id=None, reasoning={}, store=True, temperature=1.0,
+            text={"format": {"type": "text"}}, tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0,
+            truncation="disabled", usage=None, user=None,
+        )
+    )  # fmt: skip
+
+
+def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output that a client adds up from the events before the last one."""
+    output: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert event["output_index"] == len(output)
+            output.append(json.loads(json.dumps(event["item"])))
+            continue
+        if "output_index" not in event:
+            continue
+        assert event["output_index"] == len(output) - 1
+        item = output[-1]
+        if kind == "response.output_item.done":
+            status = event["item"]["status"]
+            assert event["item"] == {**item, "status": status} and status != "in_progress"
+            item["status"] = status
+            continue
+        assert event["item_id"] == item["id"]
+        if kind == "response.content_part.added":
+            item["content"].append(dict(event["part"]))
+        elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
+            item["content"][event["content_index"]]["text"] += event["delta"]
+            if "logprobs" in event:
+                item["content"][0]["logprobs"] = item["content"][0]["logprobs"] + event["logprobs"]
+        elif kind == "response.function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif kind == "response.function_call_arguments.done":
+            assert (event["arguments"], event["name"]) == (item["arguments"], item["name"])
+        elif kind == "response.content_part.done":
+            assert event["part"] == item["content"][0]
+        else:
+            assert kind in ("response.output_text.done", "response.reasoning_text.done")
+            assert event["text"] == item["content"][0]["text"]
+    return output
+
+
+@settings(max_examples=40)
+@given(increments(), st.booleans())
+def test_the_events_of_a_response_add_up_to_it(steps: list[list[ChatEvent]], is_whole: bool) -> None:
+    growing = begun()
+    events = growing.begin()
+    for step in steps:
+        events += growing.add(step, [])
+    events += growing.end(USAGE, is_whole=is_whole)
+    for number, event in enumerate(events):
+        OPENAI.validate_python(event, strict=True)
+        assert event["sequence_number"] == number
+    response = growing.response.model_dump()
+    Response.model_validate(response, strict=True)
+    assert events[-1]["response"] == response and added_up(events) == response["output"]
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and events[0]["response"]["output"] == []
+    assert kinds[-1] == ("response.completed" if is_whole else "response.incomplete") and kinds.count(kinds[-1]) == 1
+    # Only the last item was cut off.
+    ends = [item["status"] for item in response["output"]]
+    assert ends == ["completed"] * (len(ends) - 1) + ["completed" if is_whole else "incomplete"]
+    # And it says what the chat does, also to the next request.
+    parts = collect(event for step in steps for event in step)
+    assert growing_text(response, "message") == (parts.content or "")
+    assert growing_text(response, "reasoning") == (parts.reasoning or "")
+    calls = [item for item in response["output"] if item["type"] == "function_call"]
+    assert [(c["call_id"], c["name"], c["arguments"]) for c in calls] == [
+        (c.id, c.name, c.arguments) for c in parts.tool_calls
+    ]
+    messages = messages_of(json.loads(json.dumps(response["output"])), [])
+    assert all(message["role"] == "assistant" for message in messages)
+    assert "".join(message["content"] or "" for message in messages) == (parts.content or "")
+    assert [call["id"] for message in messages for call in message.get("tool_calls", [])] == [
+        c["call_id"] for c in calls
+    ]
+
+
+def growing_text(response: dict[str, Any], kind: str) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == kind for part in item["content"])
+
+
+def test_reasoning_a_text_and_calls_in_a_row_are_one_message() -> None:
+    growing = begun()
+    steps: list[ChatEvent] = [
+        ReasoningDelta("hm"), ContentDelta("so"), ToolCallStart(0, "a", "f"), ToolCallArguments(0, "{}"),
+        ToolCallStart(1, "b", "g"), ToolCallArguments(1, '{"x": 1}'),
+    ]  # fmt: skip
+    growing.add(steps, [])
+    growing.end(USAGE, is_whole=True)
+    outputs = [{"type": "function_call_output", "call_id": call, "output": "1"} for call in ("a", "b")]
+    [message, *results] = messages_of([*growing.response.model_dump()["output"], *outputs], [])
+    assert (message["role"], message["content"], message["reasoning_content"]) == ("assistant", "so", "hm")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": "{}"},
+        {"name": "g", "arguments": '{"x": 1}'},
+    ]
+    assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "a"), ("tool", "b")]
+
+
+def test_a_response_that_fails_closes_what_is_open() -> None:
+    growing = begun()
+    events = [*growing.begin(), *growing.add([ContentDelta("a")], [])]
+    for status, code in ((500, "server_error"), (429, "rate_limit_exceeded"), (400, "invalid_prompt")):
+        growing.response.status = "in_progress"
+        events += growing.fail(ApiError(status, "no"))
+        assert events[-1]["response"]["error"] == {"code": code, "message": "no"}
+    for event in events:
+        OPENAI.validate_python(event, strict=True)
+    assert added_up(events)[0]["status"] == "incomplete"
+
+
+def test_logprobs_come_with_the_text_and_the_last_ones_with_its_end() -> None:
+    entries = [TokenLogprob(token=t, bytes=[1], logprob=-1.0, top_logprobs=[]) for t in "abc"]
+    growing = begun()
+    first = growing.add([ContentDelta("a")], entries[:1])
+    rest = [*growing.add([ContentDelta("b")], entries[1:2]), *growing.add([], entries[2:])]
+    ended = growing.end(USAGE, is_whole=True)
+    deltas = [event for event in [*first, *rest] if event["type"] == "response.output_text.delta"]
+    assert [entry["token"] for event in deltas for entry in event["logprobs"]] == ["a", "b"]
+    assert [entry["token"] for entry in ended[0]["logprobs"]] == ["a", "b", "c"]
+
+
+@given(increments())
+def test_the_events_of_a_message_add_up_to_it(steps: list[list[ChatEvent]]) -> None:
+    message = MessageObject(
+        id="msg_1", type="message", role="assistant", model="m", content=[], stop_reason=None, stop_sequence=None,
+        usage=MESSAGE_USAGE,
+    )  # fmt: skip
+    growing = GrowingMessage(message)
+    events = growing.begin()
+    for step in steps:
+        events += growing.add(step)
+    events += growing.end("end_turn", None, MESSAGE_USAGE)
+    events = json.loads(json.dumps(events))
+    content: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "ping":
+            continue
+        ANTHROPIC.validate_python(event, strict=True)
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(content)
+            content.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(content) - 1 and event["index"] not in texts
+            kind = event["delta"].pop("type").removesuffix("_delta")
+            [(field, text)] = event["delta"].items()
+            block = content[-1]
+            block[field] = block.get(field, "") + text
+            assert kind == {"text": "text", "thinking": "thinking", "tool_use": "input_json"}[block["type"]]
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == len(content) - 1
+            if content[-1]["type"] == "tool_use":
+                content[-1]["input"] = json.loads(content[-1].pop("partial_json"))
+            texts[event["index"]] = ""
+    whole = growing.message.model_dump()
+    Message.model_validate(whole, strict=True)
+    assert content == whole["content"] and len(texts) == len(content)
+    parts = collect(event for step in steps for event in step)
+    assert "".join(block["text"] for block in content if block["type"] == "text") == (parts.content or "")
+    assert "".join(block["thinking"] for block in content if block["type"] == "thinking") == (parts.reasoning or "")
+    calls = [(block["id"], block["input"]) for block in content if block["type"] == "tool_use"]
+    assert calls == [(call.id, json.loads(call.arguments)) for call in parts.tool_calls]
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": "b', {"a": "b"}),
+        ("[1]", {"arguments": "[1]"}),
+        ("no", {"arguments": "no"}),
+    ],
+)
+def test_the_input_of_a_tool_is_an_object_whatever_the_model_wrote(written: str, wanted: dict[str, Any]) -> None:
+    message = MessageObject(
+        id="msg_1", type="message", role="assistant", model="m", content=[], stop_reason=None, stop_sequence=None,
+        usage=MESSAGE_USAGE,
+    )  # fmt: skip
+    growing = GrowingMessage(message)
+    growing.add([ToolCallStart(0, "a", "f"), ToolCallArguments(0, written)])
+    growing.end("max_tokens", None, MESSAGE_USAGE)
+    assert growing.message.model_dump()["content"][0]["input"] == wanted

@@ -1,0 +1,184 @@
+# ruff: noqa: RUF001 (tokens of DeepSeek)
+"""Calls in texts of models: in each format, cut anywhere, broken off, malformed, and what only looks like one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.core.errors import ConfigError
+from octavo.server.chat_output import ChatEvent, ToolCallStart, collect
+from octavo.server.tool_parsers import TOOL_PARSERS, ToolParser, find_tool_parser, load_tool_parser
+from tests.server.recorded_calls import CONTENT, RECORDED, TOOLS
+
+Message = tuple[str | None, list[tuple[str, str]]]
+
+
+def message(events: list[ChatEvent]) -> Message:
+    parts = collect(events)
+    return parts.content, [(call.name, call.arguments) for call in parts.tool_calls]
+
+
+def whole(name: str, text: str, **options: Any) -> Message:
+    return message(TOOL_PARSERS[name](TOOLS, **options).feed(text, True))
+
+
+def in_pieces(name: str, pieces: list[str]) -> Message:
+    parser = TOOL_PARSERS[name](TOOLS)
+    events = [event for piece in pieces for event in parser.feed(piece, False)]
+    return message(events + parser.feed("", True))
+
+
+CASES = [(name, *case) for name, cases in RECORDED.items() for case in cases]
+
+
+def test_every_format_has_recorded_texts() -> None:
+    assert set(RECORDED) == set(CONTENT) == set(TOOL_PARSERS)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_text_is_read_as_its_model_means_it(
+    name: str, text: str, content: str | None, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    found = whole(name, text)
+    assert found[0] == content
+    assert [(function, json.loads(arguments)) for function, arguments in found[1]] == calls
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in CONTENT.items() for text in texts])
+def test_what_only_looks_like_a_call_is_content_as_it_stands(name: str, text: str) -> None:
+    assert whole(name, text) == (text, [])
+
+
+ALL = [(name, case[0]) for name, cases in RECORDED.items() for case in cases]
+ALL += [(name, text) for name, texts in CONTENT.items() for text in texts]
+
+
+@pytest.mark.parametrize(("name", "text"), ALL)
+def test_where_a_text_is_cut_changes_nothing(name: str, text: str) -> None:
+    expected = whole(name, text)
+    for i in range(len(text) + 1):
+        assert in_pieces(name, [text[:i], text[i:]]) == expected, i
+    assert in_pieces(name, list(text)) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), ALL)
+def test_a_text_that_breaks_off_is_read_the_same_streamed(name: str, text: str) -> None:
+    for i in range(len(text)):
+        assert in_pieces(name, list(text[:i])) == whole(name, text[:i])
+
+
+FRAGMENTS = [
+    *sorted({marker for parser in TOOL_PARSERS.values() for marker in parser.markers}),
+    *"\n {}[](),;:\"'\\=1>é",
+    *("add", '"name"', '"add"', '"arguments"', '"parameters"', "function", "```json", "```", "call:", "a=1", "[add("),
+    *("<function=", "<parameter=", "</parameter>", "</function>", "<function=add>", "call:add{", '"a": 1}}'),
+    '{"name": "add", "arguments": {',
+]
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_text_cut_anywhere_gives_the_same_message(name: str, data: st.DataObject) -> None:
+    own = [*FRAGMENTS, *TOOL_PARSERS[name].markers * 5]
+    text = "".join(data.draw(st.lists(st.sampled_from(own), max_size=25)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    found = in_pieces(name, pieces)
+    assert found == whole(name, text)
+    if not found[1]:  # without a call nothing is lost
+        assert (found[0] or "") == text
+
+
+def test_arguments_come_as_they_grow() -> None:
+    parser = TOOL_PARSERS["hermes"](TOOLS)
+    text = '<tool_call>{"name": "add", "arguments": {"a": [1, 2, 3], "b": "xyz"}}</tool_call>'
+    begin = text.index('{"a"')
+    assert [event for piece in text[:begin] for event in parser.feed(piece, False)] == []
+    first, *more = [event for piece in text[begin : text.index("</")] for event in parser.feed(piece, False)]
+    assert isinstance(first, ToolCallStart) and (first.index, first.name) == (0, "add")
+    assert len(more) > 20
+
+
+def test_arguments_that_go_wrong_stay_as_they_were_written() -> None:
+    assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b"') == (None, [("add", '{"a": 1, "b"')])
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1]}</tool_call> so'
+    assert whole("hermes", text) == ("]}</tool_call> so", [("add", '{"a": 1')])
+
+
+def test_ids_are_unique_and_indices_count() -> None:
+    starts = [
+        event
+        for _ in range(2)
+        for event in TOOL_PARSERS["mistral"](TOOLS).feed(RECORDED["mistral"][0][0], True)
+        if isinstance(event, ToolCallStart)
+    ]
+    assert [start.index for start in starts] == [0, 1, 0, 1]
+    assert len({start.id for start in starts}) == 4
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek", "gemma", "qwen3_coder", "granite"])
+def test_without_parallel_calls_there_is_one(name: str) -> None:
+    text = next(case[0] for case in RECORDED[name] if len(case[2]) > 1)
+    content, calls = whole(name, text)
+    assert whole(name, text, parallel=False) == (content, calls[:1])
+
+
+def test_long_texts_take_linear_time() -> None:
+    """Each of these took minutes with a parser that looks at the same text again."""
+    for text in (
+        "<tool_call>" * 20_000,
+        " " * 200_000 + "x",
+        '<tool_call>{"arguments": {' * 8_000,
+        "<tool_call>" + "[" * 200_000,
+    ):
+        assert whole("hermes", text) == (text, [])
+
+
+SIGNS = {
+    'Return {"name": <n>, "arguments": <a>} within <tool_call></tool_call>': "hermes",
+    "<tool_call>\\n<function=example>": "qwen3_coder",
+    "{{ '[TOOL_CALLS]' }}": "mistral",
+    "{{ '<｜tool▁call▁begin｜>' }}": "deepseek",
+    "{{ '<|tool_call>call:' + name }}": "gemma",
+    "{{ '<start_function_call>' }}": "functiongemma",
+    "respond only with <|tool_call|> followed by": "granite",
+    "[func_name1(params_name1=params_value1)]": "pythonic",
+    '{"name": function name, "parameters": dictionary of argument name and its value}': "llama3_json",
+}
+
+
+@pytest.mark.parametrize("template", SIGNS)
+def test_the_format_is_found_by_the_template(template: str) -> None:
+    assert find_tool_parser(template) is TOOL_PARSERS[SIGNS[template]]
+
+
+def test_a_template_without_a_known_sign_has_no_format() -> None:
+    assert find_tool_parser("{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}") is None
+    assert find_tool_parser("<tool_call>{function-name}<arg_key>{k}</arg_key></tool_call>") is None
+
+
+class Shouting(ToolParser):
+    """A format of a user's own: ``CALL name {...}``."""
+
+    def parse(self) -> Any:
+        while True:
+            yield from self.content("CALL ")
+            name = yield from self.name()
+            yield from self.space()
+            self.start_call(name)
+            yield from self.arguments()
+
+
+def test_a_parser_of_ones_own_is_named_by_its_module() -> None:
+    parser = load_tool_parser(f"{__name__}:Shouting")
+    assert message(parser(TOOLS).feed('ok CALL add {"a": 1} done', True)) == ("ok done", [("add", '{"a": 1}')])
+    assert load_tool_parser("deepseek_v3") is TOOL_PARSERS["deepseek"]
+    for wrong in ("hermess", f"{__name__}:TOOLS", "nowhere:Parser"):
+        with pytest.raises(ConfigError):
+            load_tool_parser(wrong)
