@@ -58,6 +58,13 @@ def _reasoning_parser(template: str) -> type[ReasoningParser] | None:
     return find_reasoning_parser(template)
 
 
+@functools.lru_cache(maxsize=16)
+def visible_tokens(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Ids of the special tokens of which these texts are made."""
+    return frozenset(i for text, i in special_tokens(tokenizer).items() if any(text in marker for marker in markers))
+
+
+@functools.lru_cache(maxsize=4)
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids of a tokenizer's special tokens by text."""
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.special_texts}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.engine.chat_template import template_variables
 from octavo.engine.tool_messages import HERMES, CallFormat
-from octavo.server.chat_formats import special_tokens
+from octavo.server.chat_formats import visible_tokens
 from octavo.server.errors import unsupported
 from octavo.server.formats import read_form
 from octavo.server.prompts import THINKING_VARIABLES, chosen_template, render_chat
@@ -50,15 +50,15 @@ async def make_chat_prompt(service: Service, body: ChatCompletionRequest, tools:
         state = reasoning.state_after(text, continues=body.continue_final_message is True)
         if _has_form(body, tools):
             text, state, begins_after = await _before_form(service, body, tools, reasoning, state, template, text)
-    markers = [*(tool_parser.markers if tool_parser else ()), *((reasoning.start, reasoning.end) if reasoning else ())]
-    special = special_tokens(service.llm.tokenizer)
+    markers = tool_parser.markers if tool_parser else ()
+    markers += (reasoning.start, reasoning.end) if reasoning else ()
     separates = body.separate_reasoning is not False and body.reasoning_format != "none"
     return ChatPrompt(
         text,
         tool_parser,
         call_format,
         (reasoning, state) if reasoning is not None and separates else None,
-        frozenset(token_id for token, token_id in special.items() if any(token in marker for marker in markers)),
+        visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
         begins_after,
     )
 
