@@ -50,8 +50,14 @@ ASK: Any = [{"role": "user", "content": "What is the weather in Rome for three d
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    flags = ("--num-gpu-blocks-override", "400", "--max-model-len", "1024", "--served-model-name", "demo")
-    parser = ("--trust-request-chat-template", "--reasoning-parser", "tests.server.marked_reasoning:IssueReasoning")
+    flags = ("--num-gpu-blocks-override", "400", "--max-model-len", "1024", "--num-threads", "1")
+    parser = (
+        "--served-model-name",
+        "demo",
+        "--trust-request-chat-template",
+        "--reasoning-parser",
+        "tests.server.marked_reasoning:IssueReasoning",
+    )
     with running(demo_model, tmp_path_factory.mktemp("tools") / "log", *flags, *parser) as server:
         yield server
 
