@@ -58,10 +58,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter of a configuration."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
-    from octavo.speculation.worker_drafter import WorkerDrafter
+    from octavo.speculation.worker_drafter import HeadDrafter, WorkerDrafter
 
     if config.drafts_on_workers:
-        return WorkerDrafter()
+        return WorkerDrafter() if config.method == "draft_model" else HeadDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     return SuffixDrafter(config)

@@ -25,3 +25,11 @@ class WorkerDrafter(Drafter):
     def on_end(self, sequence: DraftedSequence) -> None:
         """See ``Drafter``."""
         self._known.pop(sequence.seq_id, None)
+
+
+class HeadDrafter(Drafter):
+    """Asks the workers for drafts of a head, which computes every token beside the model: it is never behind."""
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        """See ``Drafter``."""
+        return [BY_WORKER] * num_tokens
