@@ -176,8 +176,9 @@ async def _constrain(
 ) -> None:
     """Gives the parameters the form of the answer."""
     if isinstance(params, BeamSearchParams):
-        if tools.choice in ("required", "named"):
-            raise unsupported("tool_choice", "tool_choice must be none or auto with use_beam_search")
+        if tools.choice in ("required", "named") or tools.strict:
+            message = "tools with use_beam_search must not be strict, and tool_choice must be none or auto"
+            raise unsupported("tool_choice", message)
         return
     asked = params.structured_outputs
     form = answer_form(tools, prompt.call_format, special_tokens(service.llm.tokenizer), asked)
