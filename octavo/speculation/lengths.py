@@ -225,6 +225,7 @@ class AdaptiveLength(FixedLength):
         price = (self._prompt_row + self._drafting.pass_seconds(drafting) / drafting) * num_seqs / plain
         self._best = self._joint = best_of([price * length for length in range(self._most + 1)])
         self._age, self._measuring, self._each = _FRESH, False, self._most
+        self._num_willing, self._has_begun = 0, False
         return num_seqs * self._most if self._best[-1].length else 0
 
     def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
@@ -256,8 +257,7 @@ class AdaptiveLength(FixedLength):
                 self._num_willing += 1
                 return 0
         self._num_willing += 1
-        length = best.length
-        return length if length < self._each else self._each
+        return best.length if best.length < self._each else self._each
 
     def _seconds_to_come(self, own: Acceptance) -> float:
         """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
