@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -334,15 +335,20 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     options = read_engine_config(arguments, "none")
     if options.host_prefix_cache and not options.num_host_blocks_override:
         raise ConfigError("host_prefix_cache needs num_host_blocks_override here: without a model there is no memory")
+    drafts = options.speculative_config is not None
+    outputs = ("repeated", "new") if drafts else ("repeated",)
+    cases = itertools.product(arguments.running, outputs)
     _show(
-        (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
+        (measure(n, arguments.waiting, arguments.context, options, output=output) for n, output in cases),
         stream,
         "policy  running  waiting  context  schedule us  update us  us a sequence  99.9 % us  slowest us  by the clock"
-        "  collections  longest us",
+        "  collections  longest us" + "  output    draft tokens" * drafts,
         lambda f: (
             f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
             f"  {f.us_per_sequence:13.2f}  {f.p999_us:9.0f}  {f.slowest_us:10.0f}  {f.slowest_wall_us:12.0f}"
             f"  {'+'.join(map(str, f.collections)):>11}  {f.longest_collection_us:10.0f}"
+            + f"  {f.output:8}  {f.draft_tokens:12.1f}"
+            * drafts
         ),
     )
 

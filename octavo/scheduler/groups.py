@@ -27,6 +27,7 @@ class Sequence:
         "max_length",
         "num_computed",
         "on_workers",
+        "prediction",
         "seq_id",
         "shared_prefix",
         "status",
@@ -51,6 +52,8 @@ class Sequence:
         self.shared_prefix: tuple[Sequence, int] | None = None
         self.stop_token_ids = group.stop_token_ids
         self.max_length = group.max_length
+        #: What its output is likely to be, as the request says.
+        self.prediction = group.request.prediction
         #: The status of its group, unless it has ended before the group.
         self.status = SequenceStatus.WAITING
 
@@ -130,7 +133,7 @@ class SequenceGroup:
     ) -> None:
         """``number`` tells apart groups that arrived at the same time; ``seq_id`` is the id of the first sequence.
 
-        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before, as drafts do.
+        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before.
         """
         self.request = request
         self.group_id = request.group_id

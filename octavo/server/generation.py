@@ -49,6 +49,8 @@ class Generation:
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
+    #: Token ids of what the answer is likely to be, if the request says it.
+    prediction: list[int] | None = None
     #: Special tokens that are part of the text although others are not.
     visible_tokens: frozenset[int] = frozenset()
     #: Seconds since 1970.
@@ -124,7 +126,7 @@ class Generation:
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
         details: dict[str, int] = {}
-        if self.draft_tokens:
+        if self.draft_tokens or self.prediction is not None:
             details["accepted_prediction_tokens"] = self.accepted_tokens
             details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
         if self.reasoning_tokens is not None:
@@ -160,6 +162,7 @@ class Generation:
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
             lora_request=self.model.adapter,
+            prediction=self.prediction,
             visible_tokens=self.visible_tokens,
             streaming=bool(self.body.stream),
         )

@@ -46,7 +46,7 @@ def test_reasoning_is_told_from_the_answer_wherever_the_text_is_cut(
     assert split(state, list(text)) == (thought, answer)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     kind=st.sampled_from(sorted(REASONING_PARSERS)),
     state=st.sampled_from(Thinking),

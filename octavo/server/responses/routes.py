@@ -126,7 +126,7 @@ class _PendingResponse:
 
     def _begun(self) -> ResponseObject:
         """The response before its output."""
-        body, params = self.body, self.chat.generation.params
+        body, tools, params = self.body, self.body.tools or [], self.chat.generation.params
         sampling = params if isinstance(params, SamplingParams) else SamplingParams()
         generation = self.chat.generation
         return ResponseObject(
@@ -150,7 +150,9 @@ class _PendingResponse:
             temperature=sampling.temperature,
             text={"format": {"type": "text"}, **(body.text or {})},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[
+                {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))} for tool in tools
+            ],
             top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
