@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 
@@ -34,6 +34,8 @@ class CheckRequest(msgspec.Struct):
     params: StructuredOutputsParams
     #: Texts that the tokenizer has as a token of its own.
     special_tokens: list[str]
+    #: Grammars may name tokens by their ids.
+    vocab_size: int
     #: Seconds of processor time after which the process is killed.
     seconds: float
 
@@ -45,14 +47,14 @@ class CheckAnswer(msgspec.Struct):
     error: str = ""
 
 
-def write_message(stream: BinaryIO, message: msgspec.Struct) -> None:
+def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
     """Writes a message with its length."""
     content = msgspec.msgpack.encode(message)
     stream.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
     stream.flush()
 
 
-def read_message(stream: BinaryIO) -> bytes:
+def read_message(stream: IO[bytes]) -> bytes:
     """The content of the next message.
 
     Raises:
@@ -79,7 +81,7 @@ def main() -> None:
             return
         _limit_time(request.seconds)
         try:
-            answer = CheckAnswer(make_grammar(request.params, frozenset(request.special_tokens)))
+            answer = CheckAnswer(make_grammar(request.params, frozenset(request.special_tokens), request.vocab_size))
         except InvalidRequestError as e:
             answer = CheckAnswer(error=str(e))
         except (MemoryError, RecursionError) as e:

@@ -36,16 +36,15 @@ OPTION = "structured_outputs_compile_seconds"
 class GrammarCompiler:
     """Turns forms into grammars; from any thread."""
 
-    def __init__(self, special_tokens: Collection[str] = (), seconds: float = 5.0) -> None:
-        """``special_tokens``: texts that the tokenizer has as a token of its own. ``seconds``: see ``CheckRequest``."""
+    def __init__(self, special_tokens: Collection[str] = (), vocab_size: int = 0, seconds: float = 5.0) -> None:
+        """``special_tokens``, ``vocab_size``, ``seconds``: see ``CheckRequest``."""
         #: For event loops: threads of its own, so that a slow grammar does not hold up what other threads are for. They
         #: wait for the processes, and for forms that another compiles.
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-grammar")
-        self._seconds = seconds
         #: The one used last comes first, so that more are started only where one is busy.
         self._checkers: queue.LifoQueue[Checker] = queue.LifoQueue()
         for _ in range(NUM_PROCESSES):
-            self._checkers.put(Checker(sorted(special_tokens), seconds))
+            self._checkers.put(Checker(sorted(special_tokens), vocab_size, seconds))
         self._cache: OrderedDict[str, CheckAnswer] = OrderedDict()
         #: Forms that are being compiled, for other requests with the same.
         self._compiling: dict[str, Future[CheckAnswer]] = {}
@@ -110,8 +109,9 @@ class GrammarCompiler:
 class Checker:
     """One process that compiles grammars, started when the first comes, and anew after one that it did not survive."""
 
-    def __init__(self, special_tokens: list[str], seconds: float) -> None:
+    def __init__(self, special_tokens: list[str], vocab_size: int, seconds: float) -> None:
         self._special_tokens = special_tokens
+        self._vocab_size = vocab_size
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._decode = msgspec.msgpack.Decoder(CheckAnswer).decode
@@ -124,7 +124,7 @@ class Checker:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
-            write_message(process.stdin, CheckRequest(params, self._special_tokens, self._seconds))
+            write_message(process.stdin, CheckRequest(params, self._special_tokens, self._vocab_size, self._seconds))
             return self._decode(read_message(process.stdout))
         except (EOFError, OSError):
             _end(process)

@@ -22,13 +22,13 @@ PATTERNS: dict[str, Any] = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|
 NAMES: dict[str, Any] = {"patternProperties": {f"^{i}_": {} for i in range(3000)}}
 DEEP: dict[str, Any] = {
     "$ref": "#/$defs/a0",
-    "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)} | {"a3000": {}},
+    "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(600)} | {"a600": {}},
 }
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    yield GrammarCompiler(["<|end|>"], seconds=0.5)
+    yield GrammarCompiler(["<|end|>"], vocab_size=1000, seconds=0.5)
 
 
 def json_form(schema: dict[str, Any]) -> StructuredOutputsParams:
@@ -91,6 +91,9 @@ def test_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCo
 
 def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutputsParams(grammar='start: <|end|> "a"')).source
+    assert compiler.compile(StructuredOutputsParams(grammar='start: <[900-999]> "a"')).source
+    with pytest.raises(InvalidRequestError, match="Token range end too large: 1000"):
+        compiler.compile(StructuredOutputsParams(grammar='start: <[1000]> "a"'))
     with pytest.raises(InvalidRequestError, match="unknown special token"):
         compiler.compile(StructuredOutputsParams(grammar='start: <|begin|> "a"'))
     tag = {"structures": [{"begin": "<|end|>a", "schema": {}, "end": ""}], "triggers": ["<|end|>"]}
