@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import bench_calibrate, bench_policies, bench_serve, bench_speculation
+from octavo.cli import bench_calibrate, bench_grammar, bench_policies, bench_serve, bench_speculation
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.kv_spec import KVSpec
 
-KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "calibrate", "simulation", "policies", "serve")
+KINDS = (
+    "offline",
+    "kernels",
+    "memory",
+    "scheduler",
+    "executor",
+    "calibrate",
+    "simulation",
+    "grammar",
+    "policies",
+    "serve",
+)
 #: Kinds with a parser of their own.
 OWN_PARSERS = {"policies": bench_policies, "serve": bench_serve}
 
@@ -37,6 +48,7 @@ examples:
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
+  octavo bench grammar smollm2-135m --batches 1,64
   octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
 
@@ -52,6 +64,9 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
+grammar    structured output: time of masks for ten schemas of growing size, throughput of batches whose requests all
+           have a schema against none, and what a schema adds to the time to the first token; --batches, --output-len
+           and --rounds count
 policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
@@ -97,7 +112,7 @@ def make_parser() -> Parser:
         type=int,
         default=3,
         metavar="N",
-        help="of a calibration, simulation or comparison of drafters: times are medians (3)",
+        help="of a calibration, simulation, comparison of drafters, or of grammar: times are medians (3)",
     )
     parser.add_argument(
         "--speculative",
@@ -137,6 +152,7 @@ def run(arguments: Arguments) -> int:
         "scheduler": _scheduler,
         "executor": _executor,
         "calibrate": bench_calibrate.run,
+        "grammar": bench_grammar.run,
         "simulation": _simulation,
     }[kind]
     if arguments.json is None:

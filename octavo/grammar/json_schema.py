@@ -6,6 +6,8 @@ along all keywords that hold schemas and along references.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -63,6 +65,8 @@ UNSUPPORTED = frozenset(
     }
 )  # fmt: skip
 
+#: Control characters without an escape of their own, in JSON; outputs do not have them, see ``sources``.
+_UNSPELLABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _IN_MAPPINGS = ("properties", "patternProperties")
 _IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -72,10 +76,16 @@ _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximu
 _TEXTS = frozenset({"$ref", "pattern", "format"})
 
 
+#: Characters of a path in messages.
+_LONGEST_PATH = 300
+
+
 class SchemaError(InvalidRequestError):
     """An error at a place of a schema: a JSON pointer within a field."""
 
     def __init__(self, field: str, path: str, message: str) -> None:
+        if len(path) > _LONGEST_PATH:
+            path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
         super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
 
 
@@ -88,6 +98,7 @@ def prepare(root: Schema, field: str, *, disable_additional_properties: bool = F
     Raises:
         SchemaError: a keyword is not supported, or its value is none of it.
     """
+    old = "draft-0" in str(root.get("$schema"))
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", root)]
     while waiting:
@@ -97,6 +108,8 @@ def prepare(root: Schema, field: str, *, disable_additional_properties: bool = F
         if not isinstance(schema, dict):
             raise SchemaError(field, path, f"a schema must be an object or a boolean, not {schema!r:.100}")
         seen.add(id(schema))
+        if old and "$ref" in schema and "$id" in schema:
+            raise SchemaError(field, f"{path}/$id", "$id beside $ref, which drafts to 7 ignore, is not supported")
         for keyword, value in list(schema.items()):
             _check(field, path, schema, keyword, value)
         if disable_additional_properties and ("properties" in schema or schema.get("type") == "object"):
@@ -147,10 +160,17 @@ def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> N
     elif keyword == "required":
         names = isinstance(value, list) and all(isinstance(name, str) for name in value)
         _expect(field, place, names, "a list of names", value)
+    if keyword in ("const", "enum", "required", "properties"):
+        texts = json.dumps(list(value) if keyword == "properties" else value)
+        _expect(
+            field,
+            place,
+            not _UNSPELLABLE.search(texts),
+            "without control characters that JSON spells as numbers",
+            value,
+        )
     if keyword == "minProperties" and value > len(schema.get("required", ())) + 1:
         raise SchemaError(field, place, f"minProperties is supported {SUPPORTED[keyword]}, as names may come twice")
-    if keyword == "$ref" and "$id" in schema:
-        raise SchemaError(field, f"{path}/$id", "$id beside $ref is not supported: drafts differ in what it means")
 
 
 def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:

@@ -14,8 +14,9 @@ from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar.json_schema import Schema, prepare
 from octavo.grammar.limits import MAX_CHOICES
 
-#: Of JSON schemas: unknown keywords that restrict are errors, and a value fits exactly one schema of a ``oneOf``.
-_STRICT = {"lenient": False, "coerce_one_of": False}
+#: How llguidance reads JSON schemas: keywords that it does not know are errors, a value fits exactly one schema of a
+#: ``oneOf``, and texts have one spelling each: with \uXXXX, names of additional properties could be those of others.
+_STRICT = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 class Tag(NamedTuple):
@@ -117,7 +118,8 @@ def read_tags(given: Any, params: StructuredOutputsParams) -> list[Tag]:
         raise InvalidRequestError(f"{place} must be an object with structures and triggers")
     if "format" in given:
         raise InvalidRequestError(f"{place}.format is not supported; give structures and triggers")
-    structures, triggers = given.get("structures"), given.get("triggers")
+    structures: Any = given.get("structures")
+    triggers: Any = given.get("triggers")
     if not _filled(triggers, str) or not all(triggers):
         raise InvalidRequestError(f"{place}.triggers must be a list of texts that begin a tag, with at least one")
     if not _filled(structures, dict):

@@ -63,6 +63,11 @@ class Sequence:
         return len(self.group.request.prompt_token_ids)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+        return self.group.num_cached_tokens
+
+    @property
     def context(self) -> str:
         """What its tokens depend on besides those before them."""
         return self.group.context

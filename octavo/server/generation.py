@@ -22,7 +22,7 @@ from octavo.engine.request_stream import RequestStream
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
-from octavo.server.formats import renamed
+from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
@@ -204,6 +204,8 @@ class Generation:
                 raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
             if completion.outgrown:
                 raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
+            if (about_form := form_error(completion.error, self.params)) is not None:
+                raise renamed(InvalidRequestError(about_form), self.body)
             if completion.finish_reason == "error":
                 logger.error("request %s failed: %s", output.request_id, completion.error)
                 raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")

@@ -27,6 +27,10 @@ class DraftedSequence(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+
+    @property
     def prediction(self) -> list[int]:
         """What its output is likely to be, as the request says; empty if it says nothing."""
 
@@ -58,10 +62,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter | None:
     """The drafter of a configuration; None if nothing but predictions of requests is drafted from."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
-    from octavo.speculation.worker_drafter import WorkerDrafter
+    from octavo.speculation.worker_drafter import HeadDrafter, WorkerDrafter
 
     if config.drafts_on_workers:
-        return WorkerDrafter()
+        return WorkerDrafter() if config.method == "draft_model" else HeadDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     return SuffixDrafter(config) if config.method == "suffix" else None

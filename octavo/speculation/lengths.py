@@ -23,6 +23,8 @@ _PLAIN = 3
 _FRESH = 8
 #: Share of the time that may go to proposing drafts to see whether they pay, and steps whose share can be saved up.
 _TRIES_SHARE, _SAVED_STEPS = 0.01, 5000
+#: How many times the seconds of catching up must be saved, so far as is known.
+_MARGIN = 2.0
 #: Tokens that a sequence is taken to have before any has ended, and how many ended ones their mean goes back.
 _TOKENS, _MEAN_OF = 128.0, 32
 
@@ -151,12 +153,16 @@ class AdaptiveLength(FixedLength):
         self._costs, self._drafting = StepCosts(), DraftingCosts()
         #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
         self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
+        #: Whether a sequence begins to draft in this step: one shows what catching up costs, if it is not known.
+        self._has_begun = False
         #: Most tokens of each sequence.
         self._each = most
         #: Of all sequences without a prediction, and of all with one.
         self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
         self._of: dict[int, Acceptance] = {}
-        self._best = [BestLength(most, 1.0)] * LEVELS
+        self._best = self._joint = [BestLength(most, 1.0)] * LEVELS
+        #: Sequences of the last step that would have had drafts, had all.
+        self._num_willing = 0
         #: Seconds of a row of steps with prompts, and draft tokens of steps without: means of the latest.
         self._prompt_row, self._expected = 0.0, 0.0
         #: Share of the sequences that have drafts, where they may.
@@ -171,16 +177,16 @@ class AdaptiveLength(FixedLength):
         if num_prompt_tokens:
             return self._begin_beside_prompts(num_seqs)
         if num_seqs != self._num_seqs or self._age >= _FRESH:
-            drafting = max(1.0, self._share * num_seqs)
-            seconds = self._drafting.pass_seconds(drafting)
-            self._best = best_lengths(self._costs, num_seqs, drafting, self._most, seconds)
+            self._compute_best(num_seqs)
             self._num_seqs, self._age = num_seqs, 0
         self._age += 1
+        self._num_willing = 0
         if self._plain < _PLAIN or num_seqs < self._costs.smallest:
             self._plain += 1  # to know what a step takes without drafts
             self._age = _FRESH
             return 0
-        self._measuring = not self._best[-1].length
+        self._has_begun = False
+        self._measuring = not self._joint[-1].length
         if not self._measuring:
             self._tries.reset()
         elif self._tries.passes():
@@ -196,6 +202,20 @@ class AdaptiveLength(FixedLength):
             self._each = max(1, min(limit // num_seqs, self._best[level].length))
         return limit
 
+    def _compute_best(self, num_seqs: int) -> None:
+        """The best lengths by level, where those draft that will, and where all do.
+
+        A pass of the workers' drafter costs each sequence the less the more there are.
+        """
+        costs, most = self._costs, self._most
+        seconds = self._drafting.pass_seconds(num_seqs)
+        if not seconds:
+            self._best = self._joint = best_lengths(costs, num_seqs, max(1.0, self._share * num_seqs), most)
+            return
+        willing = min(num_seqs, max(1, self._num_willing))
+        self._joint = best_lengths(costs, num_seqs, num_seqs, most, seconds)
+        self._best = best_lengths(costs, num_seqs, willing, most, self._drafting.pass_seconds(willing))
+
     def _begin_beside_prompts(self, num_seqs: int) -> int:
         """As ``begin_step``: beside prompts a row takes its share of the step's time, as nothing is waited for."""
         plain = self._costs.seconds(num_seqs)
@@ -203,8 +223,9 @@ class AdaptiveLength(FixedLength):
             return 0
         drafting = max(1.0, self._share * num_seqs)
         price = (self._prompt_row + self._drafting.pass_seconds(drafting) / drafting) * num_seqs / plain
-        self._best = best_of([price * length for length in range(self._most + 1)])
+        self._best = self._joint = best_of([price * length for length in range(self._most + 1)])
         self._age, self._measuring, self._each = _FRESH, False, self._most
+        self._num_willing, self._has_begun = 0, False
         return num_seqs * self._most if self._best[-1].length else 0
 
     def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
@@ -218,25 +239,30 @@ class AdaptiveLength(FixedLength):
             return 0
         if self._measuring:
             return self._try(backlog)
-        best = self._best[own.level]
-        length = best.length
-        if not length:
+        level = own.level
+        joint = self._joint[level]
+        if not joint.length:
             own.pauses = True
             return self._try(backlog) if own.tries.passes() else 0
         if own.pauses:
             own.tries.reset()
             own.pauses = False
-        if length > self._each:
-            length = self._each
-        return length if not backlog or self._is_worth(own, best.saved, backlog) else 0
+        best = self._best[level]
+        if backlog:
+            cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
+            if cost > joint.saved * seconds or (not cost and self._has_begun):
+                return 0
+            self._has_begun = True
+            if cost > best.saved * seconds:
+                self._num_willing += 1
+                return 0
+        self._num_willing += 1
+        return best.length if best.length < self._each else self._each
 
-    def _is_worth(self, own: Acceptance, saved: float, backlog: int) -> bool:
-        """Whether drafts of the tokens that will follow, so far as is known, save more time than catching up takes."""
-        cost = self._drafting.catch_up_seconds(backlog)
-        if not cost:
-            return True
+    def _seconds_to_come(self, own: Acceptance) -> float:
+        """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
         tokens = max(self._mean_tokens - own.tokens, own.tokens)
-        return tokens * saved * self._costs.seconds(self._num_seqs) / self._num_seqs > cost
+        return tokens * self._costs.seconds(self._num_seqs) / self._num_seqs
 
     def _try(self, backlog: int) -> int:
         """One token if the time for it is saved up, else none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.adapters import LoRARequest
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.loader.adapters.targets import AdapterTargets
+from octavo.models.config import read_model_config
 from octavo.runner import model_runner
 from octavo.runner.drafter import Drafts
 from octavo.runner.eagle import EagleDrafter
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
+from tests.runner.test_adapter_store import make_adapter
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -295,3 +301,85 @@ def test_a_head_sleeps_and_wakes_with_the_model(files: dict[str, Any], plain: An
         llm.sleep(level=level)
         llm.wake_up()
         assert everything(run(llm, PROMPTS, PARAMS)) == plain
+
+
+def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path) -> None:
+    targets = AdapterTargets(read_model_config(files["target"]))
+    ref = make_adapter(tmp_path / "adapter", targets, 0, rank=4)
+    work: list[SamplingParams | BeamSearchParams] = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=12)]
+    adapted = [None, LoRARequest(ref.name, 1, ref.path)] * 3
+
+    def answers(llm: LLM) -> Any:
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in [*PROMPTS, PROMPTS[2]]]
+        plain = llm.generate(prompts, work, use_tqdm=False)
+        return everything(plain), everything(llm.generate(prompts, work[0], use_tqdm=False, lora_request=adapted))
+
+    options: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    wanted = answers(load(files["target"], **options))
+    for method in HEADS:
+        llm = load(files["target"], files[method], method, **options)
+        assert answers(llm) == wanted
+        stats = llm.llm_engine.core.scheduler.stats().speculation
+        assert stats is not None and stats.draft_tokens > 100 and stats.failures == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", HEADS)
+def test_two_ranks_draft_the_same(files: dict[str, Any], plain: Any, method: str, tmp_path: Path) -> None:
+    llm = load(files["target"], files[method], method, tensor_parallel_size=2, num_threads=2, device="cpu")
+    assert everything(run(llm, PROMPTS, PARAMS)) == plain
+    llm.llm_engine.core.shutdown()
+    save_target(tmp_path / "target", ORDERED, deterministic)
+    head = knows_the_hidden_state() if method == "eagle" else knows_the_middle_layer()
+    head.save(tmp_path / "head")
+    llm = load(tmp_path / "target", tmp_path / "head", method, tensor_parallel_size=2, num_threads=2, device="cpu")
+    run(llm, [[0, 2, 4, 18]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    llm.llm_engine.core.shutdown()
+    assert stats is not None and stats.accepted_tokens > 0.9 * stats.draft_tokens > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes(files: dict[str, Any], seed: int) -> None:
+    rng = random.Random(seed)
+    batching, method = rng.choice(["mixed", "prefill_first"]), rng.choice(list(HEADS))
+    kind: dict[str, Any] = {
+        "dtype": rng.choice(["float32", "bfloat16"]),
+        "quantization": rng.choice(["none", "int8"]),
+        "kv_cache_dtype": rng.choice(["auto", "int8"]),
+    }
+    options: dict[str, Any] = {
+        "batching": batching,
+        "max_num_batched_tokens": rng.choice([24, 128]) if batching == "mixed" else 300,
+        "num_gpu_blocks_override": rng.choice([70, 110, 250]),
+        "preemption_mode": rng.choice(["recompute", "swap", "auto"]),
+        "num_host_blocks_override": rng.choice([20, 100]),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "async_scheduling": rng.random() < 0.4,
+        "watermark": 0.0,
+    }
+    start = [rng.randrange(VOCAB) for _ in range(20)]
+    prompts, params = [], []
+    for _ in range(14):
+        prompts.append(start[: rng.randrange(20)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))])
+        greedy = rng.random() < 0.5
+        params.append(
+            SamplingParams(
+                temperature=0.0 if greedy else 1.0,
+                seed=rng.randrange(100),
+                n=1 if greedy else rng.choice([1, 1, 2, 3]),
+                max_tokens=rng.randrange(1, 50),
+                logprobs=rng.choice([None, 0, 3]),
+                prompt_logprobs=rng.choice([None, None, 1]),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=rng.choice([None, [40, 50, 60]]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+                logit_bias=rng.choice([None, {30: 5.0}]),
+            )
+        )
+    wanted = everything(run(load(files["target"], **kind), prompts, params))
+    drafts = rng.choice([1, 3, 7])
+    llm = load(files["target"], files[method], method, drafts, **kind, **options)
+    for _ in range(2):
+        assert everything(run(llm, prompts, params)) == wanted

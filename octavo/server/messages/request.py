@@ -9,6 +9,7 @@ from octavo.engine.chat_template import choose_template, template_variables
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
 from octavo.server.fields import Unsupported
 from octavo.server.messages.protocol import CountTokensRequest, MessagesRequest
+from octavo.server.prompts import THINKING_VARIABLES
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 
@@ -35,8 +36,6 @@ UNSUPPORTED = {
 HARMLESS = frozenset({"cache_control", "user_profile_id", "workspace_id"})
 
 _MARKS = ("cache_control", "citations")
-#: Names by which templates know whether the model shall think.
-_THINKING = ("enable_thinking", "thinking")
 
 
 def chat_body(service: Service, body: CountTokensRequest) -> dict[str, Any]:
@@ -190,9 +189,10 @@ def _thinking(service: Service, body: CountTokensRequest) -> dict[str, Any]:
     if (display := thinking.take("display", str, None)) is not None:
         raise not_supported("thinking.display", f"thinking comes whole, not {display[:20]!r}")
     thinking.refuse_rest()
-    templates = service.llm.tokenizer.chat_templates
-    known = template_variables(choose_template(templates, None, has_tools=bool(body.tools)))
-    names = [name for name in _THINKING if name in known]
-    if kind == "enabled" and not names:
-        raise not_supported("thinking", "the model's chat template cannot switch it on")
+    template = choose_template(service.llm.tokenizer.chat_templates, None, has_tools=bool(body.tools))
+    names = [name for name in THINKING_VARIABLES if name in template_variables(template)]
+    thinks = service.formats.reasoning_parser(template) is not None
+    if not names and kind != "adaptive" and thinks != (kind == "enabled"):
+        cannot = "switch it off" if thinks else "think"
+        raise not_supported("thinking", f"{kind}: the model cannot {cannot}, by its chat template")
     return {} if kind == "adaptive" else {name: kind == "enabled" for name in names}

@@ -12,12 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.cancellation import with_cancellation
-from octavo.server.chat_request import Chat, ChoiceEvents
+from octavo.server.chat_prompt import make_chat_prompt
+from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.errors import ApiError, anthropic_error
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.messages import request as chats
 from octavo.server.messages.events import Event, GrowingMessage, encode_event
 from octavo.server.messages.protocol import (
+    Block,
     CountTokensRequest,
     MessageObject,
     MessagesRequest,
@@ -25,16 +27,22 @@ from octavo.server.messages.protocol import (
     OutputTokensDetails,
     StopReason,
     TokenCount,
+    ToolUseBlock,
 )
-from octavo.server.renamed_chat import start_renamed
-from octavo.server.service import service_of
+from octavo.server.prompts import encode
+from octavo.server.protocol import ChatCompletionRequest
+from octavo.server.renamed_chat import renamed_errors, renamed_outputs
+from octavo.server.service import Service, service_of
 from octavo.server.streaming import EventStream
+from octavo.server.tools import read_tools
 
 
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
-    deadline = asyncio.get_running_loop().time() + service_of(request).options.request_timeout
-    pending = _PendingMessage(await _start(request, body))
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    with renamed_errors(chats.RENAMED):
+        pending = _PendingMessage(await start_chat(service, request, _chat(service, body), prefix="msg"))
     if body.stream:
         return EventStream(pending.stream(), deadline, _failure)
     message = await with_cancellation(request.receive, pending.complete(), deadline)
@@ -43,16 +51,21 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
     """Tokens of a conversation, as the model's template writes it."""
-    chat = await _start(request, body)
-    return TokenCount(input_tokens=len(chat.generation.prompts[0].token_ids))
-
-
-async def _start(request: Request, body: CountTokensRequest) -> Chat:
     service = service_of(request)
+    await service.model(body.model)
+    with renamed_errors(chats.RENAMED):
+        chat = _chat(service, body)
+        prompt = await make_chat_prompt(service, chat, read_tools(chat.tools, chat.tool_choice))
+        [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
+    return TokenCount(input_tokens=len(token_ids))
+
+
+def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
+    """The chat that a request asks for; to be called within ``renamed_errors``."""
     table = {**UNSUPPORTED, **chats.UNSUPPORTED}
     refuse_unsupported(body, table)
     refuse_unknown(service, body, HARMLESS | chats.HARMLESS, table)
-    return await start_renamed(service, request, chats.chat_body(service, body), "msg", chats.RENAMED)
+    return ChatCompletionRequest.model_validate(chats.chat_body(service, body))
 
 
 def _failure(error: ApiError) -> bytes:
@@ -81,15 +94,15 @@ class _PendingMessage:
                 yield b"".join(map(encode_event, found))
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
-        async with aclosing(self.chat.outputs()) as outputs:
-            async for [choice] in outputs:
+        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
+            async for choice in outputs:
                 found = []
                 if self.growing is None:
                     self.growing = GrowingMessage(self._begun())
                     found += self.growing.begin()
                 found += self.growing.add(choice.events)
                 if choice.finish_reason is not None:
-                    reason, stop = _stop_reason(choice)
+                    reason, stop = _stop_reason(choice, self.growing.message.content)
                     found += self.growing.end(reason, stop, self._usage())
                 if found:
                     yield found
@@ -115,15 +128,15 @@ class _PendingMessage:
             cache_read_input_tokens=cached,
             cache_creation_input_tokens=0,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(thinking_tokens=0),
+            output_tokens_details=OutputTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
         )
 
 
-def _stop_reason(choice: ChoiceEvents) -> tuple[StopReason, str | None]:
+def _stop_reason(choice: ChoiceEvents, content: list[Block]) -> tuple[StopReason, str | None]:
     """Why the choice ended, and the stop text that ended it."""
     if choice.finish_reason == "length":
         return "max_tokens", None
-    if choice.finish_reason == "tool_calls":
+    if any(isinstance(block, ToolUseBlock) for block in content):
         return "tool_use", None
     stop = choice.stop_reason
     return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)

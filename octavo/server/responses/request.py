@@ -7,10 +7,11 @@ from typing import Any
 from starlette.requests import Request
 
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
-from octavo.server.chat_request import Chat
+from octavo.server.chat_request import Chat, start_chat
 from octavo.server.errors import ApiError
 from octavo.server.fields import Unsupported
-from octavo.server.renamed_chat import start_renamed
+from octavo.server.protocol import ChatCompletionRequest
+from octavo.server.renamed_chat import renamed_errors
 from octavo.server.responses.items import Message, messages_of
 from octavo.server.responses.protocol import ResponsesRequest
 from octavo.server.sampling_fields import SamplingFields
@@ -19,7 +20,7 @@ from octavo.server.service import Service
 #: Fields that a chat has too, with the same meaning.
 _SHARED = ("model", "parallel_tool_calls", "stream", "user", "stop", *SamplingFields.model_fields)
 #: Fields of a chat by their names here; errors about a chat are told under these.
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -101,7 +102,9 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
 
     async def without(cut: int) -> Chat:
         kept = messages[:head] + messages[cut:]
-        return await start_renamed(service, request, chat_body(body, kept), "resp", _RENAMED)
+        fields = chat_body(body, kept)
+        with renamed_errors(RENAMED):
+            return await start_chat(service, request, ChatCompletionRequest.model_validate(fields), prefix="resp")
 
     try:
         return await without(head)

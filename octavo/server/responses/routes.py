@@ -21,6 +21,7 @@ from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_u
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.protocol import TokenLogprob
+from octavo.server.renamed_chat import renamed_outputs
 from octavo.server.responses import request as chats
 from octavo.server.responses.events import Event, GrowingResponse, encode_event
 from octavo.server.responses.items import input_items
@@ -108,8 +109,8 @@ class _PendingResponse:
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
         tracker: LogprobsTracker | None = None
-        async with aclosing(self.chat.outputs()) as outputs:
-            async for [choice] in outputs:
+        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
+            async for choice in outputs:
                 found = []
                 if self.growing is None:
                     self.growing = GrowingResponse(self._begun())
@@ -125,7 +126,7 @@ class _PendingResponse:
 
     def _begun(self) -> ResponseObject:
         """The response before its output."""
-        body, params = self.body, self.chat.generation.params
+        body, tools, params = self.body, self.body.tools or [], self.chat.generation.params
         sampling = params if isinstance(params, SamplingParams) else SamplingParams()
         generation = self.chat.generation
         return ResponseObject(
@@ -149,7 +150,9 @@ class _PendingResponse:
             temperature=sampling.temperature,
             text={"format": {"type": "text"}, **(body.text or {})},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[
+                {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))} for tool in tools
+            ],
             top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
@@ -188,11 +191,12 @@ class _PendingResponse:
     def _usage(self) -> ResponseUsage:
         usage = self.chat.generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
+        thought = self.chat.generation.reasoning_tokens or 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
             total_tokens=usage.total_tokens,
         )
 

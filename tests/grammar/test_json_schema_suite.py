@@ -1,0 +1,193 @@
+"""Outputs of JSON schemas are valid: the JSON Schema test suite, drafts 7 and 2020-12, and random schemas.
+
+``tests/data/json_schema_suite.json.gz`` is the suite as in the source distribution of the package jsonschema 4.26.0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema.protocols import Validator
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.grammar.compile import make_grammar
+from octavo.grammar.json_schema import ANNOTATIONS, SUPPORTED, UNSUPPORTED
+from tests.grammar.byte_matcher import accepts, generate
+from tests.grammar.random_schema import random_schema
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = json.loads(gzip.decompress((ROOT / "tests" / "data" / "json_schema_suite.json.gz").read_bytes()))
+DRAFTS: dict[str, tuple[str, type[Validator]]] = {
+    "draft7": ("http://json-schema.org/draft-07/schema#", jsonschema.Draft7Validator),
+    "draft2020-12": ("https://json-schema.org/draft/2020-12/schema", jsonschema.Draft202012Validator),
+}
+
+
+def schema_of(draft: str, group: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a group of tests, which says its draft."""
+    given = group["schema"]
+    if isinstance(given, bool):
+        given = {} if given else {"not": {}}
+    return {"$schema": DRAFTS[draft][0], **given}
+
+
+def grammar_of(schema: dict[str, Any]) -> Grammar | None:
+    """The grammar of a schema; None if it is refused."""
+    try:
+        return make_grammar(StructuredOutputsParams(json=schema))
+    except InvalidRequestError as e:
+        assert str(e).startswith("structured_outputs.json")
+        return None
+
+
+def check_outputs(draft: str, schema: dict[str, Any], grammar: Grammar, seed: str, count: int) -> int:
+    """Generates outputs and validates those that ended; how many did."""
+    kind = DRAFTS[draft][1]
+    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    ended = 0
+    for i in range(count):
+        text = generate(grammar, random.Random(f"{seed} {i}"))
+        if text is not None:
+            ended += 1
+            try:
+                validator.validate(json.loads(text))
+            except OverflowError:  # the library divides no 1e999
+                continue
+    return ended
+
+
+@cache
+def compiled(draft: str, keyword: str) -> tuple[int, int]:
+    """Of the groups of tests of a keyword in the suite: how many compile, and how many there are."""
+    groups = SUITE[draft][keyword]
+    return sum(grammar_of(schema_of(draft, group)) is not None for group in groups), len(groups)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_outputs_are_valid_wherever_a_schema_of_the_suite_compiles(draft: str) -> None:
+    wrong, ended = [], 0
+    for keyword, groups in SUITE[draft].items():
+        for group in groups:
+            schema = schema_of(draft, group)
+            if (grammar := grammar_of(schema)) is None:
+                continue
+            for case in group["tests"]:
+                if not case["valid"] and accepts(grammar, json.dumps(case["data"], ensure_ascii=False)):
+                    wrong.append((keyword, group["description"], case["description"]))
+            ended += check_outputs(draft, schema, grammar, f"{keyword} {group['description']}", 2)
+    assert wrong == []
+    assert ended > 300
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_outputs_of_random_schemas_are_valid(draft: str) -> None:
+    check_random(draft, seeds=range(150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_outputs_of_many_random_schemas_are_valid(draft: str) -> None:
+    check_random(draft, seeds=range(1000, 7000))
+
+
+def check_random(draft: str, seeds: range) -> None:
+    schemas = ended = 0
+    for seed in seeds:
+        schema = {"$schema": DRAFTS[draft][0], **random_schema(random.Random(seed))}
+        if (grammar := grammar_of(schema)) is not None:
+            schemas += 1
+            ended += check_outputs(draft, schema, grammar, str(seed), 2)
+    assert schemas > len(seeds) / 2 and ended > schemas
+
+
+@pytest.mark.parametrize("keyword", sorted({*UNSUPPORTED, "uniqueItems"}))
+def test_an_unsupported_keyword_is_refused_by_its_name_and_place(keyword: str) -> None:
+    schema = {"properties": {"a/b": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"items": {keyword: True}}}}
+    with pytest.raises(InvalidRequestError) as caught:
+        make_grammar(StructuredOutputsParams(json=schema))
+    place = f"structured_outputs.json at /$defs/c/items/{keyword}"
+    assert str(caught.value) == f"{place}: the keyword {keyword} is not supported"
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_keyword_of_the_draft_is_known(draft: str) -> None:
+    assert keywords(draft) - {*SUPPORTED, *ANNOTATIONS, *UNSUPPORTED} == set()
+
+
+def keywords(draft: str) -> set[str]:
+    """All keywords of a draft: the properties of its metaschemas."""
+    metaschema: Any = DRAFTS[draft][1].META_SCHEMA
+    parts = [metaschema]
+    if "allOf" in metaschema:
+        resolver = REGISTRY.resolver(metaschema["$id"])
+        parts += [resolver.lookup(part["$ref"]).contents for part in metaschema["allOf"]]
+    return {name for part in parts for name in part["properties"]}
+
+
+def test_names_of_additional_properties_are_not_those_of_others_in_another_spelling() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = make_grammar(StructuredOutputsParams(json=schema))
+    assert accepts(grammar, '{"a": 1, "b": "x"}')
+    assert not accepts(grammar, r'{"\u0061": "x"}')
+
+
+def test_control_characters_without_an_escape_of_their_own_are_refused() -> None:
+    refused: tuple[dict[str, Any], ...] = (
+        {"const": "a\0"},
+        {"const": "\x7f"},
+        {"enum": [{"a": ["\x1f"]}]},
+        {"properties": {"\x01": {}}},
+        {"required": ["\x01"]},
+    )
+    for schema in refused:
+        with pytest.raises(InvalidRequestError, match="control characters"):
+            make_grammar(StructuredOutputsParams(json=schema))
+    assert accepts(make_grammar(StructuredOutputsParams(json={"const": "\\u0001\n"})), r'"\\u0001\n"')
+
+
+def test_many_properties_are_not_promised_where_names_may_come_twice() -> None:
+    open_names = {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert grammar_of({**open_names, "minProperties": 1}) is not None
+    assert grammar_of({**open_names, "minProperties": 2}) is None
+
+
+ABSENT = "—"
+
+
+def table() -> str:
+    """The table of the documentation: a line for each keyword that restricts values."""
+    lines = ["| keyword | draft 7 | draft 2020-12 | |", "| --- | --- | --- | --- |"]
+    for keyword in sorted({*SUPPORTED, *UNSUPPORTED}, key=lambda name: name.lstrip("$").lower()):
+        cells = []
+        for draft in DRAFTS:
+            if keyword not in keywords(draft):
+                cells.append(ABSENT)
+            elif keyword in UNSUPPORTED:
+                cells.append("refused")
+            else:
+                cells.append(_served(draft, keyword))
+        if set(cells) != {ABSENT}:
+            lines.append(f"| `{keyword}` | {' | '.join(cells)} | {SUPPORTED.get(keyword, '')} |")
+    return "\n".join(lines)
+
+
+def _served(draft: str, keyword: str) -> str:
+    name = keyword.lstrip("$")
+    if name not in SUITE[draft]:
+        return "yes"
+    served, number = compiled(draft, name)
+    return f"{served} of {number}"
+
+
+def test_the_table_of_keywords_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
+    assert table() in page, f"the table in docs/structured-output.md should be\n{table()}"
