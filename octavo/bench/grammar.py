@@ -171,7 +171,7 @@ def _output(inputs: InputProcessor, document: Any) -> _Tokens:
 
 
 def _begin(compiled: CompiledGrammar, grammar: Grammar) -> GrammarMask:
-    return GrammarMask(compiled, Generate(SamplingParams(), 0, grammar=grammar), 0)
+    return GrammarMask(compiled, Generate(SamplingParams(max_tokens=None), 0, grammar=grammar), 0)
 
 
 class _Walk:
