@@ -39,6 +39,15 @@ _WORDS = ("alpha", "blue", "casting", "drum", "engine room", "forty-two", "green
 
 
 @dataclass(frozen=True)
+class VocabularyFigures:
+    """What is made once, for the first grammar of an engine's life."""
+
+    vocab_size: int
+    #: Of processor time.
+    seconds: float
+
+
+@dataclass(frozen=True)
 class MaskFigures:
     """The masks of one schema, over outputs that it allows."""
 
@@ -78,6 +87,8 @@ class DelayFigures:
     bound_ms: float
     #: Median of the differences of two requests that followed each other.
     added_ms: float
+    #: The same of processor time, of all threads.
+    added_processor_ms: float
 
 
 def make_schema(properties: int) -> dict[str, Any]:
@@ -123,10 +134,12 @@ _KINDS: list[tuple[dict[str, Any], Any]] = [
 # --- masks ----------------------------------------------------------------------------------------------------------
 
 
-def measure_masks(llm: LLM, num_threads: int, seed: int = 0) -> Iterator[MaskFigures]:
+def measure_masks(llm: LLM, num_threads: int, seed: int = 0) -> Iterator[VocabularyFigures | MaskFigures]:
     """The masks of ten schemas with the model's vocabulary, along outputs of random values."""
     inputs, config = llm.llm_engine.inputs, llm.llm_engine.core.model_config
+    start = time.process_time()
     tokenizer = GrammarTokenizer(inputs.tokenizer.backend, config.vocab_size, config.eos_token_ids)
+    yield VocabularyFigures(config.vocab_size, time.process_time() - start)
     for properties in SIZES:
         yield _measure_schema(inputs, tokenizer, properties, num_threads, seed)
 
@@ -171,7 +184,7 @@ def _output(inputs: InputProcessor, document: Any) -> _Tokens:
 
 
 def _begin(compiled: CompiledGrammar, grammar: Grammar) -> GrammarMask:
-    return GrammarMask(compiled, Generate(SamplingParams(), 0, grammar=grammar), 0)
+    return GrammarMask(compiled, Generate(SamplingParams(max_tokens=None), 0, grammar=grammar), 0)
 
 
 class _Walk:
@@ -278,16 +291,14 @@ def _run(llm: LLM, batch: int, output_len: int, form: StructuredOutputsParams | 
 def measure_delay(llm: LLM) -> DelayFigures:
     """Requests of one token, one after the other; every second one has a schema, always the same."""
     form = StructuredOutputsParams(json=make_schema(32), disable_any_whitespace=True)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for turn in range(_DELAYS + 2):
         for bound in (False, True):
             params = SamplingParams(temperature=0.0, max_tokens=1, structured_outputs=form if bound else None)
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             llm.generate(f"request {turn}", params, use_tqdm=False)
             if turn >= 2:
-                seconds[bound].append(time.perf_counter() - start)
-    return DelayFigures(
-        free_ms=1e3 * statistics.median(seconds[False]),
-        bound_ms=1e3 * statistics.median(seconds[True]),
-        added_ms=1e3 * statistics.median(b - f for f, b in zip(seconds[False], seconds[True], strict=True)),
-    )
+                seconds[bound].append((time.perf_counter() - start, time.process_time() - busy))
+    free, found = np.array(seconds[False]) * 1e3, np.array(seconds[True]) * 1e3
+    added, added_busy = np.median(found - free, axis=0).tolist()
+    return DelayFigures(float(np.median(free[:, 0])), float(np.median(found[:, 0])), added, added_busy)

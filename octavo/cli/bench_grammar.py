@@ -36,10 +36,12 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             stream.write(msgspec.json.encode(dataclasses.asdict(record)).decode() + "\n")
             stream.flush()
 
-    if stream is None:
-        print(f"masks of the model's vocabulary; a step has {grammar.ROWS} sequences")
-        print("properties   bytes  compile ms  tokens  forced  mask us: p50      p99  step ms: p50      p99")
+    title = "properties   bytes  compile ms  tokens  forced  mask us: p50      p99  step ms: p50      p99"
     for f in grammar.measure_masks(llm, options.num_threads or usable_cores(), options.seed):
+        if isinstance(f, grammar.VocabularyFigures):
+            made = f"a vocabulary of {f.vocab_size} tokens: {f.seconds:.2f} s of processor time, once"
+            show(f, f"{made}\nmasks; a step has {grammar.ROWS} sequences\n{title}")
+            continue
         share = f"{f.forced_share:6.0%}  {f.mask_us_p50:12.1f}  {f.mask_us_p99:7.1f}"
         size = f"{f.properties:10}  {f.schema_bytes:6}  {f.compile_ms:10.2f}  {f.output_tokens:6.0f}"
         show(f, f"{size}  {share}  {f.step_ms_p50:12.3f}  {f.step_ms_p99:7.3f}")
@@ -49,4 +51,5 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
         rates = f"{t.tokens_per_s_free:13.1f}  {t.tokens_per_s:13.1f}"
         show(t, f"{t.batch:5}  {rates}  {t.ratio:5.2f}  {t.processor_ratio:17.2f}")
     d = grammar.measure_delay(llm)
-    show(d, f"first token: {d.free_ms:.2f} ms without, {d.bound_ms:.2f} ms with a known schema; {d.added_ms:+.2f} ms")
+    added = f"{d.added_ms:+.2f} ms, of processor time {d.added_processor_ms:+.2f} ms"
+    show(d, f"first token: {d.free_ms:.2f} ms without, {d.bound_ms:.2f} ms with a known schema; {added}")

@@ -61,7 +61,7 @@ def check(llm: LLM, count: int) -> None:
             assert found.text in CHOICES
         else:
             value = json.loads(found.text)
-            Draft202012Validator(wanted, format_checker=FormatChecker()).validate(value)  # type: ignore[arg-type]
+            Draft202012Validator(wanted, format_checker=FormatChecker()).validate(value)
     assert len(texts) > count / 3
 
 
