@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
@@ -24,8 +25,10 @@ _OTHER_NAMES = {
     "structural_tag": "structural_tag",
 }
 
-#: Beginnings of errors of workers that the form has brought about: it exceeds their limits with the model's vocabulary.
-_FORM_ERRORS = ("the grammar cannot be used: ", "the grammar became too costly: ")
+#: Errors of workers that the form has brought about: it exceeds their limits with the model's vocabulary.
+_FORM_ERRORS = re.compile(
+    "the grammar cannot be used: |the grammar became too costly: |the output has left .*; max is "
+)
 
 
 class Form(NamedTuple):
@@ -84,9 +87,9 @@ def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError
 def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> str | None:
     """What an engine's error says of the form that a request asks for; None: it is about something else."""
     form = params.structured_outputs if isinstance(params, SamplingParams) else None
-    if form is None or error is None or not error.startswith(_FORM_ERRORS):
+    if form is None or error is None or not _FORM_ERRORS.match(error):
         return None
-    return f"structured_outputs.{form.form}: {error}"
+    return f"structured_outputs.{form.form}: {error.partition(chr(10))[0]}"
 
 
 def _of_response_format(given: ResponseFormat) -> Form | None:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from octavo import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from octavo.core.request import Generate
 
-OPTIONS = {"num_gpu_blocks_override": 200, "num_threads": 1, "max_num_seqs": 16}
+OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 200, "num_threads": 1, "max_num_seqs": 16}
 #: Llguidance works on it for minutes.
 SLOW = StructuredOutputsParams(
     json={"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(20)]}
@@ -34,7 +35,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
     yield LLM(str(tiny_model), structured_outputs_compile_seconds=0.5, **OPTIONS)
 
 
-def hot(form: StructuredOutputsParams, **more: int) -> SamplingParams:
+def hot(form: StructuredOutputsParams, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=1.5, seed=3, max_tokens=200, structured_outputs=form, **more)
 
 

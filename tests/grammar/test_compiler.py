@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,3 +110,18 @@ def test_the_processes_end_with_the_compiler() -> None:
     del compiler
     gc.collect()
     eventually(lambda: processes[0].poll() is not None)
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> subprocess.Popen[bytes]:
+        little = "import octavo.grammar.check_process as c; c.MAX_MEMORY = 60 << 20; c.main()"
+        return subprocess.Popen(
+            [sys.executable, "-c", little], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    monkeypatch.setattr(module, "_start", start)
+    compiler = GrammarCompiler(seconds=20)
+    both = " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(20))
+    with pytest.raises(InvalidRequestError, match="grammar takes too much memory"):
+        compiler.compile(StructuredOutputsParams(grammar=f"start: T\nT: {both}"))
+    assert compiler.compile(StructuredOutputsParams(regex="a")).source

@@ -70,6 +70,15 @@ def test_a_form_that_cannot_be_served_is_refused(server: Running, given: dict[st
         assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
 
 
+def test_a_grammar_that_becomes_too_costly_is_refused(server: Running) -> None:
+    rules = [f'a{i}: "b"?' for i in range(2500)]
+    grammar = "\n".join(['start: "xyz" ' + " ".join(f"a{i}?" for i in range(2500)), *rules])
+    with server.http() as http:
+        response = ask(http, guided_grammar=grammar, max_tokens=8)
+        refused(response, "guided_grammar", "items; max is")
+        assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
+
+
 def test_others_are_served_while_a_grammar_is_compiled(server: Running) -> None:
     answers: list[httpx.Response] = []
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.server.errors import ApiError, as_api_error
-from octavo.server.formats import read_form, renamed
+from octavo.server.formats import form_error, read_form, renamed
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.running_server import Running
 
@@ -89,6 +90,14 @@ def test_a_wrong_form_is_refused_by_the_name_of_its_field(given: dict[str, Any],
 def test_an_error_of_a_form_names_the_field(given: dict[str, Any], place: str) -> None:
     error = as_api_error(renamed(InvalidRequestError("structured_outputs.json: no such type"), body(**given)))
     assert error.param == place and error.message.startswith(place)
+
+
+def test_errors_of_workers_about_a_form_are_the_requests() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    costly = "the grammar became too costly: lexer error: too many expressions constructed\n<non-verbose/>"
+    assert form_error(costly, params) == f"structured_outputs.regex: {costly.splitlines()[0]}"
+    for error, given in (("the worker has failed", params), (None, params), (costly, SamplingParams())):
+        assert form_error(error, given) is None
 
 
 ROUTES: dict[str, dict[str, Any]] = {
