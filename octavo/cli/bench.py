@@ -115,7 +115,10 @@ def make_parser() -> Parser:
         help="of a calibration, simulation, comparison of drafters, or of grammar: times are medians (3)",
     )
     parser.add_argument(
-        "--speculative", metavar="METHOD,...", help="of offline: compare drafters (ngram, suffix) with no drafts"
+        "--speculative",
+        metavar="METHOD,...",
+        help="of offline: compare drafters (ngram, suffix; prediction, "
+        "where requests predict their answers rightly) with no drafts",
     )
     parser.add_argument(
         "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"

@@ -16,6 +16,8 @@ MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 #: Methods of vLLM that are not supported.
 _FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
 _OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "prediction")
+#: Self-speculation, see docs/speculation.md.
+_LAYER_SKIP = "the first layers of a model that is not trained for it seldom say what the whole model says"
 
 
 class SpeculativeConfig(OptionPart):
@@ -118,7 +120,8 @@ def _checked(given: dict[Any, Any]) -> dict[str, Any]:
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
     if method not in _OWN_METHODS:
-        raise ValueError(f"method {method!r} is not supported; the methods are {', '.join(_OWN_METHODS)}")
+        reason = f": {_LAYER_SKIP}" if method == "layer_skip" else ""
+        raise ValueError(f"method {method!r} is not supported{reason}; the methods are {', '.join(_OWN_METHODS)}")
     if isinstance(model, str) and model.strip("[]") == method:
         model = given.pop("model")
     _check_model(method, given)
