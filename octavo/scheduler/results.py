@@ -144,8 +144,10 @@ class Results:
                 continue
             for i, token in enumerate(new):
                 # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
-                whole = extra is None or count == 1 or i >= len(extra.logprobs)
-                others.append((seq_id, token, extra if whole else SequenceResult([extra.logprobs[i]])))
+                own = extra
+                if extra is not None and count > 1 and i < len(extra.logprobs):
+                    own = SequenceResult([extra.logprobs[i]])
+                others.append((seq_id, token, own))
         return others
 
     def _resolve_drafts(self, step: Step) -> None:

@@ -153,7 +153,7 @@ class AdaptiveLength(FixedLength):
         self._costs, self._drafting = StepCosts(), DraftingCosts()
         #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
         self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
-        #: Whether a sequence begins to draft in this step: one shows what catching up costs, if it is not known.
+        #: Whether a sequence begins to draft in this step, where it is not known what catching up costs.
         self._has_begun = False
         #: Most tokens of each sequence.
         self._each = most
@@ -250,9 +250,11 @@ class AdaptiveLength(FixedLength):
         best = self._best[level]
         if backlog:
             cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
-            if cost > joint.saved * seconds or (not cost and self._has_begun):
+            if not cost:  # one sequence shows with little what it costs
+                has_begun, self._has_begun = self._has_begun, True
+                return 0 if has_begun else min(2, best.length, self._each)
+            if cost > joint.saved * seconds:
                 return 0
-            self._has_begun = True
             if cost > best.saved * seconds:
                 self._num_willing += 1
                 return 0

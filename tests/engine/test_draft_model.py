@@ -138,9 +138,13 @@ def test_what_lies_in_the_prefix_cache_is_not_computed_again(
 
 
 def test_what_was_swapped_is_not_computed_again(tiny_model: Path, caught_up: list[int]) -> None:
-    totals = []
+    totals: list[int] = []
     for mode in ("swap", "recompute"):
-        options = {"preemption_mode": mode, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100}
+        options: dict[str, Any] = {
+            "preemption_mode": mode,
+            "num_gpu_blocks_override": 40,
+            "num_host_blocks_override": 100,
+        }
         llm = drafting(tiny_model, tiny_model, enable_prefix_caching=False, **options)
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         llm.generate(PROMPTS, params, use_tqdm=False)
