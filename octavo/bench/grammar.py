@@ -66,6 +66,8 @@ class ThroughputFigures:
     tokens_per_s_free: float
     tokens_per_s: float
     ratio: float
+    #: The same ratio of tokens a second of processor time, of all threads: less depends on what else the machine does.
+    processor_ratio: float
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ def measure_throughput(
     item = make_schema(8)
     form = StructuredOutputsParams(json={"type": "array", "items": item, "minItems": 1000}, disable_any_whitespace=True)
     for batch in batches:
-        free, bound = [], []
+        free: list[tuple[float, float]] = []
+        bound: list[tuple[float, float]] = []
         for turn in range(rounds + 1):
             order = [(None, free), (form, bound)]
             for wanted, rates in order if turn % 2 else order[::-1]:
@@ -247,27 +250,29 @@ def measure_throughput(
                     rates.append(rate)
         yield ThroughputFigures(
             batch=batch,
-            tokens_per_s_free=statistics.median(free),
-            tokens_per_s=statistics.median(bound),
-            ratio=statistics.median(b / f for b, f in zip(bound, free, strict=True)),
+            tokens_per_s_free=statistics.median(rate for rate, _ in free),
+            tokens_per_s=statistics.median(rate for rate, _ in bound),
+            ratio=statistics.median(b / f for (b, _), (f, _) in zip(bound, free, strict=True)),
+            processor_ratio=statistics.median(b / f for (_, b), (_, f) in zip(bound, free, strict=True)),
         )
 
 
-def _run(llm: LLM, batch: int, output_len: int, form: StructuredOutputsParams | None, seed: int) -> float:
-    """Output tokens a second."""
+def _run(llm: LLM, batch: int, output_len: int, form: StructuredOutputsParams | None, seed: int) -> tuple[float, float]:
+    """Output tokens a second, by the clock and of processor time."""
     rng = random.Random(seed)
     prompts = [f"{_text(rng)} {i}: " for i in range(batch)]
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=output_len, ignore_eos=True, structured_outputs=form)
         for i in range(batch)
     ]
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     failed = next((o.outputs[0].error for o in outputs if o.outputs[0].finish_reason != "length"), None)
     if failed is not None:
         raise WorkerError(f"a measured request failed: {failed}")
-    return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    return tokens / seconds, tokens / busy
 
 
 def measure_delay(llm: LLM) -> DelayFigures:

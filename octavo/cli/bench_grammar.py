@@ -44,8 +44,9 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
         size = f"{f.properties:10}  {f.schema_bytes:6}  {f.compile_ms:10.2f}  {f.output_tokens:6.0f}"
         show(f, f"{size}  {share}  {f.step_ms_p50:12.3f}  {f.step_ms_p99:7.3f}")
     if stream is None:
-        print("batch  tok/s without  with a schema  ratio")
+        print("batch  tok/s without  with a schema  ratio  of processor time")
     for t in grammar.measure_throughput(llm, arguments.batches, output_len, arguments.rounds, options.seed):
-        show(t, f"{t.batch:5}  {t.tokens_per_s_free:13.1f}  {t.tokens_per_s:13.1f}  {t.ratio:5.2f}")
+        rates = f"{t.tokens_per_s_free:13.1f}  {t.tokens_per_s:13.1f}"
+        show(t, f"{t.batch:5}  {rates}  {t.ratio:5.2f}  {t.processor_ratio:17.2f}")
     d = grammar.measure_delay(llm)
     show(d, f"first token: {d.free_ms:.2f} ms without, {d.bound_ms:.2f} ms with a known schema; {d.added_ms:+.2f} ms")

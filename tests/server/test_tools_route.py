@@ -74,9 +74,17 @@ def http(server: Running) -> Iterator[httpx.Client]:
         yield http
 
 
+def body_of(given: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 120, "temperature": 0, **given}
+
+
 def ask(client: OpenAI, **given: Any) -> ChatCompletion:
-    body: Any = {"messages": ASK, "tools": TOOLS, "max_tokens": 120, "temperature": 0, **given}
-    return client.chat.completions.create(model="demo", **body)
+    answer: ChatCompletion = client.chat.completions.create(**body_of(given))
+    return answer
+
+
+def stream(client: OpenAI, **given: Any) -> list[ChatCompletionChunk]:
+    return list(client.chat.completions.create(**body_of(given), stream=True))
 
 
 def summed(chunks: list[ChatCompletionChunk]) -> tuple[str | None, list[tuple[str, str]], str | None]:
@@ -119,7 +127,7 @@ def test_calls_that_have_to_be_are_valid_with_any_model(client: OpenAI, choice: 
     check(calls)
     if choice is NAMED:
         assert [name for name, _ in calls] == ["get_weather"]
-    content, streamed, streamed_reason = summed(list(ask(client, tool_choice=choice, stream=True)))  # type: ignore[call-overload]
+    content, streamed, streamed_reason = summed(stream(client, tool_choice=choice))
     assert (content, streamed, streamed_reason) == (None, calls, reason)
 
 
@@ -149,7 +157,7 @@ def test_the_model_may_answer_in_words(client: OpenAI) -> None:
     answer = ask(client, max_tokens=20)
     assert answer.choices[0].message.content and answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason == "length"
-    content, calls, _ = summed(list(ask(client, max_tokens=20, stream=True)))  # type: ignore[call-overload]
+    content, calls, _ = summed(stream(client, max_tokens=20))
     assert (content, calls) == (answer.choices[0].message.content, [])
 
 
@@ -176,7 +184,7 @@ def test_a_call_that_the_model_chooses_to_make(client: OpenAI, strict: bool) -> 
     assert answer.choices[0].message.content is None and answer.choices[0].finish_reason == "tool_calls"
     ((name, arguments),) = calls_of(answer)
     assert name == "get_weather" and json.loads(arguments) == {"city": "Rome"}
-    streamed = summed(list(ask(client, **given, stream=True)))  # type: ignore[call-overload]
+    streamed = summed(stream(client, **given))
     assert streamed == (None, [(name, arguments)], "tool_calls")
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.server.body_parts import wrong
 from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, unsupported
@@ -52,8 +53,9 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         earlier = service.responses.get(body.previous_response_id, owner_of(request))
     items = input_items(body.input)
     messages = chats.conversation(body, items, [] if earlier is None else earlier.items)
+    size = _size(items)
     chat = await chats.start(service, request, body, messages)
-    pending = _PendingResponse(service, request, body, chat, earlier, items)
+    pending = _PendingResponse(service, request, body, chat, earlier, items, size)
     if body.stream:
         return EventStream(pending.stream(), deadline, pending.failure)
     response = await with_cancellation(request.receive, pending.complete(), deadline)
@@ -86,6 +88,8 @@ class _PendingResponse:
     earlier: StoredResponse | None
     #: Of the input.
     items: list[dict[str, Any]]
+    #: Of these, as JSON.
+    items_size: int
     growing: GrowingResponse | None = None
 
     async def complete(self) -> bytes:
@@ -169,8 +173,8 @@ class _PendingResponse:
         if not self._stores:
             return
         encoded = _encoded(response)
-        items = [*self.items, *(item.model_dump() for item in response.output)]
-        size = len(json.dumps(items))
+        output = [item.model_dump() for item in response.output]
+        items, size = [*self.items, *output], self.items_size + _size(output)
         if self.earlier is not None:
             items, size = [*self.earlier.items, *items], self.earlier.items_size + size
         stored = StoredResponse(encoded, items, size, owner_of(self.request))
@@ -199,6 +203,14 @@ class _PendingResponse:
             output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
             total_tokens=usage.total_tokens,
         )
+
+
+def _size(items: list[dict[str, Any]]) -> int:
+    """Bytes of items as JSON."""
+    try:
+        return len(json.dumps(items))
+    except RecursionError:
+        raise wrong("input", "it is nested too deeply") from None
 
 
 def _encoded(response: ResponseObject) -> bytes:
