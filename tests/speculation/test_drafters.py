@@ -24,6 +24,7 @@ class Tokens:
     token_ids: list[int]
     seq_id: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     context: str = ""
     prediction: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
