@@ -5,9 +5,11 @@ The garbage collector is set as in the process of an engine core, before the seq
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octavo.core.config import EngineConfig, SchedulerOptions, make_config
@@ -40,6 +42,9 @@ class SchedulerFigures:
     """Processor time of a step in which every running sequence decodes one token."""
 
     policy: str
+    #: "repeated": one token over and over, so that with ``speculative_config`` every sequence has drafts, which are
+    #: right. "new": tokens among which no draft is found. Steps take as long whatever their rows.
+    output: str
     running: int
     waiting: int
     context: int
@@ -53,6 +58,8 @@ class SchedulerFigures:
     #: The slowest step by the clock: with the time in which other processes had the processor.
     slowest_wall_us: float
     us_per_sequence: float
+    #: Mean draft tokens of a step.
+    draft_tokens: float
     #: Of the garbage collector in these steps: collections of the youngest, the next and all generations, processor
     #: time in all, and of the longest.
     collections: list[int]
@@ -61,12 +68,17 @@ class SchedulerFigures:
 
 
 def measure(
-    running: int, waiting: int, context: int, options: EngineConfig | None = None, steps: int = 1000
+    running: int,
+    waiting: int,
+    context: int,
+    options: EngineConfig | None = None,
+    steps: int = 1000,
+    output: str = "repeated",
 ) -> SchedulerFigures:
     """Times steps of a scheduler with ``running`` decoding sequences of ``context`` tokens and ``waiting`` requests.
 
-    Of ``options``, those named in ``OPTIONS`` count. By default the token budget takes all prompts in one step, and
-    the blocks are as many as the sequences need.
+    ``output``: see ``SchedulerFigures``. Of ``options``, those named in ``OPTIONS`` count. By default the token budget
+    takes all prompts in one step, and the blocks are as many as the sequences need.
 
     Raises:
         ConfigError: under these options so many sequences do not run at once.
@@ -85,12 +97,16 @@ def measure(
         scheduler = _make_scheduler(options, running, context + decoded)
         _fill(scheduler, running, waiting, context)
         with Collections() as collections:
-            times = [_timed_step(scheduler, running) for _ in range(steps)]
+            tokens = itertools.repeat(_TOKEN) if output == "repeated" else itertools.count(_TOKEN + 1)
+            times = [_timed_step(scheduler, running, tokens) for _ in range(steps)]
+    stats = scheduler.counts().speculation
+    drafted = stats.draft_tokens if stats is not None else 0
     schedule, update, wall = zip(*times, strict=True)
     totals = sorted(map(sum, zip(schedule, update, strict=True)))
     schedule_us, update_us = statistics.median(schedule) * 1e6, statistics.median(update) * 1e6
     return SchedulerFigures(
         policy=options.scheduling_policy,
+        output=output,
         running=running,
         waiting=waiting,
         context=context,
@@ -101,6 +117,7 @@ def measure(
         p999_us=totals[-1 - steps // 1000] * 1e6,
         slowest_wall_us=max(wall) * 1e6,
         us_per_sequence=(schedule_us + update_us) / running,
+        draft_tokens=drafted / steps,
         collections=collections.counts,
         collector_us=collections.seconds * 1e6,
         longest_collection_us=collections.longest * 1e6,
@@ -128,14 +145,15 @@ def _fill(scheduler: Scheduler, running: int, waiting: int, context: int) -> Non
             raise ConfigError(f"under these options {running} sequences of {context} tokens do not run: {reason}")
 
 
-def _timed_step(scheduler: Scheduler, running: int) -> tuple[float, float, float]:
+def _timed_step(scheduler: Scheduler, running: int, tokens: Iterator[int]) -> tuple[float, float, float]:
     """Processor seconds of ``schedule`` and ``update`` in a step of all sequences, and seconds of both on the clock."""
     wall, start = time.perf_counter(), time.thread_time()
     plan = scheduler.schedule()
     scheduled, middle = time.thread_time(), time.perf_counter()
-    # Every draft is accepted: prompts and outputs are one token, over and over.
+    # Every draft is accepted: it is the one token of prompts and outputs.
     counts = plan.num_tokens if plan.drafts else []
-    result = StepResult(plan.step, list(plan.seq_ids), [_TOKEN] * plan.total_tokens, counts)
+    sampled = list(itertools.islice(tokens, plan.total_tokens))
+    result = StepResult(plan.step, list(plan.seq_ids), sampled, counts, seconds=1e-3)
     before_update, later = time.thread_time(), time.perf_counter()
     scheduler.update(plan, result)
     updated, end = time.thread_time(), time.perf_counter()
@@ -172,9 +190,7 @@ def _make_scheduler(options: EngineConfig, running: int, length: int) -> Schedul
         host_cache=options.host_prefix_cache,
     )
     speculator = make_speculator(options.speculative_config)
-    return Scheduler(
-        blocks, options, max_model_len=per_sequence * options.block_size, speculator=speculator, runs_ahead=False
-    )
+    return Scheduler(blocks, options, max_model_len=per_sequence * options.block_size, speculator=speculator)
 
 
 def sampled(plan: StepPlan, scheduler: Scheduler) -> StepResult:

@@ -81,7 +81,10 @@ class SpeculationFigures:
 def measure(
     llm: LLM, methods: Sequence[SpeculativeConfig], batches: Sequence[int], output_len: int, rounds: int, seed: int = 0
 ) -> Iterator[SpeculationFigures]:
-    """Runs each workload with each method, and without, in turns; the engine should have room for the largest batch."""
+    """Runs each workload with each method, and without, in turns; the engine should have room for the largest batch.
+
+    With the method ``prediction`` each request predicts its whole answer: drafts cannot bring more.
+    """
     for batch in batches:
         for load in workloads(llm, batch, seed):
             yield from _measure(llm, load, methods, output_len, rounds)
@@ -97,13 +100,20 @@ def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
     noise = [[rng.randrange(vocab_size) for _ in range(_RANDOM_PROMPT)] for _ in range(count)]
     if llm.llm_engine.core.options.skip_tokenizer_init:
         return [Workload("greedy", noise, 0.0), Workload("random", noise, 1.0)]
-    chats = [_fill(_QUESTIONS[i % len(_QUESTIONS)], rng) for i in range(count)]
+    prompts = example_prompts(count, rng)
+    chats = prompts[:count]
     return [
-        Workload("edit", [_edit(rng) for _ in range(count)], 0.0),
+        Workload("edit", prompts[count:], 0.0),
         Workload("chat", chats, 0.7),
         Workload("chat again", chats, 0.7, repeated=True),
         Workload("random", noise, 1.0),
     ]
+
+
+def example_prompts(count: int, rng: random.Random) -> list[str]:
+    """So many questions, and then as many texts to write out again with a change."""
+    questions = [_fill(_QUESTIONS[i % len(_QUESTIONS)], rng) for i in range(count)]
+    return questions + [_edit(rng) for _ in range(count)]
 
 
 def _fill(text: str, rng: random.Random) -> str:
@@ -137,7 +147,8 @@ def _measure(
             llm.llm_engine.restart({"speculative_config": config})
             if load.repeated:
                 _run(llm, prompts, params)
-            seconds, tokens = _run(llm, prompts, params)
+            right = expected if name == "prediction" else None
+            seconds, tokens = _run(llm, prompts, params, right)
             expected = expected or tokens
             if tokens != expected:
                 raise WorkerError(f"workload {load.name!r}: answers with {name or 'no'} drafts differ from the others")
@@ -176,10 +187,12 @@ def _tokenized(tokenizer: Tokenizer, load: Workload) -> list[list[int]]:
     ]
 
 
-def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+def _run(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], predictions: list[list[int]] | None = None
+) -> tuple[float, list[list[int]]]:
     """Seconds of a run, and the tokens of each answer."""
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, prediction=predictions, use_tqdm=False)
     seconds = time.perf_counter() - start
     failed = next((o.outputs[0].error for o in outputs if o.outputs[0].error is not None), None)
     if failed is not None:

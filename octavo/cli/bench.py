@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import bench_calibrate, bench_policies, bench_serve, bench_speculation
+from octavo.cli import bench_calibrate, bench_grammar, bench_policies, bench_serve, bench_speculation
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.core.errors import ConfigError
@@ -19,7 +20,18 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.kv_spec import KVSpec
 
-KINDS = ("offline", "kernels", "memory", "scheduler", "executor", "calibrate", "simulation", "policies", "serve")
+KINDS = (
+    "offline",
+    "kernels",
+    "memory",
+    "scheduler",
+    "executor",
+    "calibrate",
+    "simulation",
+    "grammar",
+    "policies",
+    "serve",
+)
 #: Kinds with a parser of their own.
 OWN_PARSERS = {"policies": bench_policies, "serve": bench_serve}
 
@@ -36,6 +48,7 @@ examples:
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
+  octavo bench grammar smollm2-135m --batches 1,64
   octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
 
@@ -51,6 +64,9 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
+grammar    structured output: time of masks for ten schemas of growing size, throughput of batches whose requests all
+           have a schema against none, and what a schema adds to the time to the first token; --batches, --output-len
+           and --rounds count
 policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
@@ -96,10 +112,13 @@ def make_parser() -> Parser:
         type=int,
         default=3,
         metavar="N",
-        help="of a calibration, simulation or comparison of drafters: times are medians (3)",
+        help="of a calibration, simulation, comparison of drafters, or of grammar: times are medians (3)",
     )
     parser.add_argument(
-        "--speculative", metavar="METHOD,...", help="of offline: compare drafters (ngram, suffix) with no drafts"
+        "--speculative",
+        metavar="METHOD,...",
+        help="of offline: compare drafters (ngram, suffix; prediction, "
+        "where requests predict their answers rightly) with no drafts",
     )
     parser.add_argument(
         "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"
@@ -133,6 +152,7 @@ def run(arguments: Arguments) -> int:
         "scheduler": _scheduler,
         "executor": _executor,
         "calibrate": bench_calibrate.run,
+        "grammar": bench_grammar.run,
         "simulation": _simulation,
     }[kind]
     if arguments.json is None:
@@ -318,15 +338,20 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     options = read_engine_config(arguments, "none")
     if options.host_prefix_cache and not options.num_host_blocks_override:
         raise ConfigError("host_prefix_cache needs num_host_blocks_override here: without a model there is no memory")
+    drafts = options.speculative_config is not None
+    outputs = ("repeated", "new") if drafts else ("repeated",)
+    cases = itertools.product(arguments.running, outputs)
     _show(
-        (measure(running, arguments.waiting, arguments.context, options) for running in arguments.running),
+        (measure(n, arguments.waiting, arguments.context, options, output=output) for n, output in cases),
         stream,
         "policy  running  waiting  context  schedule us  update us  us a sequence  99.9 % us  slowest us  by the clock"
-        "  collections  longest us",
+        "  collections  longest us" + "  output    draft tokens" * drafts,
         lambda f: (
             f"{f.policy:6}  {f.running:7}  {f.waiting:7}  {f.context:7}  {f.schedule_us:11.1f}  {f.update_us:9.1f}"
             f"  {f.us_per_sequence:13.2f}  {f.p999_us:9.0f}  {f.slowest_us:10.0f}  {f.slowest_wall_us:12.0f}"
             f"  {'+'.join(map(str, f.collections)):>11}  {f.longest_collection_us:10.0f}"
+            + f"  {f.output:8}  {f.draft_tokens:12.1f}"
+            * drafts
         ),
     )
 

@@ -195,9 +195,12 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
+    #: What the output is likely to be: it is drafted, and changes nothing of it.
+    prediction: list[int] = []
 
     def __post_init__(self) -> None:
         untracked(self.prompt_token_ids)
+        untracked(self.prediction)
         untracked(self.features)
 
     @property

@@ -15,7 +15,9 @@ from octavo.core.option_parts import Quantization
 MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 #: Methods of vLLM that are not supported.
 _FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
-_OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS)
+_OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "prediction")
+#: Self-speculation, see docs/speculation.md.
+_LAYER_SKIP = "the first layers of a model that is not trained for it seldom say what the whole model says"
 
 
 class SpeculativeConfig(OptionPart):
@@ -25,8 +27,9 @@ class SpeculativeConfig(OptionPart):
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also what followed them in recent
     #: outputs of other requests. ``draft_model``: what a smaller model with the same vocabulary says. ``eagle`` and
-    #: ``eagle3``: what a head says that was trained on the model's hidden states.
-    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
+    #: ``eagle3``: what a head says that was trained on the model's hidden states. ``prediction``: what a request says
+    #: that its answer is likely to be; alone, as other methods draft from that, too.
+    method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3"]
     #: Most draft tokens of a sequence in a step; with the token before them, 7 make a tile of the CPU kernels.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
     #: Fewest and most tokens that must have occurred before.
@@ -117,7 +120,8 @@ def _checked(given: dict[Any, Any]) -> dict[str, Any]:
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
     if method not in _OWN_METHODS:
-        raise ValueError(f"method {method!r} is not supported; the methods are {', '.join(_OWN_METHODS)}")
+        reason = f": {_LAYER_SKIP}" if method == "layer_skip" else ""
+        raise ValueError(f"method {method!r} is not supported{reason}; the methods are {', '.join(_OWN_METHODS)}")
     if isinstance(model, str) and model.strip("[]") == method:
         model = given.pop("model")
     _check_model(method, given)
@@ -157,10 +161,11 @@ class SpeculativeOptions(OptionPart):
         description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
         "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
         "draft_model: what a smaller model of the same vocabulary says; eagle, eagle3: what a head trained for the "
-        "model says), model (of the last three: as the option model; alone it means draft_model), quantization (of a "
-        "draft_model) and revision (as the options of these names), "
+        "model says; prediction: what requests predict alone, from which every method drafts), model (of draft_model, "
+        "eagle and eagle3: as the option model; alone it means draft_model), quantization (of a draft_model) and "
+        "revision (as the options of these names), "
         "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
         "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
         "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "
-        "change. Default: none.",
+        "change. Default: what requests predict.",
     )

@@ -209,6 +209,7 @@ class AsyncLLM(AsyncAdmin):
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        prediction: str | Sequence[int] | None = None,
         streaming: bool = True,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -234,6 +235,7 @@ class AsyncLLM(AsyncAdmin):
             ttft_target=ttft_target,
             tpot_target=tpot_target,
             lora_request=one_adapter(lora_request, prompt_adapter_request),
+            prediction=prediction,
         )
         delta = isinstance(sampling_params, SamplingParams) and sampling_params.output_kind is RequestOutputKind.DELTA
         whole: RequestOutput | None = None
@@ -256,6 +258,7 @@ class AsyncLLM(AsyncAdmin):
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        prediction: str | Sequence[int] | None = None,
         visible_tokens: frozenset[int] = frozenset(),
         streaming: bool = True,
     ) -> RequestStream:
@@ -264,8 +267,9 @@ class AsyncLLM(AsyncAdmin):
         ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
         not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``: see
-        ``LLMEngine.add_request``. ``visible_tokens``: special tokens that are part of the text although others are not.
+        ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``,
+        ``prediction``: see ``LLMEngine.add_request``. ``visible_tokens``: special tokens that are part of the text
+        although others are not.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -287,6 +291,7 @@ class AsyncLLM(AsyncAdmin):
             ttft_target=ttft_target,
             tpot_target=tpot_target,
             lora_request=one_adapter(lora_request, prompt_adapter_request),
+            prediction=prediction,
             visible_tokens=visible_tokens,
         )
 
@@ -298,6 +303,7 @@ class AsyncLLM(AsyncAdmin):
         streaming: bool,
         *,
         lora_request: LoRARequest | None,
+        prediction: str | Sequence[int] | None,
         **keywords: Any,
     ) -> RequestStream:
         """``keywords`` as of ``InputProcessor.process``."""
@@ -307,6 +313,8 @@ class AsyncLLM(AsyncAdmin):
             await self.ready()
         params = params if params is not None else self.inputs.default_params()
         prompt = await self._tokenize(prompt)
+        if isinstance(prediction, str) and len(prediction) >= LONG_TEXT:
+            [prediction] = await asyncio.to_thread(self.tokenizer.encode_batch, [prediction], False)
         await self._compile_grammar(params)
         # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         adapter = None if lora_request is None else await self._find_adapter(lora_request)
@@ -315,7 +323,7 @@ class AsyncLLM(AsyncAdmin):
         self.check_alive()
         if self.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up(), or POST /wake_up, must come before a request")
-        request = self.inputs.process(request_id, prompt, params, adapter=adapter, **keywords)
+        request = self.inputs.process(request_id, prompt, params, prediction=prediction, adapter=adapter, **keywords)
         check_sendable(request.group)
         return self._send(request, streaming)
 

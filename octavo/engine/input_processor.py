@@ -69,7 +69,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.default_sampling = dict(default_sampling or {})
-        self.grammars = GrammarCompiler(tokenizer.special_texts, options.structured_outputs_compile_seconds)
+        self.grammars = GrammarCompiler(tokenizer.special_texts, vocab_size, options.structured_outputs_compile_seconds)
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
         self._seed = options.seed
@@ -92,13 +92,14 @@ class InputProcessor:
         user: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
+        prediction: str | Sequence[int] | None = None,
         adapter: AdapterRef | None = None,
         features: Sequence[Feature] = (),
         visible_tokens: frozenset[int] = frozenset(),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
-        ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user`` and targets: see
+        ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user``, targets and ``prediction``: see
         ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``). ``visible_tokens``: special
         tokens that are part of the text although others are not.
 
@@ -127,6 +128,7 @@ class InputProcessor:
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens, virtual) :]
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
+        predicted = self._read_prediction(prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
@@ -140,6 +142,7 @@ class InputProcessor:
             tpot_target=tpot_target,
             cache_salt=cache_salt,
             adapter=adapter,
+            prediction=predicted,
         )
         self._next_group_id += 1
         return ProcessedRequest(request_id, text, token_ids, params, group, arrival, visible_tokens)
@@ -218,18 +221,33 @@ class InputProcessor:
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        try:
-            checked: list[int] = msgspec.convert(token_ids, self._token_ids)
-        except (msgspec.ValidationError, ValueError):  # the latter of text that is no Unicode
-            wrong = next(t for t in token_ids if type(t) is not int or not 0 <= t < self.vocab_size)
-            raise InvalidRequestError(
-                f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, not {wrong!r}"
-            ) from None
+        checked = self._checked_ids("prompt", token_ids)
         if virtual + len(token_ids) + samples > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {_counted(len(token_ids), virtual)}, but prompt and output together may have at most "
                 f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
             )
+        return checked
+
+    def _read_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
+        """The token ids of a predicted output, up to the longest that there can be."""
+        if prediction is None:
+            return []
+        if isinstance(prediction, str):
+            prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
+        elif not isinstance(prediction, (list, tuple)):
+            raise InvalidRequestError(f"prediction must be text or a list of token ids, not {prediction!r}")
+        return self._checked_ids("prediction", prediction[: self.max_model_len])
+
+    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids as plain integers."""
+        try:
+            checked: list[int] = msgspec.convert(token_ids, self._token_ids)
+        except (msgspec.ValidationError, ValueError):  # the latter of text that is no Unicode
+            wrong = next(t for t in token_ids if type(t) is not int or not 0 <= t < self.vocab_size)
+            raise InvalidRequestError(
+                f"{name} token ids must be integers from 0 to {self.vocab_size - 1}, not {wrong!r}"
+            ) from None
         return checked
 
     def _check_priority(self, priority: float) -> None:

@@ -29,6 +29,8 @@ Message = dict[str, Any]
 STATUS_INTERVAL = 10.0
 #: Its messages, or a text or message alone.
 Conversation = Sequence[Message] | Message | str
+#: Of all, or of each.
+Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -98,6 +100,7 @@ class LLM:
         tpot_target: float | Sequence[float | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
+        prediction: Prediction = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -118,6 +121,8 @@ class LLM:
             lora_request: the adapter of all, or of each; None: the model itself. Needs ``enable_lora=True``, or
                 ``enable_prompt_adapter=True`` if it is a prompt adapter.
             prompt_adapter_request: a prompt adapter, in place of ``lora_request``.
+            prediction: what the output is likely to be, as text or token ids, one for all or one for each: tokens that
+                it has indeed come sooner, and the output is the same.
             keywords: see the class.
 
         Raises:
@@ -128,7 +133,7 @@ class LLM:
         single = _is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         adapters = lora_request, prompt_adapter_request
-        claims = _claims(priority, user, ttft_target, tpot_target, adapters, len(many))
+        claims = _claims(priority, user, ttft_target, tpot_target, adapters, prediction, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
 
     def beam_search(
@@ -184,6 +189,7 @@ class LLM:
         tpot_target: float | Sequence[float | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
+        prediction: Prediction = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -209,6 +215,7 @@ class LLM:
             tpot_target: see there.
             lora_request: see there.
             prompt_adapter_request: see there.
+            prediction: see there; of what the assistant answers.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
             continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
             tools: JSON schemas of callable tools.
@@ -239,7 +246,7 @@ class LLM:
             except InvalidRequestError as e:
                 rendered.append(([], e))
         adapters = lora_request, prompt_adapter_request
-        claims = _claims(priority, user, ttft_target, tpot_target, adapters, len(rendered))
+        claims = _claims(priority, user, ttft_target, tpot_target, adapters, prediction, len(rendered))
         return self._run(rendered, sampling_params, use_tqdm, claims, single)
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
@@ -433,10 +440,18 @@ def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) 
 
 
 def _claims(
-    priority: Any, user: Any, ttft_target: Any, tpot_target: Any, adapters: tuple[Any, Any], count: int
+    priority: Any,
+    user: Any,
+    ttft_target: Any,
+    tpot_target: Any,
+    adapters: tuple[Any, Any],
+    prediction: Any,
+    count: int,
 ) -> list[dict[str, Any]]:
     """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
     numbers = (int, float, type(None))
+    if isinstance(prediction, Sequence) and all(isinstance(token, int) for token in prediction):
+        prediction = [prediction] * count  # token ids of one for all
     columns = {
         "priority": _one_each("priority", priority or 0, (int, float), count),
         "user": _one_each("user", user, (str, type(None)), count),
@@ -446,6 +461,7 @@ def _claims(
         "prompt_adapter_request": _one_each(
             "prompt_adapter_request", adapters[1], (PromptAdapterRequest, type(None)), count
         ),
+        "prediction": _one_each("prediction", prediction, (str, type(None)), count),
     }
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 

@@ -113,6 +113,7 @@ class LLMEngine:
         tpot_target: float | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        prediction: str | Sequence[int] | None = None,
         streaming: bool = True,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
@@ -124,6 +125,8 @@ class LLMEngine:
         ``user``: whose request it is, for policies that look at it. ``ttft_target``, ``tpot_target``: seconds to the
         first token and between those after it, refused under a policy that does not look at them.
         ``lora_request`` or ``prompt_adapter_request``: the adapter that it runs with, which is loaded if it is not yet.
+        ``prediction``: what the output is likely to be, as text or token ids. Tokens that it has indeed come sooner,
+        and the output does not depend on it.
         ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
 
         Raises:
@@ -149,6 +152,7 @@ class LLMEngine:
             user=user,
             ttft_target=ttft_target,
             tpot_target=tpot_target,
+            prediction=prediction,
             adapter=adapter,
         )
         if not self.core.executor.in_process:

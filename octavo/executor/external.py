@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import EngineConfig
+from octavo.core.config import EngineConfig, SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
@@ -31,9 +31,9 @@ def without_clock(options: EngineConfig) -> EngineConfig:
         raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
                           "needs it to be 0")  # fmt: skip
     mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
-    drafts = options.speculative_config
-    if drafts is not None:
-        drafts = drafts.model_copy(update={"adaptive": False})
+    drafts = (options.speculative_config or SpeculativeConfig(method="prediction")).model_copy(
+        update={"adaptive": False}
+    )
     changes = {"aging_limit": None, "preemption_mode": mode, "speculative_config": drafts}
     return options.model_copy(update=changes)
 

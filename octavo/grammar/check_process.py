@@ -6,16 +6,19 @@ and writes answers to its standard output, each with its length before it, and e
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 
+#: The engine's steps go first.
+NICENESS = 10
 #: Memory that a grammar may take, in bytes.
 MAX_MEMORY = 1 << 30
 #: Of a busy machine: so many times the seconds of processor time may pass.
@@ -31,6 +34,8 @@ class CheckRequest(msgspec.Struct):
     params: StructuredOutputsParams
     #: Texts that the tokenizer has as a token of its own.
     special_tokens: list[str]
+    #: Grammars may name tokens by their ids.
+    vocab_size: int
     #: Seconds of processor time after which the process is killed.
     seconds: float
 
@@ -42,14 +47,14 @@ class CheckAnswer(msgspec.Struct):
     error: str = ""
 
 
-def write_message(stream: BinaryIO, message: msgspec.Struct) -> None:
+def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
     """Writes a message with its length."""
     content = msgspec.msgpack.encode(message)
     stream.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
     stream.flush()
 
 
-def read_message(stream: BinaryIO) -> bytes:
+def read_message(stream: IO[bytes]) -> bytes:
     """The content of the next message.
 
     Raises:
@@ -66,6 +71,7 @@ def main() -> None:
     """Answers requests until the input ends."""
     from octavo.grammar.compile import make_grammar
 
+    os.nice(NICENESS)
     _limit_memory()
     decode = msgspec.msgpack.Decoder(CheckRequest).decode
     while True:
@@ -75,7 +81,7 @@ def main() -> None:
             return
         _limit_time(request.seconds)
         try:
-            answer = CheckAnswer(make_grammar(request.params, frozenset(request.special_tokens)))
+            answer = CheckAnswer(make_grammar(request.params, frozenset(request.special_tokens), request.vocab_size))
         except InvalidRequestError as e:
             answer = CheckAnswer(error=str(e))
         except (MemoryError, RecursionError) as e:

@@ -19,22 +19,22 @@ from octavo.grammar.sources import choice_source, grammar_source, json_source, r
 NOTHING = "no text has this form"
 
 
-def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = ()) -> Grammar:
+def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = (), vocab_size: int = 0) -> Grammar:
     """The grammar of a form, which was compiled on trial; for bounds of time and memory see ``GrammarCompiler``.
 
-    ``special_tokens``: texts that the tokenizer has as a token of its own.
+    ``special_tokens``: texts that the tokenizer has as a token of its own. ``vocab_size``: of the network.
 
     Raises:
         InvalidRequestError: naming the field and the place of the error.
     """
     key = digest(params)
-    source = _checked_source(params, frozenset(special_tokens))
+    source = _checked_source(params, byte_tokenizer(frozenset(special_tokens), vocab_size), special_tokens)
     if len(source.encode()) > MAX_BYTES:
         raise InvalidRequestError(f"structured_outputs.{params.form} becomes a grammar of more than {MAX_BYTES} bytes")
     return Grammar(key, source, params.begin_after)
 
 
-def _checked_source(params: StructuredOutputsParams, special: frozenset[str]) -> str:
+def _checked_source(params: StructuredOutputsParams, tokenizer: LLTokenizer, special: Collection[str]) -> str:
     place = f"structured_outputs.{params.form}"
     if params.json_object:
         return _checked_schema({"type": "object"}, params, place)
@@ -51,7 +51,7 @@ def _checked_source(params: StructuredOutputsParams, special: frozenset[str]) ->
         source = LLMatcher.grammar_from_regex(params.regex)
     else:
         source = grammar_source(params.grammar or "")
-    error = compile_error(source, special)
+    error = compile_error(source, tokenizer)
     if error:
         message = readable(error, with_place=source == params.grammar)
         raise InvalidRequestError(f"{place}: {message}")
@@ -69,9 +69,9 @@ def _checked_schema(schema: Schema, params: StructuredOutputsParams, place: str)
     return source
 
 
-def compile_error(source: str, special_tokens: frozenset[str] = frozenset()) -> str:
-    """What llguidance finds wrong with a grammar; empty: nothing."""
-    matcher = LLMatcher(byte_tokenizer(special_tokens), source, log_level=0, limits=parser_limits())
+def compile_error(source: str, tokenizer: LLTokenizer | None = None) -> str:
+    """What llguidance finds wrong with a grammar; empty: nothing. Without a tokenizer: of one for bytes alone."""
+    matcher = LLMatcher(tokenizer or byte_tokenizer(), source, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
@@ -80,9 +80,12 @@ def compile_error(source: str, special_tokens: frozenset[str] = frozenset()) -> 
 
 
 @functools.lru_cache(2)
-def byte_tokenizer(special_tokens: frozenset[str] = frozenset()) -> LLTokenizer:
-    """A tokenizer with a token for each byte, an end-of-sequence token (256), and special tokens after it."""
-    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
+def byte_tokenizer(special_tokens: frozenset[str] = frozenset(), vocab_size: int = 0) -> LLTokenizer:
+    """A tokenizer with a token for each byte, an end-of-sequence token (256), and special tokens after it.
+
+    Further ids up to ``vocab_size`` stand for nothing.
+    """
+    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens, vocab_size)))
 
 
 class _Bytes:
@@ -90,9 +93,10 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, special_tokens: Collection[str]) -> None:
+    def __init__(self, special_tokens: Collection[str], vocab_size: int) -> None:
         special = [b"</s>", *(text.encode() for text in sorted(special_tokens))]
         self.tokens = [bytes([i]) for i in range(256)] + special
+        self.tokens += [b""] * (vocab_size - len(self.tokens))
         self.eos_token_id = 256
         self.special_token_ids = list(range(256, 256 + len(special)))
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -27,6 +27,7 @@ from octavo.grammar.digest import digest
 
 #: Bytes of grammars, and of messages about those that cannot be compiled, that are kept.
 CACHE_BYTES = 64 << 20
+NUM_THREADS = 32
 #: Processes; as many slow grammars do not yet hold up others.
 NUM_PROCESSES = 2
 OPTION = "structured_outputs_compile_seconds"
@@ -35,16 +36,18 @@ OPTION = "structured_outputs_compile_seconds"
 class GrammarCompiler:
     """Turns forms into grammars; from any thread."""
 
-    def __init__(self, special_tokens: Collection[str] = (), seconds: float = 5.0) -> None:
-        """``special_tokens``: texts that the tokenizer has as a token of its own. ``seconds``: see ``CheckRequest``."""
-        #: For event loops: threads of its own, so that a slow grammar does not hold up what other threads are for.
-        self.threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="octavo-grammar")
-        self._seconds = seconds
+    def __init__(self, special_tokens: Collection[str] = (), vocab_size: int = 0, seconds: float = 5.0) -> None:
+        """``special_tokens``, ``vocab_size``, ``seconds``: see ``CheckRequest``."""
+        #: For event loops: threads of its own, so that a slow grammar does not hold up what other threads are for. They
+        #: wait for the processes, and for forms that another compiles.
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-grammar")
         #: The one used last comes first, so that more are started only where one is busy.
         self._checkers: queue.LifoQueue[Checker] = queue.LifoQueue()
         for _ in range(NUM_PROCESSES):
-            self._checkers.put(Checker(sorted(special_tokens), seconds))
+            self._checkers.put(Checker(sorted(special_tokens), vocab_size, seconds))
         self._cache: OrderedDict[str, CheckAnswer] = OrderedDict()
+        #: Forms that are being compiled, for other requests with the same.
+        self._compiling: dict[str, Future[CheckAnswer]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -54,7 +57,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: as ``compile``.
         """
-        return self._cached(digest(params))
+        key = digest(params)
+        with self._lock:
+            answer = self._look_up(key)
+        return None if answer is None else _grammar_of(answer)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a form; the first time, this takes from a millisecond to the limit.
@@ -63,27 +69,33 @@ class GrammarCompiler:
             InvalidRequestError: naming the field and the place of the error.
         """
         key = digest(params)
-        grammar = self._cached(key)
-        if grammar is not None:
-            return grammar
+        with self._lock:
+            answer = self._look_up(key)
+            known = self._compiling.get(key)
+            if answer is None and known is None:
+                future = self._compiling[key] = Future()
+        if answer is not None:
+            return _grammar_of(answer)
+        if known is not None:
+            return _grammar_of(known.result())
         checker = self._checkers.get()
         try:
-            grammar = self._cached(key)  # another request may have brought it meanwhile
-            if grammar is not None:
-                return grammar
             answer = checker.check(params)
+        except BaseException as e:
+            future.set_exception(e)
+            raise
+        else:
+            self._keep(key, answer)
+            future.set_result(answer)
         finally:
             self._checkers.put(checker)
-        self._keep(key, answer)
+            del self._compiling[key]
         return _grammar_of(answer)
 
-    def _cached(self, key: str) -> Grammar | None:
-        with self._lock:
-            answer = self._cache.get(key)
-            if answer is None:
-                return None
+    def _look_up(self, key: str) -> CheckAnswer | None:
+        if key in self._cache:
             self._cache.move_to_end(key)
-        return _grammar_of(answer)
+        return self._cache.get(key)
 
     def _keep(self, key: str, answer: CheckAnswer) -> None:
         with self._lock:
@@ -97,8 +109,9 @@ class GrammarCompiler:
 class Checker:
     """One process that compiles grammars, started when the first comes, and anew after one that it did not survive."""
 
-    def __init__(self, special_tokens: list[str], seconds: float) -> None:
+    def __init__(self, special_tokens: list[str], vocab_size: int, seconds: float) -> None:
         self._special_tokens = special_tokens
+        self._vocab_size = vocab_size
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._decode = msgspec.msgpack.Decoder(CheckAnswer).decode
@@ -111,7 +124,7 @@ class Checker:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
-            write_message(process.stdin, CheckRequest(params, self._special_tokens, self._seconds))
+            write_message(process.stdin, CheckRequest(params, self._special_tokens, self._vocab_size, self._seconds))
             return self._decode(read_message(process.stdout))
         except (EOFError, OSError):
             _end(process)

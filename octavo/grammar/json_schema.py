@@ -66,7 +66,7 @@ UNSUPPORTED = frozenset(
 )  # fmt: skip
 
 #: Control characters without an escape of their own, in JSON; outputs do not have them, see ``sources``.
-_UNSPELLABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")
+_UNSPELLABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _IN_MAPPINGS = ("properties", "patternProperties")
 _IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -76,10 +76,16 @@ _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximu
 _TEXTS = frozenset({"$ref", "pattern", "format"})
 
 
+#: Characters of a path in messages.
+_LONGEST_PATH = 300
+
+
 class SchemaError(InvalidRequestError):
     """An error at a place of a schema: a JSON pointer within a field."""
 
     def __init__(self, field: str, path: str, message: str) -> None:
+        if len(path) > _LONGEST_PATH:
+            path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
         super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
 
 

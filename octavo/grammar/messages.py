@@ -22,8 +22,12 @@ def readable(message: str, *, with_place: bool) -> str:
         text = "a oneOf is supported if no value can be of two of its schemas, as far as that is easily seen"
     elif text.startswith("Resource "):
         text = f"the document {text.split()[1]} is not fetched; references are supported within a schema"
+    elif text.startswith(("grammar size", "schema too large", "initial lexer configuration")):
+        text = "it is too large to be compiled"
+    elif text.startswith("recursion limit"):
+        text = "it is nested too deeply"
     elif text.startswith("panic"):
-        text = "it is too large for llguidance"
+        text = "it is too large to be compiled"
     else:
         text = text.partition("(in regex): ")[2] or text
     return place + text.strip().partition("\n")[0][:_LONGEST].removesuffix(":")

@@ -66,7 +66,7 @@ def locate(root: Schema, error_of: Callable[[Schema], str]) -> str:
     """
     message = _kind(error_of(root))
     deadline = time.process_time() + _SEARCH_SECONDS
-    shared = {name: root[name] for name in ("$schema", "$defs", "definitions") if name in root}
+    shared: Schema = {name: root[name] for name in ("$schema", "$defs", "definitions") if name in root}
     path, schema, seen = "", root, {id(root)}
     while True:
         children = [(path + step, child) for step, child in subschemas(schema)]

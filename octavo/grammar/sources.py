@@ -118,7 +118,8 @@ def read_tags(given: Any, params: StructuredOutputsParams) -> list[Tag]:
         raise InvalidRequestError(f"{place} must be an object with structures and triggers")
     if "format" in given:
         raise InvalidRequestError(f"{place}.format is not supported; give structures and triggers")
-    structures, triggers = given.get("structures"), given.get("triggers")
+    structures: Any = given.get("structures")
+    triggers: Any = given.get("triggers")
     if not _filled(triggers, str) or not all(triggers):
         raise InvalidRequestError(f"{place}.triggers must be a list of texts that begin a tag, with at least one")
     if not _filled(structures, dict):

@@ -1,8 +1,8 @@
 """The drafter ``draft_model``: a smaller model with the vocabulary of the one that it drafts for.
 
 Its first forward of a step computes the tokens that it has not seen, which are one or two where it has drafted in the
-step before, and each further one a draft token of every row. How much it has computed is known by row, so a sequence
-that was preempted, or found its prompt in the prefix cache, is computed anew when drafts are next asked for.
+step before, and each further one a draft token of every row. What it has computed is known by row and by block, so that
+it is found again with the prefix cache and after a swap.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
+from octavo.core.plan import StepPlan
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
@@ -27,6 +28,7 @@ from octavo.models.config import read_model_config
 from octavo.models.network import Network
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device import Device
+from octavo.runner.drafted_blocks import DraftedBlocks
 from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.runner.input_batch import InputBatch
 from octavo.sampling.sampler import Sampler
@@ -119,10 +121,16 @@ class DraftModel(WorkerDrafter):
         self._num_computed = np.zeros(rows, np.int64)
         self._num_drafts = np.zeros(rows, np.int64)
         self._drafts = np.zeros((rows, given.num_speculative_tokens), np.int64)
+        # Its layers may have blocks of several groups; then, or with windows, each row is computed anew.
+        groups = {cache.group for cache in caches}
+        whole = all(spec.window is None for spec in self.kv_specs)
+        self._blocks = DraftedBlocks(batch, groups.pop()) if len(groups) == 1 and whole else None
         self.capture(caches)
 
     def capture(self, caches: Sequence[LayerCache]) -> None:
         """See ``WorkerDrafter``."""
+        if self._blocks is not None:
+            self._blocks.clear()
         self.network.extend_positions(min(self._largest.max_seq_len, self.config.max_position))
         self._forward: Forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
 
@@ -137,11 +145,16 @@ class DraftModel(WorkerDrafter):
         hidden = network.forward(batch, list(caches))
         return ForwardOutput(hidden, network.logits(kernels.take_sampled(hidden, batch)))
 
-    # --- rows -------------------------------------------------------------------------------------------------------
+    # --- rows and blocks --------------------------------------------------------------------------------------------
 
     def add(self, row: int) -> None:
         """See ``WorkerDrafter``."""
         self._num_computed[row] = self._num_drafts[row] = 0
+
+    def apply(self, plan: StepPlan) -> None:
+        """See ``WorkerDrafter``."""
+        if self._blocks is not None:
+            self._blocks.apply(plan)
 
     def fork(self, parent: int, child: int) -> None:
         """See ``WorkerDrafter``."""
@@ -156,6 +169,8 @@ class DraftModel(WorkerDrafter):
         right = (offsets < self._num_drafts[rows, None]) & (places < known[:, None])
         right &= tokens[rows[:, None], np.minimum(places, tokens.shape[1] - 1)] == self._drafts[rows]
         certain = certain + np.logical_and.accumulate(right, axis=1).sum(axis=1)
+        if self._blocks is not None:
+            certain = self._blocks.extend(rows, certain, known)
         return np.minimum(certain, known - 1)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -180,6 +195,8 @@ class DraftModel(WorkerDrafter):
         rows, wanted, known, starts, ends = (v[begun][ones_first] for v in (rows, wanted, known, starts, ends))
         complete = ends == known
         logits = self._timed_first(rows, starts, ends, complete, found)
+        if self._blocks is not None:
+            self._blocks.fill(rows, self._num_computed[rows], ends)
         self._num_computed[rows], self._num_drafts[rows] = ends, 0
         rows, wanted, known = rows[complete], wanted[complete], known[complete]
         for number in range(int(wanted.max(initial=0))):

@@ -29,12 +29,11 @@ import msgspec
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network
@@ -102,6 +101,9 @@ class WorkerDrafter(ABC):
         """What reads the model's residual stream in a step, as part of its captured forward; None: nothing."""
         return None
 
+    def apply(self, plan: StepPlan) -> None:  # noqa: B027  not every drafter keeps account of blocks
+        """The plan's moves are queued, and rows and block tables are as it says."""
+
     def after_step(  # noqa: B027  not every drafter needs the model's hidden states
         self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
     ) -> None:
@@ -158,41 +160,6 @@ def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | No
     if given is None or not given.drafts_on_workers:
         return None
     return DraftModelSource.of(options) if given.method == "draft_model" else EagleSource.of(options, config)
-
-
-def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[KVGroup, int]]:
-    """The groups of a drafter's layers, and the KV group of the model in whose blocks each is.
-
-    ``windows``: of the model's KV groups. Blocks behind a group's window belong to others, so it is the narrowest that
-    keeps what the layers attend to.
-
-    Raises:
-        ConfigError: no group keeps enough.
-    """
-    found = []
-    for group in group_layers(specs):
-        window = group.spec.window
-        wide = [i for i, kept in enumerate(windows) if kept is None or (window is not None and window <= kept)]
-        if not wide:
-            longest = max(kept for kept in windows if kept is not None)
-            raise ConfigError(
-                f"speculative_config: the drafter attends to {'all tokens' if window is None else f'{window} tokens'}, "
-                f"but the model's KV cache keeps the last {longest} only; take method 'ngram' or 'suffix'"
-            )
-        found.append((group, min(wide, key=lambda i: windows[i] or float("inf"))))
-    return found
-
-
-def make_caches(
-    kernels: Kernels, groups: Sequence[tuple[KVGroup, int]], blocks: Sequence[int], block_size: int, *, host: bool
-) -> list[LayerCache]:
-    """The caches of a drafter's layers, in order, with so many blocks in each KV group of the model."""
-    make = kernels.make_host_cache if host else kernels.make_cache
-    caches = make([group for group, _ in groups], [blocks[index] for _, index in groups], block_size)
-    for group, index in groups:
-        for layer in group.layers:
-            caches[layer].group = index
-    return caches
 
 
 def add_drafts(

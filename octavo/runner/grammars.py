@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,8 +23,8 @@ _WAIT = 0.02
 class GrammarStore:
     """Obeys the plans: which grammars are compiled and kept is decided there.
 
-    One thread compiles, while llguidance leaves the interpreter to the steps, and makes the vocabulary for it before
-    the first. A grammar that cannot be compiled is an error of that grammar alone.
+    Two threads compile, so that a slow grammar does not hold up others, while llguidance leaves the interpreter to the
+    steps. The vocabulary is made before the first grammar. One that cannot be compiled is an error of that one alone.
     """
 
     def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, *, samples: bool = True) -> None:
@@ -33,10 +34,11 @@ class GrammarStore:
         self._samples = samples
         self._compiled: dict[str, CompiledGrammar] = {}
         self._compiling: dict[str, Future[CompiledGrammar]] = {}
-        # It ends its thread when this store is no longer referred to.
+        # It ends its threads when this store is no longer referred to.
         self._compiler: ThreadPoolExecutor | None = None
-        #: Of the thread.
+        #: Of the threads.
         self._tokenizer: GrammarTokenizer | None = None
+        self._lock = threading.Lock()
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         """Does what the plan says of grammars, and adds to the result what is known since the last one."""
@@ -47,7 +49,7 @@ class GrammarStore:
             if grammar.key in self._compiled or not self._samples:
                 result.compiled_grammars.append(grammar.key)
             elif grammar.key not in self._compiling:
-                self._compiler = self._compiler or ThreadPoolExecutor(1, "grammars")
+                self._compiler = self._compiler or ThreadPoolExecutor(2, "grammars")
                 self._compiling[grammar.key] = self._compiler.submit(self._compile, grammar)
         if self._compiling:
             if plan.awaits_grammar and not result.compiled_grammars:
@@ -78,10 +80,11 @@ class GrammarStore:
             raise RuntimeError(f"grammar {grammar.key} is not compiled")
         return self._compiled[grammar.key]
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- the threads ------------------------------------------------------------------------------------------------
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        if self._tokenizer is None:
-            backend, _ = load_backend(self._folder)
-            self._tokenizer = GrammarTokenizer(backend, self._vocab_size, self._eos_token_ids)
+        with self._lock:
+            if self._tokenizer is None:
+                backend, _ = load_backend(self._folder)
+                self._tokenizer = GrammarTokenizer(backend, self._vocab_size, self._eos_token_ids)
         return CompiledGrammar(compile_grammar(grammar.source, self._tokenizer), self._tokenizer)

@@ -127,8 +127,8 @@ class InputBatch:
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
         # Zeros are virtual until written: an unused part of a long context takes no memory.
         self.block_tables = np.zeros((len(num_blocks), max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
-        #: The number of each group's first block.
-        self._first_block = [0, *itertools.accumulate(num_blocks)]
+        #: The number that plans give each group's first block; and how many blocks there are.
+        self.first_block = [0, *itertools.accumulate(num_blocks)]
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the row's sequence appends what it samples.
         self.appends = np.ones(max_num_seqs, dtype=bool)
@@ -221,7 +221,7 @@ class InputBatch:
         span = slice(change.index, change.index + len(change.blocks))
         self.block_tables[change.group, row, span] = change.blocks
         if change.group:  # plans number the blocks of all groups, a group's own begin with 0
-            self.block_tables[change.group, row, span] -= self._first_block[change.group]
+            self.block_tables[change.group, row, span] -= self.first_block[change.group]
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The flat inputs of a plan whose changes have been applied; valid until the next plan's are built.

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +36,10 @@ from octavo.runner import memory
 from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
-from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter, find_groups, make_caches
+from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter
 from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.kv_layers import KVLayers, find_groups
 from octavo.runner.memory import WorkerShare, largest_step
 from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
@@ -152,17 +153,12 @@ class ModelRunner:
         if options.enable_lora:
             self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
         self._device.reserved += virtual_token_bytes(options, self.model, context)
-        #: The group that keeps most tokens first, as the block manager expects.
-        self._kv_groups = sorted(
-            self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position)
-        )
-        #: Of the drafter's layers, and the index of the group whose blocks they have.
-        self._draft_groups: list[tuple[KVGroup, int]] = []
-        if self._drafter is not None and drafts is not None:
-            windows = [group.spec.window for group in self._kv_groups]
-            self._draft_groups = find_groups(self._drafter.kv_specs, windows)
-            if self.device.type == "cpu":
-                self._device.reserved += memory.activation_bytes(drafts.config, options)
+        # The group that keeps most tokens first, as the block manager expects.
+        groups = sorted(self._group_layers(context), key=lambda group: -(group.spec.window or config.max_position))
+        draft_specs = [] if self._drafter is None else self._drafter.kv_specs
+        self._layers = KVLayers(self._kernels, groups, options.block_size, draft_specs)
+        if drafts is not None and self.device.type == "cpu":
+            self._device.reserved += memory.activation_bytes(drafts.config, options)
 
     def _group_layers(self, context: LayerContext) -> list[KVGroup]:
         if context.layers is None:
@@ -200,8 +196,7 @@ class ModelRunner:
     def _describe_drafter(self) -> str:
         if self._drafter is None:
             return ""
-        share = sum(self._draft_bytes()) / self._block_bytes()
-        return f"{self._drafter.describe()}, {share:.1%} of the KV cache"
+        return f"{self._drafter.describe()}, {self._layers.drafter_share():.1%} of the KV cache"
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         """Tokens of the longest sequence, and blocks of each KV group, that the memory allows now.
@@ -226,37 +221,7 @@ class ModelRunner:
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
         """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
-        size = self.options.block_size
-        return [
-            (len(group.layers) * self._kernels.block_bytes(group.spec, size) + drafts, group.spec.window)
-            for group, drafts in zip(self._kv_groups, self._draft_bytes(), strict=True)
-        ]
-
-    def _draft_bytes(self) -> list[int]:
-        """Bytes of a block in all layers of the drafter, for each group."""
-        sizes = [0] * len(self._kv_groups)
-        for group, index in self._draft_groups:
-            sizes[index] += len(group.layers) * self._kernels.block_bytes(group.spec, self.options.block_size)
-        return sizes
-
-    def _block_bytes(self) -> int:
-        """Bytes of a block in all layers of this rank."""
-        return sum(size for size, _ in self.kv_groups())
-
-    def _make_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
-        """KV cache of so many blocks of each group on the device: the network's layers, then the drafter's."""
-        caches = self._kernels.make_cache(self._kv_groups, blocks, self.options.block_size)
-        return caches + make_caches(self._kernels, self._draft_groups, blocks, self.options.block_size, host=False)
-
-    def _make_host_layers(self, blocks: Sequence[int]) -> list[LayerCache]:
-        """As ``_make_layers``, in host memory."""
-        caches = self._kernels.make_host_cache(self._kv_groups, blocks, self.options.block_size)
-        return caches + make_caches(self._kernels, self._draft_groups, blocks, self.options.block_size, host=True)
-
-    def _split_layers(self, caches: list[LayerCache]) -> tuple[list[LayerCache], list[LayerCache]]:
-        """Those of the network, and those of the drafter."""
-        count = len(self.model.kv_specs)
-        return caches[:count], caches[count:]
+        return self._layers.group_bytes()
 
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
@@ -270,7 +235,7 @@ class ModelRunner:
         layout = self._kv_layout(self.options.token_budget)
         room = layout.longest(self._device.free_memory(), max_model_len)
         batch = largest_step(self._largest(max(1, room)), self.device)
-        caches, draft_caches = self._split_layers(self._make_layers([1] * len(self._kv_groups)))
+        caches, draft_caches = self._layers.split(self._layers.make([1] * len(self._layers.groups)))
         if self._drafter is not None:
             self._drafter.forward(batch, draft_caches)
         output = self._run_network(batch, caches)
@@ -287,7 +252,7 @@ class ModelRunner:
         options = self.options
         tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
         # Every token may be sampled at, where drafts are verified.
-        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._kv_groups))
+        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self._layers.groups))
 
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """This stage's part of the network; hidden states come from the stage before and go to the one after."""
@@ -314,9 +279,9 @@ class ModelRunner:
         with self._timed("KV cache"):
             self._cache = self._device.cache_engine(
                 self._kernels,
-                self._make_layers,
-                self._make_host_layers,
-                self._block_bytes(),
+                self._layers.make,
+                self._layers.make_host,
+                self._layers.block_bytes(),
                 num_blocks,
                 num_host_blocks,
             )
@@ -332,7 +297,7 @@ class ModelRunner:
         with self._timed("recording the step"):
             self._capture()
             if self._drafter is not None:
-                caches, largest = self._split_layers(self._cache.device)[1], self._largest(max_model_len)
+                caches, largest = self._layers.split(self._cache.device)[1], self._largest(max_model_len)
                 self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
         self._prompts = PromptResults(self._batch, self._sampler, self._kernels, self.config.vocab_size)
         self._in_flight: deque[QueuedStep] = deque()
@@ -344,7 +309,7 @@ class ModelRunner:
 
     def _capture(self) -> None:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
-        caches = self._split_layers(self._cache.device)[0]
+        caches = self._layers.split(self._cache.device)[0]
         self._forward = self._kernels.capture(
             lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
         )
@@ -425,7 +390,7 @@ class ModelRunner:
             self._weights_asleep = None
         self._cache.allocate()
         if self._drafter is not None:
-            self._drafter.capture(self._split_layers(self._cache.device)[1])
+            self._drafter.capture(self._layers.split(self._cache.device)[1])
         self._capture()
 
     @torch.inference_mode()
@@ -459,6 +424,8 @@ class ModelRunner:
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
+            if self._drafter is not None:
+                self._drafter.apply(plan)
             if plan.num_drafts and self._drafter is not None:
                 self._require_known(list(plan.num_drafts))
                 plan = add_drafts(self._drafter, self._batch, plan, result, alone=self._ranks.group is None)
@@ -478,7 +445,7 @@ class ModelRunner:
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
-            self._prompt_adapters.write_prefixes(self._kernels, self._split_layers(self._cache.device)[0])
+            self._prompt_adapters.write_prefixes(self._kernels, self._layers.split(self._cache.device)[0])
         if self.options.screen_lm_head:
             batch.only_most_likely = self._wants_most_likely(inputs)
         output = self._forward(batch)

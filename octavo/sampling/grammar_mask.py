@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class GrammarMask(SequenceProcessor):
         #: Whether end-of-sequence tokens do not end it.
         self.ignores_eos = not self._eos.isdisjoint({*task.ignored_eos_ids} - {*task.stop_token_ids})
         self._ended = False
+        most = task.params.max_tokens
+        #: Tokens of the longest sequence.
+        self._limit = sys.maxsize if most is None else num_prompt + most
         self._start = self._position = num_prompt
 
     def fork(self) -> GrammarMask:
@@ -102,7 +106,8 @@ class GrammarMask(SequenceProcessor):
         """
         self.advance(token_ids)
         forced: list[int] = []
-        while self.binds and not self._ended and len(forced) < _MAX_FORCED:
+        most = min(_MAX_FORCED, self._limit - len(token_ids))
+        while self.binds and not self._ended and len(forced) < most:
             # The first alone: what follows it is decided anew, as it is where tokens are sampled one at a time.
             following = self.matcher.compute_ff_tokens()[:1]
             if not following and len(self._eos) == 1 and not self.ignores_eos and self.matcher.is_stopped():

@@ -27,6 +27,7 @@ class Sequence:
         "max_length",
         "num_computed",
         "on_workers",
+        "prediction",
         "seq_id",
         "shared_prefix",
         "status",
@@ -51,6 +52,8 @@ class Sequence:
         self.shared_prefix: tuple[Sequence, int] | None = None
         self.stop_token_ids = group.stop_token_ids
         self.max_length = group.max_length
+        #: What its output is likely to be, as the request says.
+        self.prediction = group.request.prediction
         #: The status of its group, unless it has ended before the group.
         self.status = SequenceStatus.WAITING
 
@@ -58,6 +61,11 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.group.request.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+        return self.group.num_cached_tokens
 
     @property
     def context(self) -> str:
@@ -125,7 +133,7 @@ class SequenceGroup:
     ) -> None:
         """``number`` tells apart groups that arrived at the same time; ``seq_id`` is the id of the first sequence.
 
-        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before, as drafts do.
+        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before.
         """
         self.request = request
         self.group_id = request.group_id

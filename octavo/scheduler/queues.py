@@ -59,6 +59,8 @@ class Queues:
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0
+        #: Unfinished groups whose sequences may have drafts.
+        self.num_drafted_groups = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         #: Sequences that the workers must forget.
@@ -129,10 +131,12 @@ class Queues:
     def _make_group(self, request: EngineCoreRequest) -> SequenceGroup:
         number, seq_id = next(self._numbers), next(self._seq_ids)
         group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
+        group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         return group
 
     def _take(self, group: SequenceGroup) -> None:
+        self.num_drafted_groups += group.drafts
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
         self.policy.on_arrival(group)
@@ -282,6 +286,7 @@ class Queues:
         group.num_pending_forks = 0
         group.status = status
         self.policy.on_end(group)
+        self.num_drafted_groups -= group.drafts
         del self.groups[group.group_id]
 
     def _free(self, seq: Sequence, status: SequenceStatus) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
@@ -31,8 +31,8 @@ class Results:
         outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_tokens(result, outputs.sequences, beams)
-        for seq, tokens in step.drafted:
-            self._resolve_drafts(seq, len(tokens))
+        if step.drafted:
+            self._resolve_drafts(step)
         if self._drafting is not None:
             outputs.drafts = self._drafting.observe(step, result)
         if result.forced_tokens:
@@ -78,7 +78,7 @@ class Results:
         """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
         sequences = self._queues.sequences
         ended: list[Sequence] = []
-        for seq_id, token, extra in _tokens_of(result):
+        for seq_id, token, extra in self._append_runs(result, updates) if result.num_tokens else _tokens_of(result):
             seq = sequences.get(seq_id)
             # Aborted while the step ran, or finished by an earlier token of it.
             if seq is None or (ended and seq.status.finished):
@@ -120,23 +120,54 @@ class Results:
                 self._queues.unsent_tokens.append((seq, len(forced)))
         return ended
 
-    def _resolve_drafts(self, seq: Sequence, num_drafts: int) -> None:
+    def _append_runs(
+        self, result: StepResult, updates: list[SequenceOutput]
+    ) -> list[tuple[int, int, SequenceResult | None]]:
+        """Appends, in one go, the tokens of each sequence that goes on after them and has nothing else in the result.
+
+        Returns the other tokens, as ``_tokens_of`` does.
+        """
+        sequences, extras, token_ids = self._queues.sequences, result.extras, result.token_ids
+        others: list[tuple[int, int, SequenceResult | None]] = []
+        end = 0
+        for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
+            new = token_ids[end : end + count]
+            end += count
+            seq, extra = sequences.get(seq_id), extras.get(seq_id)
+            if seq is None:
+                continue
+            goes_on = len(seq.token_ids) + count < seq.max_length and seq.stop_token_ids.isdisjoint(new)
+            if goes_on and extra is None:
+                seq.token_ids += new
+                group_id, index = seq.group.group_id, seq.index
+                updates += [SequenceOutput(group_id, index, token) for token in new]
+                continue
+            for i, token in enumerate(new):
+                # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
+                whole = extra is None or count == 1 or i >= len(extra.logprobs)
+                others.append((seq_id, token, extra if whole else SequenceResult([extra.logprobs[i]])))
+        return others
+
+    def _resolve_drafts(self, step: Step) -> None:
         """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
 
         Blocks without any other are given back. Those of a sequence that ends with this step enter the prefix cache,
         too, as if it had decoded one token a step.
         """
-        queues, group, blocks = self._queues, seq.group, self._queues.blocks
-        if group.status is not SequenceStatus.RUNNING or seq.seq_id not in queues.sequences:
-            return
-        end, computed = seq.num_computed, len(seq.token_ids) - 1
-        seq.num_computed, size = computed, blocks.block_size
-        if computed // size > (end - 1 - num_drafts) // size:
-            blocks.register(seq.seq_id, seq.token_ids, computed, group.context, group.features)
-        if blocks.blocks_for(end) > blocks.blocks_for(computed):
-            blocks.shrink(seq.seq_id, computed)
-        if not group.plans_on_results and not blocks.has_windows:
-            seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
+        sequences, blocks = self._queues.sequences, self._queues.blocks
+        size, windows = blocks.block_size, blocks.has_windows
+        for seq, drafts in step.drafted:
+            group, seq_id = seq.group, seq.seq_id
+            if group.status is not SequenceStatus.RUNNING or seq_id not in sequences:
+                continue
+            end, computed = seq.num_computed, len(seq.token_ids) - 1
+            seq.num_computed = computed
+            if computed // size > (end - 1 - len(drafts)) // size:
+                blocks.register(seq_id, seq.token_ids, computed, group.context, group.features)
+            if (end - 1) // size > (computed - 1) // size:
+                blocks.shrink(seq_id, computed)
+            if not windows and not group.plans_on_results:
+                seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
 
     def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""
@@ -203,24 +234,10 @@ class Results:
 
 
 def _tokens_of(result: StepResult) -> Iterable[tuple[int, int, SequenceResult | None]]:
-    """Each sampled token: its sequence, its id, and what else came with it."""
-    if not result.num_tokens:
-        if not result.extras:
-            return zip(result.seq_ids, result.token_ids, itertools.repeat(None))
-        return zip(result.seq_ids, result.token_ids, map(result.extras.get, result.seq_ids), strict=True)
-    return _several_tokens_of(result)
-
-
-def _several_tokens_of(result: StepResult) -> Iterator[tuple[int, int, SequenceResult | None]]:
-    tokens = iter(result.token_ids)
-    for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
-        extra = result.extras.get(seq_id)
-        for i in range(count):
-            # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
-            if extra is None or count == 1 or i >= len(extra.logprobs):
-                yield seq_id, next(tokens), extra
-            else:
-                yield seq_id, next(tokens), SequenceResult([extra.logprobs[i]])
+    """The sampled token of each sequence, and what else came with it."""
+    if not result.extras:
+        return zip(result.seq_ids, result.token_ids, itertools.repeat(None))
+    return zip(result.seq_ids, result.token_ids, map(result.extras.get, result.seq_ids), strict=True)
 
 
 def _finish(seq: Sequence, token: int, update: SequenceOutput) -> None:

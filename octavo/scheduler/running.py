@@ -52,7 +52,8 @@ class Running:
             else:
                 if len(decodes) >= most_decodes:  # the rest is for the steps of the other stages
                     continue
-                work = [(s, 1) for s in seqs]
+                # Drafts make sequences of a group differ in length.
+                work = [(s, 1) for s in seqs if not s.is_ending]
                 forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
                 if forced > 0:
                     forced = min(forced, queues.blocks.max_chunk - 1)
@@ -64,7 +65,7 @@ class Running:
                 elif work[0][1] > 1:
                     step.extended += work
                 else:
-                    decodes += seqs
+                    decodes += [s for s, _ in work]
             elif self._blocks_will_be_freed():
                 step.blocked_on_memory = True
             elif len(running) == 1:

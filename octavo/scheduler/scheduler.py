@@ -41,16 +41,15 @@ class Scheduler:
         max_model_len: int,
         *,
         speculator: Speculator | None = None,
-        runs_ahead: bool = True,
+        runs_ahead: bool = False,
         num_stages: int = 1,
         adapters: Adapters | None = None,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A ``speculator`` proposes tokens that a step then verifies.
+        """A ``speculator`` proposes tokens that a step then verifies: no step is planned before its result is known.
 
-        ``runs_ahead``: whether steps may be planned while others are in flight. A sequence that may have drafts is in
-        one step at a time.
+        ``runs_ahead``: whether other steps are planned while one is in flight.
 
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
@@ -64,19 +63,20 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
-        drafts_ahead = speculator is not None and runs_ahead
         self.queues = Queues(
             options,
             blocks,
             max_model_len,
-            plans_on_results=drafts_ahead or num_stages > 1,
+            plans_on_results=num_stages > 1,
             adapters=adapters,
             speculator=speculator,
             grammars=grammars,
         )
         self._speculator = speculator
         self._stats = SchedulerStats()
-        self._drafting = Drafting(self.queues, speculator, self._stats) if speculator is not None else None
+        self._drafting: Drafting | None = None
+        if speculator is not None:
+            self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead and num_stages == 1)
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
@@ -160,6 +160,8 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
+        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_results(self._in_flight):
+            return False
         if self._num_stages > 1 and self.queues.num_waiting and self._may_admit:
             return True
         return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
@@ -179,6 +181,12 @@ class Scheduler:
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
         step = Step(self._clock(), self.options.token_budget)
+        drafting = self._drafting
+        if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
+            drafting = None
+        # A prompt that is computed whole may need the whole budget.
+        reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
+        step.budget -= reserved
         self.queues.reorder(step.now)
         if self.adapters is not None:
             self.adapters.place_pinned()
@@ -188,8 +196,9 @@ class Scheduler:
         else:
             self._schedule_mixed(step, preempting)
         self._end_unservable(step)
-        if self._drafting is not None:
-            self._drafting.add_drafts(step)
+        step.budget += reserved
+        if drafting is not None:
+            drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
         if self._loading is not None:

@@ -28,6 +28,8 @@ class Step:
     budget: int
     #: Of what was taken from it: for forced tokens.
     forced_budget: int = 0
+    #: Whether drafts were proposed for it, as the results of all steps before it were known.
+    may_draft: bool = False
     decodes: list[Sequence] = field(default_factory=list)
     #: Decodes with drafts behind their token.
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)

@@ -118,7 +118,8 @@ class _PendingResponse:
             return None
         skip = self.chat.body.skip_special_tokens is not False
         tokenizer = self.chat.generation.service.llm.tokenizer
-        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
+        visible = self.chat.generation.visible_tokens
+        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, visible_tokens=visible)
 
     def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:
         tracker, top = self._trackers[choice.index], self.chat.top_logprobs

@@ -23,7 +23,8 @@ class ChatFormats:
         Raises:
             ConfigError: there is no such parser.
         """
-        self._finds_tools = tool_call_parser == _AUTO
+        #: Whether the format of calls is found by the template.
+        self.finds_tools = tool_call_parser == _AUTO
         self._finds_reasoning = reasoning_parser == _AUTO
         named = tool_call_parser not in (_AUTO, _NONE)
         self._tool_parser = load_tool_parser(tool_call_parser) if named else None
@@ -32,7 +33,7 @@ class ChatFormats:
 
     def tool_parser(self, template: str) -> type[ToolParser] | None:
         """The parser for answers to prompts of a chat template; None: calls are not told from content."""
-        return _tool_parser(template) if self._finds_tools else self._tool_parser
+        return _tool_parser(template) if self.finds_tools else self._tool_parser
 
     def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
         """The same for reasoning; None: it is not told from content."""
@@ -57,6 +58,13 @@ def _reasoning_parser(template: str) -> type[ReasoningParser] | None:
     return find_reasoning_parser(template)
 
 
+@functools.lru_cache(maxsize=16)
+def visible_tokens(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Ids of the special tokens of which these texts are made."""
+    return frozenset(i for text, i in special_tokens(tokenizer).items() if any(text in marker for marker in markers))
+
+
+@functools.lru_cache(maxsize=4)
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids of a tokenizer's special tokens by text."""
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.special_texts}

@@ -97,7 +97,7 @@ async def check_form(service: Service, tools: RequestTools, form: StructuredOutp
             try:
                 await run(inputs.grammars.threads, inputs.grammar, alone)
             except InvalidRequestError as e:
-                reason = str(e).removeprefix("structured_outputs.json: ")
-                message = f"tools[{tools.places[name]}].function.parameters: {reason}"
+                place = f"tools[{tools.places[name]}].function.parameters"
+                message = str(e).replace("structured_outputs.json", place, 1)
                 raise ApiError(400, message, param="tools", code="invalid_value") from None
         raise

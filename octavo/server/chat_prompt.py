@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from octavo.engine.chat_template import template_variables
 from octavo.engine.tool_messages import HERMES, CallFormat
-from octavo.server.chat_formats import special_tokens
+from octavo.server.chat_formats import visible_tokens
+from octavo.server.errors import unsupported
 from octavo.server.formats import read_form
 from octavo.server.prompts import THINKING_VARIABLES, chosen_template, render_chat
 from octavo.server.protocol import ChatCompletionRequest
@@ -49,15 +50,15 @@ async def make_chat_prompt(service: Service, body: ChatCompletionRequest, tools:
         state = reasoning.state_after(text, continues=body.continue_final_message is True)
         if _has_form(body, tools):
             text, state, begins_after = await _before_form(service, body, tools, reasoning, state, template, text)
-    markers = [*(tool_parser.markers if tool_parser else ()), *((reasoning.start, reasoning.end) if reasoning else ())]
-    special = special_tokens(service.llm.tokenizer)
+    markers = tool_parser.markers if tool_parser else ()
+    markers += (reasoning.start, reasoning.end) if reasoning else ()
     separates = body.separate_reasoning is not False and body.reasoning_format != "none"
     return ChatPrompt(
         text,
         tool_parser,
         call_format,
         (reasoning, state) if reasoning is not None and separates else None,
-        frozenset(token_id for token, token_id in special.items() if any(token in marker for marker in markers)),
+        visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
         begins_after,
     )
 
@@ -70,8 +71,14 @@ def _calls(
     parser = service.formats.tool_parser(template)
     form = None if parser is None else parser.call_format(template)
     if form is None and tools.choice in ("required", "named"):
-        return Hermes, HERMES  # calls that have to be are written as a grammar is known for
-    return (None, None) if body.parse_tool_calls is False else (parser, form)
+        parser, form = Hermes, HERMES  # calls that have to be are written as a grammar is known for
+    if parser is None and service.formats.finds_tools and body.parse_tool_calls is not False:
+        raise unsupported(
+            "tools",
+            "how this model writes calls is not known from its chat template: the option --tool-call-parser names a "
+            "format; tool_choice required, or one function, works without",
+        )
+    return (None if body.parse_tool_calls is False else parser), form
 
 
 def _has_form(body: ChatCompletionRequest, tools: RequestTools) -> bool:
@@ -94,12 +101,15 @@ async def _before_form(
     as then the form can only bind from the beginning.
     """
     end = service.llm.tokenizer.convert_tokens_to_ids(reasoning.end)
-    if state is Thinking.BEFORE and end is not None and await _thinks(service, body, tools, reasoning, template):
-        text, state = f"{text}{reasoning.start}\n", Thinking.INSIDE
+    if end is None:
+        opened = text.rstrip().endswith(reasoning.start)
+        return (f"{text}\n{reasoning.end}\n\n" if opened else text), Thinking.AFTER, []
+    if state is Thinking.BEFORE and await _thinks(service, body, tools, reasoning, template):
+        state = Thinking.INSIDE
     if state is not Thinking.INSIDE:
         return text, state, []
-    if end is None:
-        return f"{text}\n{reasoning.end}\n\n", Thinking.AFTER, []
+    if reasoning.start not in text[-2 * len(reasoning.start) :] and not body.continue_final_message:
+        text += f"{reasoning.start}\n"
     return text, state, [end]
 
 

@@ -36,7 +36,8 @@ from octavo.server.chat_output import ChatEvent, ChatParser, ReasoningDelta, Too
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.generation import Generation, check_fields, make_generation
-from octavo.server.prompts import TokenizedPrompt, encode
+from octavo.server.message_fields import check_tools
+from octavo.server.prompts import TokenizedPrompt, encode, read_prediction
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
 from octavo.server.service import Service
@@ -145,6 +146,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     model = await service.model(body.model)
     check_fields(service, body)
     top = _top_logprobs(body)
+    check_tools(service, body.tools or [])
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await make_chat_prompt(service, body, tools)
     # The chat template adds the special tokens itself.
@@ -164,6 +166,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         prompt_logprobs=body.prompt_logprobs,
     )
     generation.visible_tokens = prompt.visible_tokens
+    generation.prediction = await read_prediction(service, body.prediction)
     await _constrain(service, generation.params, prompt, tools)
     return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning)
 
@@ -173,8 +176,9 @@ async def _constrain(
 ) -> None:
     """Gives the parameters the form of the answer."""
     if isinstance(params, BeamSearchParams):
-        if tools.choice in ("required", "named"):
-            raise unsupported("tool_choice", "tool_choice must be none or auto with use_beam_search")
+        if tools.choice in ("required", "named") or tools.strict:
+            message = "tools with use_beam_search must not be strict, and tool_choice must be none or auto"
+            raise unsupported("tool_choice", message)
         return
     asked = params.structured_outputs
     form = answer_form(tools, prompt.call_format, special_tokens(service.llm.tokenizer), asked)

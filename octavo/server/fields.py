@@ -18,8 +18,8 @@ from octavo.server.service import Service
 #: Accepted with any value: the answer is the same.
 HARMLESS = frozenset(
     {
-        # OpenAI: hints for its caches, labels and copies for its dashboard, and a guess of the answer that saves time.
-        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        # OpenAI: hints for its caches, labels and copies for its dashboard.
+        "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "store",
         # Ids: X-Request-Id names a request here.
         "request_id", "rid",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
+from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import FORMS, StructuredOutputsParams, structured_outputs_of
 from octavo.server.errors import ApiError
 from octavo.server.protocol_formats import FormFields, ResponseFormat
@@ -21,6 +23,9 @@ _OTHER_NAMES = {
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
+
+#: Beginnings of errors of workers that the form has brought about: it exceeds their limits with the model's vocabulary.
+_FORM_ERRORS = ("the grammar cannot be used: ", "the grammar became too costly: ")
 
 
 class Form(NamedTuple):
@@ -74,6 +79,14 @@ def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError
     if form is None:
         return error
     return InvalidRequestError(str(error).replace(f"structured_outputs.{form.params.form}", form.place, 1))
+
+
+def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> str | None:
+    """What an engine's error says of the form that a request asks for; None: it is about something else."""
+    form = params.structured_outputs if isinstance(params, SamplingParams) else None
+    if form is None or error is None or not error.startswith(_FORM_ERRORS):
+        return None
+    return f"structured_outputs.{form.form}: {error}"
 
 
 def _of_response_format(given: ResponseFormat) -> Form | None:

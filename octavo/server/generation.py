@@ -22,7 +22,7 @@ from octavo.engine.request_stream import RequestStream
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
-from octavo.server.formats import renamed
+from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
 from octavo.server.prompts import TokenizedPrompt, truncated
@@ -49,6 +49,8 @@ class Generation:
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
+    #: Token ids of what the answer is likely to be, if the request says it.
+    prediction: list[int] | None = None
     #: Special tokens that are part of the text although others are not.
     visible_tokens: frozenset[int] = frozenset()
     #: Seconds since 1970.
@@ -124,7 +126,7 @@ class Generation:
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
         details: dict[str, int] = {}
-        if self.draft_tokens:
+        if self.draft_tokens or self.prediction is not None:
             details["accepted_prediction_tokens"] = self.accepted_tokens
             details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
         if self.reasoning_tokens is not None:
@@ -160,6 +162,7 @@ class Generation:
             ttft_target=self.body.ttft_target,
             tpot_target=self.body.tpot_target,
             lora_request=self.model.adapter,
+            prediction=self.prediction,
             visible_tokens=self.visible_tokens,
             streaming=bool(self.body.stream),
         )
@@ -201,6 +204,8 @@ class Generation:
                 raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
             if completion.outgrown:
                 raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
+            if (about_form := form_error(completion.error, self.params)) is not None:
+                raise renamed(InvalidRequestError(about_form), self.body)
             if completion.finish_reason == "error":
                 logger.error("request %s failed: %s", output.request_id, completion.error)
                 raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.chat_template import template_variables
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.protocol_tools import Tool
 from octavo.server.service import Service
 
 Messages = Sequence[Mapping[str, Any]]
@@ -85,6 +86,17 @@ def check_fields_are_read(service: Service, messages: Messages, render: Callable
             _refuse(service, f"messages[{index}].{name[:100]}", name)
 
 
+def check_tools(service: Service, tools: Sequence[Tool]) -> None:
+    """Refuses unknown fields of tools; those of functions are written by templates.
+
+    Raises:
+        ApiError: 400, naming the tool and the field.
+    """
+    for i, tool in enumerate(tools):
+        for name in _given(tool.model_extra or {}, frozenset({"cache_control"})):
+            _refuse(service, f"tools[{i}].{name[:100]}", name, "tools")
+
+
 def check_variables(service: Service, template: str, variables: Mapping[str, Any]) -> None:
     """Refuses variables that a template does not read; with ``unknown_fields: ignore`` they are logged instead.
 
@@ -111,11 +123,11 @@ def _given(values: Mapping[str, Any], harmless: frozenset[str]) -> list[str]:
     return [name for name, value in values.items() if name not in harmless and value not in (None, "", [], {}, False)]
 
 
-def _refuse(service: Service, where: str, name: str) -> None:
+def _refuse(service: Service, where: str, name: str, param: str = "messages") -> None:
     if (reason := _CHANGES.get(name)) is not None:
-        raise unsupported("messages", f"{where} is not supported: {reason}")
+        raise unsupported(param, f"{where} is not supported: {reason}")
     if service.options.unknown_fields == "ignore":
         service.note_unknown(name)
         return
     message = f"{where}: the field is unknown here and the model's chat template does not write it"
-    raise ApiError(400, message, param="messages", code="unknown_parameter")
+    raise ApiError(400, message, param=param, code="unknown_parameter")

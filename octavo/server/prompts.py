@@ -13,7 +13,7 @@ from octavo.engine.chat_template import choose_template, template_variables
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.message_fields import check_fields_are_read, check_parts, check_variables
-from octavo.server.protocol import ChatMessage, CompletionRequest, TemplateOptions
+from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
@@ -78,26 +78,42 @@ async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[s
     return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
 
 
-async def encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of texts.
+async def read_prediction(service: Service, prediction: Prediction | None) -> list[int] | None:
+    """Token ids of what an answer is likely to be.
+
+    Raises:
+        ApiError: it is too long to be served.
+    """
+    if prediction is None:
+        return None
+    given = prediction.content
+    text = given if isinstance(given, str) else "".join(part.text for part in given)
+    [token_ids] = await encode(service, [text], add_special_tokens=False, param="prediction")
+    return token_ids
+
+
+async def encode(
+    service: Service, texts: list[str], add_special_tokens: bool, param: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of texts; ``param`` is the field that they are of.
 
     Raises:
         ApiError: a text is too long to be served.
     """
     for text in texts:
-        _check_length(service, len(text))
+        _check_length(service, len(text), param)
     tokenizer = service.llm.tokenizer
     if sum(map(len, texts)) < _SHORT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
 
 
-def _check_length(service: Service, length: int) -> None:
+def _check_length(service: Service, length: int, param: str = "prompt") -> None:
     if length > service.max_prompt_chars:
         raise ApiError(
             400,
-            f"the prompt has {length} characters; at most {service.max_prompt_chars} can be served",
-            param="prompt",
+            f"the {param} has {length} characters; at most {service.max_prompt_chars} can be served",
+            param=param,
             code="context_length_exceeded",
         )
 

@@ -100,6 +100,15 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
 
 
+class TextPart(RequestModel):
+    """A part of a text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
 class TemplateOptions(RequestModel):
     """How the chat template writes a conversation."""
 
@@ -118,6 +127,15 @@ class TemplateOptions(RequestModel):
     )
 
 
+class Prediction(RequestModel):
+    """What an answer is likely to be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["content"]
+    content: str | list[TextPart] = Field(description="A text, or its parts.")
+
+
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     """Body of ``/v1/chat/completions``."""
 
@@ -127,6 +145,9 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
         None, description="Put the model's own tokens around what the template writes (default false)."
     )
     logprobs: bool | None = Field(None, description="Send logprobs.")
+    prediction: Prediction | None = Field(
+        None, description="What the answer is likely to be: it comes sooner where it is, and does not change."
+    )
     top_logprobs: Int | None = Field(None, description="With so many likeliest tokens at each position.")
     tool_choice: str | ToolChoice | None = Field(
         None, description="none, auto (default), required, or an object that names a function or the allowed ones."

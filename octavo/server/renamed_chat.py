@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, as_api_error
 
 
@@ -29,6 +30,18 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         raise _renamed(as_api_error(e), names) from None
     except ValidationError as e:
         raise _renamed(as_api_error(RequestValidationError(e.errors())), names) from None
+
+
+async def renamed_outputs(chat: Chat, names: Mapping[str, str]) -> AsyncGenerator[ChoiceEvents, None]:
+    """The increments of a chat with one choice.
+
+    Raises:
+        ApiError: as ``Chat.outputs``, under the route's names.
+    """
+    with renamed_errors(names):
+        async with aclosing(chat.outputs()) as outputs:
+            async for [choice] in outputs:
+                yield choice
 
 
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

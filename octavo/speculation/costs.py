@@ -134,11 +134,16 @@ def best_lengths(
             span = max(round(rows), num_seqs // 4)
             extra = (costs.seconds(num_seqs + span) - plain) * rows / span + length * pass_seconds
             price[length] = extra * num_seqs / plain / num_drafting
+    return best_of(price)
+
+
+def best_of(price: list[float]) -> list[BestLength]:
+    """The best length for each of ``LEVELS`` of acceptance; ``price``: of 0, 1, 2, ... draft tokens, in tokens."""
     found = []
     for level in range(LEVELS):
         chance, expected, best, gain, saved = (level + 0.5) / LEVELS, 0.0, 0, 0.0, 0.0
         power = 1.0
-        for length in range(1, most + 1):
+        for length in range(1, len(price)):
             power *= chance
             expected += power
             if expected - price[length] > gain + 1e-3:

@@ -27,6 +27,14 @@ class DraftedSequence(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+
+    @property
+    def prediction(self) -> list[int]:
+        """What its output is likely to be, as the request says; empty if it says nothing."""
+
+    @property
     def context(self) -> str:
         """What the tokens depend on besides those before them: the adapter, and a salt that keeps users apart."""
 
@@ -50,8 +58,8 @@ class Drafter(ABC):
         """The sequence has ended, in whatever way; it may never have been proposed for."""
 
 
-def make_drafter(config: SpeculativeConfig) -> Drafter:
-    """The drafter of a configuration."""
+def make_drafter(config: SpeculativeConfig) -> Drafter | None:
+    """The drafter of a configuration; None if nothing but predictions of requests is drafted from."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
     from octavo.speculation.worker_drafter import HeadDrafter, WorkerDrafter
@@ -60,4 +68,4 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
         return WorkerDrafter() if config.method == "draft_model" else HeadDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
-    return SuffixDrafter(config)
+    return SuffixDrafter(config) if config.method == "suffix" else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
-from octavo.speculation.costs import LEVELS, BestLength, DraftingCosts, StepCosts, best_lengths
+from octavo.speculation.costs import LEVELS, BestLength, DraftingCosts, StepCosts, best_lengths, best_of
 
 #: What a token counts for after each later one, in a sequence's acceptance and in that of all.
 _DECAY, _DECAY_ALL = 0.9, 0.995
@@ -14,6 +15,8 @@ _PRIOR = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
 #: Rows that are tried at once, and what more rows than ever before may be of the most so far.
 _CHEAP_ROWS, _GROWTH = 8, 1.5
+#: Proposals without a token after which one step, and the next as many, two, ... goes by before the next; most steps.
+_MISSES, _LONGEST_REST = 4, 3
 #: Steps without drafts at the beginning.
 _PLAIN = 3
 #: Steps after which the best lengths are computed anew.
@@ -46,26 +49,50 @@ class Pause:
         self.left = self.length = _FIRST_PAUSE
 
 
+#: What is left of counts after so many tokens.
+_KEPT, _KEPT_ALL = ([decay**n for n in range(66)] for decay in (_DECAY, _DECAY_ALL))
+
+
 @dataclass(slots=True)
-class Acceptance:
+class Counts:
     """How well drafts were accepted: decayed counts of accepted tokens, and of drafts that failed at some token."""
 
     accepted: float
     failed: float
-    tries: Pause = field(default_factory=Pause)
-    #: Tokens of the sequence in steps in which it could have had drafts.
-    tokens: int = 0
-
-    def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        """Adds a draft."""
-        kept = decay ** (accepted + (accepted < drafted))
-        self.accepted = self.accepted * kept + accepted
-        self.failed = self.failed * kept + (accepted < drafted)
 
     @property
-    def level(self) -> int:
-        """The chance that a draft token is accepted when those before it are, in steps of 1 / ``LEVELS``."""
-        return min(LEVELS - 1, int(LEVELS * self.accepted / (self.accepted + self.failed)))
+    def chance(self) -> float:
+        """That a draft token is accepted when those before it are."""
+        return self.accepted / (self.accepted + self.failed)
+
+
+class Acceptance(Counts):
+    """The counts of one sequence, which are also added to those of all sequences of its kind."""
+
+    __slots__ = ("alike", "level", "misses", "pauses", "rest", "tokens", "tries")
+
+    def __init__(self, alike: Counts, number: int) -> None:
+        """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
+        super().__init__(_PRIOR * alike.chance, _PRIOR * (1 - alike.chance))
+        self.alike, self.tries, self.pauses = alike, Pause(), False
+        #: The chance in steps of 1 / ``LEVELS``.
+        self.level = 0
+        self.observe(0, 0)
+        #: Proposals without a token since the last draft, and steps until the next one.
+        self.misses, self.rest = number % _MISSES, 0
+        #: Tokens of the sequence in steps in which it could have had drafts.
+        self.tokens = 0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Adds a draft."""
+        failed, alike, self.misses = accepted < drafted, self.alike, 0
+        kept, kept_of_all = _KEPT[accepted + failed], _KEPT_ALL[accepted + failed]
+        self.accepted = found = self.accepted * kept + accepted
+        self.failed = lost = self.failed * kept + failed
+        level = int(LEVELS * found / (found + lost))
+        self.level = level if level < LEVELS else LEVELS - 1
+        alike.accepted = alike.accepted * kept_of_all + accepted
+        alike.failed = alike.failed * kept_of_all + failed
 
 
 class FixedLength:
@@ -78,15 +105,29 @@ class FixedLength:
         """A step with so many decoding sequences begins: most draft tokens of all of them."""
         return num_seqs * self._most
 
-    def length(self, seq_id: int, backlog: int = 0) -> int:
-        """Most draft tokens of a sequence in this step; its drafter has to catch up with ``backlog`` tokens."""
+    def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
+        """Most draft tokens in this step of a sequence, which has a prediction or not.
+
+        Its drafter has to catch up with ``backlog`` tokens.
+        """
         return self._most
 
-    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
+        """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
+
+    def found_none(self, seq_id: int) -> None:
+        """The drafter proposed nothing."""
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
+
+    @property
+    def expected(self) -> int:
+        """Draft tokens for which steps with prompts leave room."""
+        return 0
 
     def observe_drafting(
         self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
@@ -116,11 +157,14 @@ class AdaptiveLength(FixedLength):
         self._has_begun = False
         #: Most tokens of each sequence.
         self._each = most
-        self._all = Acceptance(2.0, 1.0)
+        #: Of all sequences without a prediction, and of all with one.
+        self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
         self._of: dict[int, Acceptance] = {}
         self._best = self._joint = [BestLength(most, 1.0)] * LEVELS
         #: Sequences of the last step that would have had drafts, had all.
         self._num_willing = 0
+        #: Seconds of a row of steps with prompts, and draft tokens of steps without: means of the latest.
+        self._prompt_row, self._expected = 0.0, 0.0
         #: Share of the sequences that have drafts, where they may.
         self._share = 1.0
         self._num_seqs, self._age, self._plain = 0, 0, 0
@@ -129,9 +173,9 @@ class AdaptiveLength(FixedLength):
         self._measuring = False
 
     def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
-        """See ``FixedLength``. Beside prompts, which are worth their rows, nothing is drafted."""
+        """See ``FixedLength``."""
         if num_prompt_tokens:
-            return 0
+            return self._begin_beside_prompts(num_seqs)
         if num_seqs != self._num_seqs or self._age >= _FRESH:
             self._compute_best(num_seqs)
             self._num_seqs, self._age = num_seqs, 0
@@ -154,7 +198,8 @@ class AdaptiveLength(FixedLength):
         self._each = self._most
         if num_seqs > 1 and self._drafting.pass_seconds(num_seqs):
             # A pass of the workers' drafter costs little more for all sequences than for one: none has many more.
-            self._each = max(1, min(limit // num_seqs, self._best[self._all.level].length))
+            level = min(LEVELS - 1, int(LEVELS * self._all[0].chance))
+            self._each = max(1, min(limit // num_seqs, self._best[level].length))
         return limit
 
     def _compute_best(self, num_seqs: int) -> None:
@@ -171,20 +216,37 @@ class AdaptiveLength(FixedLength):
         self._joint = best_lengths(costs, num_seqs, num_seqs, most, seconds)
         self._best = best_lengths(costs, num_seqs, willing, most, self._drafting.pass_seconds(willing))
 
-    def length(self, seq_id: int, backlog: int = 0) -> int:
+    def _begin_beside_prompts(self, num_seqs: int) -> int:
+        """As ``begin_step``: beside prompts a row takes its share of the step's time, as nothing is waited for."""
+        plain = self._costs.seconds(num_seqs)
+        if not plain or not self._prompt_row or self._plain < _PLAIN:
+            return 0
+        drafting = max(1.0, self._share * num_seqs)
+        price = (self._prompt_row + self._drafting.pass_seconds(drafting) / drafting) * num_seqs / plain
+        self._best = self._joint = best_of([price * length for length in range(self._most + 1)])
+        self._age, self._measuring, self._each = _FRESH, False, self._most
+        self._num_willing, self._has_begun = 0, False
+        return num_seqs * self._most if self._best[-1].length else 0
+
+    def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
         """See ``FixedLength``."""
         own = self._of.get(seq_id)
         if own is None:
-            chance = self._all.accepted / (self._all.accepted + self._all.failed)
-            own = self._of[seq_id] = Acceptance(_PRIOR * chance, _PRIOR * (1 - chance))
+            own = self._of[seq_id] = Acceptance(self._all[predicted], seq_id)
         own.tokens += 1
+        if own.rest:
+            own.rest -= 1
+            return 0
         if self._measuring:
             return self._try(backlog)
         level = own.level
         joint = self._joint[level]
         if not joint.length:
+            own.pauses = True
             return self._try(backlog) if own.tries.passes() else 0
-        own.tries.reset()
+        if own.pauses:
+            own.tries.reset()
+            own.pauses = False
         best = self._best[level]
         if backlog:
             cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
@@ -195,7 +257,7 @@ class AdaptiveLength(FixedLength):
                 self._num_willing += 1
                 return 0
         self._num_willing += 1
-        return min(best.length, self._each)
+        return best.length if best.length < self._each else self._each
 
     def _seconds_to_come(self, own: Acceptance) -> float:
         """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
@@ -210,13 +272,20 @@ class AdaptiveLength(FixedLength):
         self._saved -= cost
         return 1
 
-    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """See ``FixedLength``."""
-        self._all.observe(drafted, accepted, _DECAY_ALL)
-        own = self._of.get(seq_id)
-        if own is not None:
-            own.observe(drafted, accepted, _DECAY)
-            own.tokens += accepted
+        of = self._of
+        for seq_id, drafted, accepted in drafts:
+            own = of.get(seq_id)
+            if own is not None:
+                own.observe(drafted, accepted)
+                own.tokens += accepted
+
+    def found_none(self, seq_id: int) -> None:
+        """See ``FixedLength``: where nothing is found for long, the drafter is asked in every fourth step."""
+        own = self._of[seq_id]
+        own.misses += 1
+        own.rest = min(own.misses // _MISSES, _LONGEST_REST)
 
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""
@@ -226,8 +295,19 @@ class AdaptiveLength(FixedLength):
             self._costs.observe(num_seqs + num_drafts, seconds)
             if self._costs.largest > largest:  # what lies beyond was taken to cost as little
                 self._age = _FRESH
+        self._expected += 0.2 * (num_drafts - self._expected)
         if num_drafting:
             self._share += 0.1 * (num_drafting / num_seqs - self._share)
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """See ``FixedLength``."""
+        row = seconds / rows
+        self._prompt_row += 0.2 * (row - self._prompt_row) if self._prompt_row else row
+
+    @property
+    def expected(self) -> int:
+        """See ``FixedLength``: as many as steps had lately."""
+        return math.ceil(self._expected - 0.5)
 
     def observe_drafting(
         self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float

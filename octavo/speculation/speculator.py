@@ -10,16 +10,23 @@ from octavo.core.speculative_options import SpeculativeConfig
 from octavo.core.stats import SpeculationStats
 from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
 from octavo.speculation.lengths import AdaptiveLength, FixedLength
+from octavo.speculation.prediction import PredictionDrafter
 
 logger = logging.getLogger("octavo")
 
 
 class Speculator:
-    """Owns a drafter and the lengths of its drafts. Sequences for which the drafter fails have no further drafts."""
+    """Owns the drafters and the lengths of their drafts. Sequences for which one fails have no further drafts.
 
-    def __init__(self, drafter: Drafter, most: int, *, adaptive: bool) -> None:
-        """``most``: draft tokens of a sequence in a step."""
+    The prediction of a request goes before the drafter of the engine, which has the sequence where it says nothing.
+    """
+
+    def __init__(self, drafter: Drafter | None, most: int, *, adaptive: bool) -> None:
+        """``most``: draft tokens of a sequence in a step. Without a ``drafter``, predictions alone are drafted from."""
         self._drafter = drafter
+        self._predictions = PredictionDrafter()
+        #: Whether the number of draft tokens follows what they bring.
+        self.adaptive = adaptive
         self._lengths = AdaptiveLength(most) if adaptive else FixedLength(most)
         self._failed: set[int] = set()
         self._logged = False
@@ -27,26 +34,42 @@ class Speculator:
         #: Drafts by the number of their tokens that were accepted.
         self._drafts = [0] * (most + 1)
 
+    def drafts(self, sequence: DraftedSequence) -> bool:
+        """Whether drafts of it may ever be proposed."""
+        return self._drafter is not None or bool(sequence.prediction)
+
     def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
         """A step of so many decoding sequences and tokens of prompts: most draft tokens of it."""
         return self._lengths.begin_step(num_seqs, num_prompt_tokens)
 
     def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
         """Draft tokens of a sequence, at most ``most``."""
-        wanted = min(most, self._lengths.length(sequence.seq_id, self._drafter.backlog(sequence)))
-        if wanted <= 0 or sequence.seq_id in self._failed:
+        seq_id, predicted, drafter = sequence.seq_id, bool(sequence.prediction), self._drafter
+        backlog = drafter.backlog(sequence) if drafter is not None and not predicted else 0
+        wanted = self._lengths.length(seq_id, predicted, backlog)
+        if wanted > most:
+            wanted = most
+        if wanted <= 0 or seq_id in self._failed:
             return []
         try:
-            return self._drafter.propose(sequence, wanted)[:wanted]
+            found = self._predictions.propose(sequence, wanted) if predicted else []
+            if not found and drafter is not None and not (predicted and drafter.backlog(sequence)):
+                found = drafter.propose(sequence, wanted)
+                if len(found) > wanted:
+                    found = found[:wanted]
         except Exception as e:
             self._fail(sequence, e)
             return []
+        if not found:
+            self._lengths.found_none(seq_id)
+        return found
 
-    def observe(self, sequence: DraftedSequence, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
-        self._lengths.observe(sequence.seq_id, drafted, accepted)
-        self._draft_tokens += drafted
-        self._drafts[accepted] += 1
+    def observe(self, drafts: list[tuple[int, int, int]]) -> None:
+        """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
+        self._lengths.observe(drafts)
+        for _, drafted, accepted in drafts:
+            self._draft_tokens += drafted
+            self._drafts[accepted] += 1
 
     def fail(self, sequence: DraftedSequence, message: str) -> None:
         """The workers could not propose tokens for the sequence."""
@@ -55,6 +78,15 @@ class Speculator:
     def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
         self._lengths.observe_step(num_seqs, num_drafting, num_drafts, seconds)
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
+        self._lengths.observe_prompts(rows, seconds)
+
+    @property
+    def expected(self) -> int:
+        """Draft tokens for which steps with prompts leave room."""
+        return self._lengths.expected
 
     def observe_drafting(
         self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
@@ -66,13 +98,18 @@ class Speculator:
         """The sequence has ended."""
         self._lengths.forget(sequence.seq_id)
         self._failed.discard(sequence.seq_id)
-        try:
-            self._drafter.on_end(sequence)
-        except Exception as e:
-            self._log(e)
+        if sequence.prediction:
+            self._predictions.on_end(sequence)
+        if self._drafter is not None:
+            try:
+                self._drafter.on_end(sequence)
+            except Exception as e:
+                self._log(e)
 
-    def stats(self) -> SpeculationStats:
-        """Totals so far."""
+    def stats(self) -> SpeculationStats | None:
+        """Totals so far; None before the first draft where the engine has no drafter."""
+        if self._drafter is None and not any(self._drafts) and not self._failures:
+            return None
         # A draft of which so many tokens were accepted had the first, the second, ... accepted.
         per_position = list(itertools.accumulate(reversed(self._drafts[1:])))[::-1]
         return SpeculationStats(sum(self._drafts), self._draft_tokens, sum(per_position), per_position, self._failures)
@@ -84,13 +121,12 @@ class Speculator:
 
     def _log(self, error: Exception) -> None:
         if not self._logged:
-            name = type(self._drafter).__name__
+            name = type(self._drafter or self._predictions).__name__
             logger.error("drafter %s failed; such requests go on without drafts", name, exc_info=error)
         self._logged = True
 
 
-def make_speculator(config: SpeculativeConfig | None) -> Speculator | None:
-    """What an engine with this option drafts with; None if it does not."""
-    if config is None:
-        return None
+def make_speculator(config: SpeculativeConfig | None) -> Speculator:
+    """What an engine with this option drafts with; without one, from predictions of requests alone."""
+    config = config or SpeculativeConfig(method="prediction")
     return Speculator(make_drafter(config), config.num_speculative_tokens, adaptive=config.adaptive)

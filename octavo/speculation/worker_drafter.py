@@ -18,8 +18,9 @@ class WorkerDrafter(Drafter):
         return [BY_WORKER] * num_tokens
 
     def backlog(self, sequence: DraftedSequence) -> int:
-        """See ``Drafter``: an estimate, as the workers forget what was preempted, and forked sequences share."""
-        return max(0, len(sequence.token_ids) - self._known.get(sequence.seq_id, 0))
+        """See ``Drafter``: an estimate. What is in the prefix cache was most likely drafted for, too."""
+        known = self._known.get(sequence.seq_id)
+        return max(0, len(sequence.token_ids) - (sequence.num_cached_tokens if known is None else known))
 
     def on_end(self, sequence: DraftedSequence) -> None:
         """See ``Drafter``."""

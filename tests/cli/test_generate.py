@@ -418,3 +418,32 @@ def test_what_the_engine_got_is_said_if_asked_for(
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "info")
     assert octavo(*words) == 0
     assert "KV cache: 40" in capsys.readouterr().err
+
+
+def test_the_form_of_the_answer_is_given_by_flags(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}')
+    rules = tmp_path / "rules.gbnf"
+    rules.write_text('root ::= "<" [a-c]{3} ">"')
+    for flags, pattern in (
+        (("--json-schema", schema), r"\[\s*-?\d+(\s*,\s*-?\d+){1,2}\s*\]"),
+        (("--regex", "[0-9]{2}-[a-z]{3}"), "[0-9]{2}-[a-z]{3}"),
+        (("--choice", "yes", "--choice", "no"), "yes|no"),
+        (("--grammar", rules), "<[a-c]{3}>"),
+        (("--structured-outputs", '{"choice": ["one"]}'), "one"),
+    ):
+        assert octavo("generate", tiny_model, "Hello", *flags, "--seed", "1", "--max-tokens", "200") == 0
+        assert re.fullmatch(pattern, capsys.readouterr().out.removesuffix("\n")), flags
+
+
+def test_a_wrong_form_is_refused(octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path) -> None:
+    for flags, words in (
+        (("--choice", "a", "--regex", "b"), "not allowed with argument --choice"),
+        (("--json-schema", tmp_path / "none.json"), "cannot read"),
+        (("--regex", "a("), "structured_outputs.regex: unclosed group"),
+        (("--regex", "a", "--beam-width", "2"), "not of beam search"),
+    ):
+        assert octavo("generate", tiny_model, "Hello", *flags) != 0
+        assert words in capsys.readouterr().err

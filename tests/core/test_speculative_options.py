@@ -76,6 +76,7 @@ def test_a_model_alone_means_draft_model() -> None:
         ({"num_speculative_tokens": 3}, "method is missing"),
         ({"method": "medusa"}, "method 'medusa' is not supported; the methods are ngram, suffix, draft_model"),
         ({"model": "medusa"}, "method 'medusa' is not supported"),
+        ({"method": "layer_skip"}, "'layer_skip' is not supported: the first layers .* seldom say what the whole"),
         ({"method": "draft_model"}, "method 'draft_model' needs a model"),
         ({"method": "draft_model", "model": ""}, "method 'draft_model' needs a model"),
         ({"method": "draft_model", "model": "x", "quantization": "int3"}, "quantization: .*'int4'.*, not 'int3'"),

@@ -208,3 +208,15 @@ def test_scheduling_ahead_changes_no_bit(tiny_model: Path) -> None:
         for ahead in (False, True)
     ]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("place", [CPU, FIXED_SLOW, CUDA_FIXED])
+def test_a_draft_model_changes_no_answer(tiny_model: Path, place: Place) -> None:
+    """It is the model itself here: it is always right, on kernels whose rows do not depend on their company."""
+    asked = prompts(place.requests)
+    params = [SamplingParams(max_tokens=2 + place.max_tokens, seed=i, logprobs=1) for i in range(len(asked))]
+    config = {"model": str(tiny_model), "num_speculative_tokens": 3, "adaptive": False}
+    wanted, found = (load(tiny_model, place, speculative_config=drafts) for drafts in (None, config))
+    assert [*map(everything, run(found, asked, params))] == [*map(everything, run(wanted, asked, params))]
+    stats = found.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and stats.accepted_tokens == stats.draft_tokens > 0

@@ -96,13 +96,58 @@ def test_bit_for_bit_the_answers_without_drafts(
     assert stats.failures == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}, {"async_scheduling": True}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: ", ".join(options) or "plain")
 def test_the_model_itself_is_always_right(tiny_model: Path, plain: Any, options: dict[str, Any]) -> None:
     """At every temperature: it draws with the same noise, and its requests' penalties are applied to it, too."""
     llm = drafting(tiny_model, tiny_model, **options)
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    for _ in range(2):  # the second time with prompts in the prefix cache
+        assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
     stats = stats_of(llm)
-    assert stats.draft_tokens == stats.accepted_tokens > 100
+    assert stats.draft_tokens == stats.accepted_tokens > 200
+
+
+@pytest.fixture
+def caught_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each step with drafts, the tokens that the draft model had to catch up with."""
+    tokens: list[int] = []
+    draft = DraftModel.draft
+
+    def counting(self: DraftModel, counts: dict[int, int]) -> Any:
+        found = draft(self, counts)
+        tokens.append(found.catch_up_tokens)
+        return found
+
+    monkeypatch.setattr(DraftModel, "draft", counting)
+    return tokens
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_lies_in_the_prefix_cache_is_not_computed_again(
+    tiny_model: Path, caught_up: list[int], caching: bool
+) -> None:
+    llm = drafting(tiny_model, tiny_model, enable_prefix_caching=caching)
+    prompt, params = "once upon a time " * 3, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    totals: list[int] = []
+    for text in (prompt, prompt, prompt + "!"):
+        llm.generate([text], params, use_tqdm=False)
+        totals.append(sum(caught_up) - sum(totals))
+    assert totals[0] == len(prompt) - 1  # and a first token, but for the last two
+    assert max(totals[1:]) <= 4 if caching else min(totals) >= totals[0]
+    stats = stats_of(llm)
+    assert stats.draft_tokens == stats.accepted_tokens
+
+
+def test_what_was_swapped_is_not_computed_again(tiny_model: Path, caught_up: list[int]) -> None:
+    totals = []
+    for mode in ("swap", "recompute"):
+        options = {"preemption_mode": mode, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100}
+        llm = drafting(tiny_model, tiny_model, enable_prefix_caching=False, **options)
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        counts = llm.llm_engine.core.scheduler.stats()
+        assert counts.preemptions_by_swap + counts.preemptions_by_recompute > 0
+        totals.append(sum(caught_up) - sum(totals))
+    assert totals[0] < totals[1]
 
 
 def test_adaptive_lengths(tiny_model: Path, tiny_draft: Path, plain: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.errors import InvalidRequestError
 from octavo.engine import core
 from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter
@@ -237,6 +238,40 @@ def test_random_mixes(tiny_model: Path, seed: int) -> None:
     llm = load(tiny_model, speculative_config=config, **options)
     for _ in range(2):
         assert everything(llm.generate(prompts, params, use_tqdm=False)) == wanted
+
+
+ALONE = {"method": "prediction", "adaptive": False}
+
+
+@pytest.mark.parametrize("config", [None, {"method": "ngram"}, ALONE])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_predicted_outputs(tiny_model: Path, plain: Any, config: dict[str, Any] | None, async_scheduling: bool) -> None:
+    right = [list(tokens) for (tokens, *_), *_ in plain]
+    edited = [[*ids[:7], 3, 5, *ids[9:]] for ids in right]
+    llm = load(tiny_model, speculative_config=config, async_scheduling=async_scheduling)
+    for predictions in (right, edited, [[9] * 500] * 5, ["any text", None, "", right[3], None]):
+        found = llm.generate(PROMPTS, PARAMS, prediction=predictions, use_tqdm=False)
+        assert everything(found) == plain
+        if config is ALONE and predictions in (right, edited):
+            assert found[0].metrics.num_accepted_draft_tokens > 20
+    if config is ALONE:
+        assert [o.metrics.num_draft_tokens > 0 for o in found] == [False, False, False, True, False]
+    if config is None:
+        assert not any(o.metrics.num_draft_tokens for o in (found[1], found[2], found[4]))
+    assert llm.llm_engine.core.scheduler.queues.num_drafted_groups == 0
+
+
+def test_predictions_of_chats_and_wrong_ones(tiny_model: Path) -> None:
+    llm = load(tiny_model, speculative_config=ALONE)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    wanted = llm.chat("hello", greedy, use_tqdm=False)[0].outputs[0]
+    (found,) = llm.chat("hello", greedy, prediction=list(wanted.token_ids), use_tqdm=False)
+    assert found.outputs[0].token_ids == wanted.token_ids
+    assert found.metrics.num_accepted_draft_tokens > 20
+    wrong: Any
+    for wrong, words in ((7, "one for all"), ([-1], "from 0 to"), (["a", "b"], "not 2 of them")):
+        with pytest.raises(InvalidRequestError, match=words):
+            llm.chat("hello", greedy, prediction=wrong, use_tqdm=False)
 
 
 def test_beams_beside_drafts(tiny_model: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from jsonschema.protocols import Validator
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
@@ -127,8 +128,6 @@ def keywords(draft: str) -> set[str]:
     metaschema: Any = DRAFTS[draft][1].META_SCHEMA
     parts = [metaschema]
     if "allOf" in metaschema:
-        from jsonschema_specifications import REGISTRY
-
         resolver = REGISTRY.resolver(metaschema["$id"])
         parts += [resolver.lookup(part["$ref"]).contents for part in metaschema["allOf"]]
     return {name for part in parts for name in part["properties"]}
@@ -142,13 +141,14 @@ def test_names_of_additional_properties_are_not_those_of_others_in_another_spell
 
 
 def test_control_characters_without_an_escape_of_their_own_are_refused() -> None:
-    for schema in (
+    refused: tuple[dict[str, Any], ...] = (
         {"const": "a\0"},
         {"const": "\x7f"},
         {"enum": [{"a": ["\x1f"]}]},
         {"properties": {"\x01": {}}},
         {"required": ["\x01"]},
-    ):
+    )
+    for schema in refused:
         with pytest.raises(InvalidRequestError, match="control characters"):
             make_grammar(StructuredOutputsParams(json=schema))
     assert accepts(make_grammar(StructuredOutputsParams(json={"const": "\\u0001\n"})), r'"\\u0001\n"')

@@ -23,7 +23,7 @@ from octavo.kernels.reference import ReferenceKernels  # noqa: E402
 
 KERNELS = CpuKernels()
 #: The most rows of a step that is screened.
-MOST_ROWS = 16
+MOST_ROWS = 4
 
 
 @pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
@@ -69,7 +69,7 @@ def test_few_logits_are_computed_for_the_tokens_of_all(n: int, k: int, rows: int
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "rows"), [(1, 1, 1), (5, 8, 2), (17, 33, 4), (60, 32, 2), (4096, 64, MOST_ROWS + 1)]
+    ("n", "k", "rows"), [(1, 1, 1), (5, 8, 2), (17, 33, 4), (60, 32, 2), (4096, 64, MOST_ROWS + 1), (300, 32, 40)]
 )
 def test_small_heads_and_many_rows_are_multiplied_in_full(n: int, k: int, rows: int) -> None:
     assert check(random(n, k), random(rows, k, seed=1)) == 1
@@ -79,9 +79,9 @@ def test_small_heads_and_many_rows_are_multiplied_in_full(n: int, k: int, rows: 
 def test_the_copy_would_choose_other_tokens(dtype: torch.dtype) -> None:
     """Each input is near a row and has much of what its copy lacks; a later row is greater than that copy."""
     weight = random(4096, 64).to(dtype)
-    rows = weight[:200].float()
-    copies = quantize_weight(weight, "int8", None).dequantize()[:200]
-    weight[300:500] = (copies * 1.002).to(dtype)
+    rows = weight[:80].float()
+    copies = quantize_weight(weight, "int8", None).dequantize()[:80]
+    weight[300:380] = (copies * 1.002).to(dtype)
     x = (rows + 100 * (rows - copies)).to(dtype)
     copy = quantize_weight(weight, "int8", None).dequantize()
     misled = 0
@@ -89,7 +89,7 @@ def test_the_copy_would_choose_other_tokens(dtype: torch.dtype) -> None:
         some = x[row : row + MOST_ROWS]
         assert check(weight, some, dtype) < 0.2
         misled += int((tokens_of_all_logits(weight, some) != (some.float() @ copy.T).argmax(dim=1)).sum())
-    assert misled > 20
+    assert misled > 10
 
 
 def test_the_lowest_of_equal_logits_wins() -> None:
@@ -105,7 +105,7 @@ def test_the_lowest_of_equal_logits_wins() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_of_all_sizes(dtype: torch.dtype) -> None:
-    weight, x = random(4096, 96), random(8, 96, seed=1)
+    weight, x = random(4096, 96), random(6, 96, seed=1)
     weight[::97] *= 1e4
     weight[:, 5] *= 300
     weight[11] = 0
@@ -113,10 +113,11 @@ def test_values_of_all_sizes(dtype: torch.dtype) -> None:
     x[1] = 0
     x[2, 40:] = 0
     x[3] *= 1e-20
-    check(weight, x, dtype)
-    check(weight * 1e-30, x, dtype)
-    check(weight * 1e-38, x * 1e30, dtype)  # weights below the least normal number
-    check(weight * 1e-20, x * 1e-25, dtype)  # sums as well
+    for one in x.split(1):
+        check(weight, one, dtype)
+        check(weight * 1e-30, one, dtype)
+        check(weight * 1e-38, one * 1e30, dtype)  # weights below the least normal number
+        check(weight * 1e-20, one * 1e-25, dtype)  # sums as well
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])

@@ -186,6 +186,6 @@ def test_the_kv_cache_is_that_of_the_ranks_own_heads(ranks: int, kv_heads: int, 
     place = Ranks(ParallelLayout(ranks - 1, tensor_parallel_size=ranks))
     engine = make_config(model=str(network), kernels="reference", block_size=16, num_gpu_blocks_override=3)
     runner = ModelRunner(engine, read_model_config(network), network, "float32", ranks=place)
-    assert runner._block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
-    layers = runner._make_layers([3])
-    assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * runner._block_bytes()
+    assert runner._layers.block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
+    layers = runner._layers.make([3])
+    assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * runner._layers.block_bytes()

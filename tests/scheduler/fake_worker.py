@@ -210,6 +210,7 @@ class FakeWorker(Executor):
         self.fail = ""
         self.has_failed = False
         self.seconds_per_token = 1e-3
+        self.seconds_per_step = 0.0
         self.seconds_per_move = 1e-3
 
     def start_workers(self) -> None: ...
@@ -449,7 +450,7 @@ class FakeWorker(Executor):
         plan, result = step.plan, step.result
         moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         result.swap_seconds = moves * self.seconds_per_move
-        result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token
+        result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token + self.seconds_per_step
         for seq_id in [*plan.seq_ids, *forked_children]:
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])
             assert not row.forced, "computed without the tokens that are forced"

@@ -13,6 +13,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter
+from octavo.speculation.waiting import Waiting
 from octavo.speculation.worker_drafter import WorkerDrafter
 from tests.scheduler.fake_worker import (
     VOCABULARY,
@@ -182,6 +183,49 @@ def test_adaptive_lengths_change_no_answer(depth: int) -> None:
         for group_id in range(1, 9):
             engine.add(request(group_id, 3 + 2 * group_id, 22, n=1 + group_id % 3))
         run(engine)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_steps_run_ahead_where_drafts_bring_nothing(depth: int, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[bool] = []
+    observe = Waiting.observe
+
+    def counted(self: Waiting, waited: bool, accepted: float, idle: float) -> None:
+        ahead.append(not waited)
+        observe(self, waited, accepted, idle)
+
+    monkeypatch.setattr(Waiting, "observe", counted)
+    drafter = Guesses(1, right)
+    engine = make(drafter, depth, adaptive=True, blocks=200, max_num_batched_tokens=60)
+    engine.worker.seconds_per_step = 10.0
+    for group_id in range(1, 5):
+        engine.add(request(group_id, 5, 54, n=1 + group_id % 3))
+    run(engine)
+    assert drafter.proposed > 0
+    if right:
+        assert sum(ahead) < 0.3 * len(ahead)
+    else:
+        assert sum(ahead) > 0.3 * len(ahead)
+
+
+def test_chunks_of_prompts_leave_room_to_drafts() -> None:
+    drafter = Guesses(1, 1.0)
+    engine = make(drafter, 1, adaptive=True, blocks=200, max_num_batched_tokens=48)
+    engine.worker.seconds_per_step = 10.0
+    for group_id in range(1, 3):
+        engine.add(request(group_id, 5, 54))
+    for _ in range(12):
+        engine.step()
+    for group_id in range(3, 8):
+        engine.add(request(group_id, 57, 2))
+    beside = 0
+    while engine.scheduler.has_work:
+        prefilling = bool(engine.scheduler.queues.prefilling)
+        plan = engine.step()
+        assert plan.total_tokens <= 48
+        beside += bool(prefilling and plan.drafts)
+    assert beside > 2
 
 
 def test_no_step_that_preempts_has_drafts() -> None:

@@ -434,7 +434,7 @@ def test_generated_traffic_with_adapters(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_generated_traffic_with_grammars(part: int) -> None:
-    run_cases(part * 1000, 150, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
+    run_cases(part * 1000, 60, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
 
 
 @pytest.mark.slow

@@ -92,6 +92,11 @@ def test_adapters_are_models_of_the_server(server: Running, http: httpx.Client) 
     assert chat[0].choices[0].message.content != chat[1].choices[0].message.content
     chunks = list(client.completions.create(model="start", prompt="hello", stream=True, max_tokens=8, temperature=0))
     assert {chunk.model for chunk in chunks} == {"start"}
+    response = client.responses.create(model="start", input="hello", max_output_tokens=8, temperature=0)
+    assert (response.model, response.output_text) == ("start", chat[1].choices[0].message.content)
+    given = {"messages": messages, "max_tokens": 8, "temperature": 0, "model": "start"}
+    message = http.post("/v1/messages", json=given).json()
+    assert (message["model"], message["content"][0]["text"]) == ("start", response.output_text)
     for route, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
         assert http.post(route, json={**body, "model": "start"}).status_code == 200
         assert http.post(route, json={**body, "model": "nothing"}).status_code == 404

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.running_server import TINY, Running, running
+from tests.server.running_server import Running
 
 TEXT = "/v1/completions"
-#: Tokens of the model below, in place of bytes that no text here has.
-SPECIAL = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")
 
 
 @pytest.fixture(scope="module")
-def gap_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gap") / "model"
-    shutil.copytree(tiny_model, folder)
-    parts = json.loads((folder / "tokenizer.json").read_text())
-    vocab = parts["model"]["vocab"]
-    for token, byte in zip(SPECIAL, "ĀāĂă", strict=True):
-        vocab[token] = vocab.pop(byte)
-        entry = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        parts["added_tokens"].append({"id": vocab[token], "content": token, "special": True, **entry})
-    parts["added_tokens"].sort(key=lambda token: token["id"])
-    (folder / "tokenizer.json").write_text(json.dumps(parts))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(gap_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(gap_model, tmp_path_factory.mktemp("gap") / "log", *TINY) as server:
-        yield server
+def server(special_server: Running) -> Running:
+    return special_server
 
 
 def complete(server: Running, **body: Any) -> dict[str, Any]:
@@ -65,7 +43,7 @@ def test_a_gap_is_filled_by_what_the_model_writes_after_the_middle_token(server:
     assert texts(complete(server, prompt="def f(", suffix="")) == texts(complete(server, prompt="def f("))
     with server.client() as client:
         stream = client.completions.create(
-            model="model", prompt="def f(", suffix="): pass", max_tokens=8, temperature=0, stream=True,
+            model="tiny", prompt="def f(", suffix="): pass", max_tokens=8, temperature=0, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         assert "".join(chunk.choices[0].text for chunk in stream) == texts(wanted)[0]

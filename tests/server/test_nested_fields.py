@@ -144,6 +144,9 @@ def test_the_tables_have_every_field_and_every_part_of_openai() -> None:
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "style": "short"}}},
         {"response_format": {"type": "json_object", "schemas": {}}},
+        {"tools": [{"type": "custom", "custom": {"name": "a"}}]},
+        {"tools": [{"type": "web_search", "function": {"name": "a"}}]},
+        {"tool_choice": {"type": "custom", "custom": {"name": "a"}}},
     ],
     ids=str,
 )

@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "modalities": (REFUSED, REFUSED, ["text", "audio"], ["text"]),
     "moderation": (REFUSED, REFUSED, {"model": "m"}),
     "parallel_tool_calls": (WORKS, ELSEWHERE, False),
-    "prediction": (ACCEPTED, ACCEPTED, {"type": "content", "content": "a"}),
+    "prediction": (WORKS, ELSEWHERE, {"type": "content", "content": "a"}),
     "prompt_cache_key": (ACCEPTED, ACCEPTED, "a"),
     "prompt_cache_options": (ACCEPTED, ACCEPTED, {}),
     "prompt_cache_retention": (ACCEPTED, ACCEPTED, "24h"),

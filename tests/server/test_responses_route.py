@@ -114,6 +114,13 @@ def test_a_response_repeats_its_request(http: httpx.Client) -> None:
     assert item["status"] == "incomplete"
 
 
+def test_a_response_repeats_its_tools(http: httpx.Client) -> None:
+    bare = {"type": "function", "name": "g"}
+    response = create(http, tools=[FUNCTION, bare], tool_choice="none")
+    assert response["tools"] == [{**FUNCTION, "strict": False}, {**bare, "parameters": None, "strict": False}]
+    assert response["tool_choice"] == "none" and response["parallel_tool_calls"] is True
+
+
 def test_an_answer_that_ends_by_itself_is_completed(http: httpx.Client) -> None:
     response = create(http, logit_bias={"1": 100})
     assert (response["status"], response["incomplete_details"]) == ("completed", None)

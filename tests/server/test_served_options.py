@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from tests.server.running_server import TINY, Running, running
-from tests.server.test_request_fields import CHAT, TEXT, prompt_of, send
+from tests.server.test_request_fields import CHAT, TEXT, prompt_of, send, text_of
 from tests.server.test_streams import ask, stream, texts
+
+#: Of the small model's tokens, printable ones: their text gives the same tokens again.
+ASCII = {str(token): 100.0 for token in range(34, 95)}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,33 @@ def test_usage_and_metrics_say_what_was_drafted(server: Running) -> None:
         lines = http.get("/metrics").text.splitlines()
         (drafted,) = (line for line in lines if line.startswith("octavo_spec_decode_num_draft_tokens_total{"))
         assert float(drafted.split()[-1]) >= sum(details.values())
+
+
+def test_a_predicted_output_comes_sooner_and_is_the_same(server: Running) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    with server.http() as http:
+
+        def ask(**fields: Any) -> tuple[str, dict[str, int] | None]:
+            body = {"messages": messages, "max_tokens": 60, "ignore_eos": True, "logit_bias": ASCII}
+            answer = http.post(CHAT, json=body | fields).json()
+            return text_of(answer), answer["usage"].get("completion_tokens_details")
+
+        text, _ = ask()
+        parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+        for content in (text, parts):
+            found, details = ask(prediction={"type": "content", "content": content})
+            assert found == text
+            assert details is not None and details["accepted_prediction_tokens"] > 40
+        assert ask(prediction={"type": "content", "content": ""})[0] == text
+        wrong: list[Any] = ["text", {"type": "text", "content": "a"}, {"content": "a"}, {"type": "content"}]
+        wrong += [{"type": "content", "content": value} for value in (7, [{"type": "image_url"}], ["a"])]
+        for value in wrong:
+            answer = http.post(CHAT, json={"messages": messages, "prediction": value})
+            assert answer.status_code == 400 and "prediction" in answer.json()["error"]["param"], answer.text
+        answer = http.post(
+            CHAT, json={"messages": messages, "prediction": {"type": "content", "content": "a" * 99_999}}
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prediction"
 
 
 def test_a_server_that_keeps_no_responses_says_so(server: Running) -> None:

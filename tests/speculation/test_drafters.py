@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,7 @@ class Tokens:
     seq_id: int = 0
     num_prompt_tokens: int = 0
     context: str = ""
+    prediction: list[int] = field(default_factory=list)
 
 
 def common_end(tokens: list[int], place: int, end: list[int], most: int) -> int:
@@ -57,7 +58,7 @@ def test_what_repeats_goes_on() -> None:
     assert drafter.propose(Tokens([1, 2, 3, 4, 5, 6], seq_id=1), 4) == []
     assert drafter.propose(Tokens([7], seq_id=2), 4) == []
     drafter.on_end(Tokens([9], seq_id=0))
-    assert set(drafter._indices) == {1, 2}
+    assert set(drafter._followed) == {1, 2}
 
 
 @given(st.lists(TOKENS, max_size=6), TOKENS, st.integers(16, 64), st.integers(3, 8))

@@ -28,7 +28,7 @@ def seconds_a_token(seconds: Callable[[int], float], batch: int, right: float, s
         left = lengths.begin_step(batch, 0) if adaptive else 0
         drafts = []
         for seq_id in range(batch):
-            wanted = min(left, lengths.length(seq_id)) if left > 0 else 0
+            wanted = min(left, lengths.length(seq_id, False)) if left > 0 else 0
             left -= wanted
             if wanted:
                 drafts.append((seq_id, wanted))
@@ -39,7 +39,7 @@ def seconds_a_token(seconds: Callable[[int], float], batch: int, right: float, s
             while accepted < n and rng.random() < right:
                 accepted += 1
             tokens += accepted
-            lengths.observe(seq_id, n, accepted)
+            lengths.observe([(seq_id, n, accepted)])
         lengths.observe_step(batch, len(drafts), sum(n for _, n in drafts), took)
     return total / tokens
 
@@ -103,7 +103,7 @@ def with_a_draft_model(
         drafts, backlog = {}, 0
         for place, seq_id in enumerate(seq_ids):
             behind = prompt + known[place] - computed[place]
-            wanted = min(left, lengths.length(seq_id, behind)) if left > 0 else 0
+            wanted = min(left, lengths.length(seq_id, False, behind)) if left > 0 else 0
             left -= wanted
             if wanted:
                 drafts[place] = wanted
@@ -121,7 +121,7 @@ def with_a_draft_model(
             while accepted < drafts.get(place, 0) and rng.random() < right:
                 accepted += 1
             if place in drafts:
-                lengths.observe(seq_id, drafts[place], accepted)
+                lengths.observe([(seq_id, drafts[place], accepted)])
                 computed[place] += accepted + 1
             known[place] += accepted + 1
             plain += cpu(batch) / batch * (accepted + 1)

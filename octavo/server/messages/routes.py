@@ -31,7 +31,7 @@ from octavo.server.messages.protocol import (
 )
 from octavo.server.prompts import encode
 from octavo.server.protocol import ChatCompletionRequest
-from octavo.server.renamed_chat import renamed_errors
+from octavo.server.renamed_chat import renamed_errors, renamed_outputs
 from octavo.server.service import Service, service_of
 from octavo.server.streaming import EventStream
 from octavo.server.tools import read_tools
@@ -94,8 +94,8 @@ class _PendingMessage:
                 yield b"".join(map(encode_event, found))
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
-        async with aclosing(self.chat.outputs()) as outputs:
-            async for [choice] in outputs:
+        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
+            async for choice in outputs:
                 found = []
                 if self.growing is None:
                     self.growing = GrowingMessage(self._begun())

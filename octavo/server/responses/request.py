@@ -20,7 +20,7 @@ from octavo.server.service import Service
 #: Fields that a chat has too, with the same meaning.
 _SHARED = ("model", "parallel_tool_calls", "stream", "user", "stop", *SamplingFields.model_fields)
 #: Fields of a chat by their names here; errors about a chat are told under these.
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -103,7 +103,7 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
     async def without(cut: int) -> Chat:
         kept = messages[:head] + messages[cut:]
         fields = chat_body(body, kept)
-        with renamed_errors(_RENAMED):
+        with renamed_errors(RENAMED):
             return await start_chat(service, request, ChatCompletionRequest.model_validate(fields), prefix="resp")
 
     try:

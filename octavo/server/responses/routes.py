@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.server.body_parts import wrong
 from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, unsupported
@@ -21,6 +22,7 @@ from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_u
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.protocol import TokenLogprob
+from octavo.server.renamed_chat import renamed_outputs
 from octavo.server.responses import request as chats
 from octavo.server.responses.events import Event, GrowingResponse, encode_event
 from octavo.server.responses.items import input_items
@@ -51,8 +53,9 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         earlier = service.responses.get(body.previous_response_id, owner_of(request))
     items = input_items(body.input)
     messages = chats.conversation(body, items, [] if earlier is None else earlier.items)
+    size = _size(items)
     chat = await chats.start(service, request, body, messages)
-    pending = _PendingResponse(service, request, body, chat, earlier, items)
+    pending = _PendingResponse(service, request, body, chat, earlier, items, size)
     if body.stream:
         return EventStream(pending.stream(), deadline, pending.failure)
     response = await with_cancellation(request.receive, pending.complete(), deadline)
@@ -85,6 +88,8 @@ class _PendingResponse:
     earlier: StoredResponse | None
     #: Of the input.
     items: list[dict[str, Any]]
+    #: Of these, as JSON.
+    items_size: int
     growing: GrowingResponse | None = None
 
     async def complete(self) -> bytes:
@@ -108,8 +113,8 @@ class _PendingResponse:
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
         tracker: LogprobsTracker | None = None
-        async with aclosing(self.chat.outputs()) as outputs:
-            async for [choice] in outputs:
+        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
+            async for choice in outputs:
                 found = []
                 if self.growing is None:
                     self.growing = GrowingResponse(self._begun())
@@ -125,7 +130,7 @@ class _PendingResponse:
 
     def _begun(self) -> ResponseObject:
         """The response before its output."""
-        body, params = self.body, self.chat.generation.params
+        body, tools, params = self.body, self.body.tools or [], self.chat.generation.params
         sampling = params if isinstance(params, SamplingParams) else SamplingParams()
         generation = self.chat.generation
         return ResponseObject(
@@ -149,7 +154,9 @@ class _PendingResponse:
             temperature=sampling.temperature,
             text={"format": {"type": "text"}, **(body.text or {})},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[
+                {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))} for tool in tools
+            ],
             top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
@@ -166,8 +173,8 @@ class _PendingResponse:
         if not self._stores:
             return
         encoded = _encoded(response)
-        items = [*self.items, *(item.model_dump() for item in response.output)]
-        size = len(json.dumps(items))
+        output = [item.model_dump() for item in response.output]
+        items, size = [*self.items, *output], self.items_size + _size(output)
         if self.earlier is not None:
             items, size = [*self.earlier.items, *items], self.earlier.items_size + size
         stored = StoredResponse(encoded, items, size, owner_of(self.request))
@@ -196,6 +203,14 @@ class _PendingResponse:
             output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
             total_tokens=usage.total_tokens,
         )
+
+
+def _size(items: list[dict[str, Any]]) -> int:
+    """Bytes of items as JSON."""
+    try:
+        return len(json.dumps(items))
+    except RecursionError:
+        raise wrong("input", "it is nested too deeply") from None
 
 
 def _encoded(response: ResponseObject) -> bytes:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from octavo.core.errors import ConfigError
 from octavo.core.plugins import load_class
 from octavo.server.tool_parsers.base import ToolParser
 from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral
@@ -68,4 +67,4 @@ def find_tool_parser(template: str) -> type[ToolParser] | None:
     return None
 
 
-__all__ = ["TOOL_PARSERS", "ConfigError", "ToolParser", "find_tool_parser", "load_tool_parser"]
+__all__ = ["TOOL_PARSERS", "ToolParser", "find_tool_parser", "load_tool_parser"]

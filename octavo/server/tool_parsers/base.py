@@ -21,8 +21,6 @@ T = TypeVar("T")
 #: A part of a parser: waits for more text, and returns what it has read.
 Reading = Generator[None, None, T]
 
-#: Longest name of a function, in characters, as OpenAI has it.
-MAX_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 #: JSON outside of strings and brackets.

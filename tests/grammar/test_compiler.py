@@ -1,0 +1,110 @@
+"""What clients send is compiled within limits of time and memory, and kept by content."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.grammar import compiler as module
+from octavo.grammar.compiler import GrammarCompiler
+from tests.busy_machine import eventually
+
+#: Llguidance works on these for minutes, and does not survive the last.
+MULTIPLES: dict[str, Any] = {"prefixItems": [{"type": "integer", "multipleOf": 100003 + i} for i in range(20)]}
+PATTERNS: dict[str, Any] = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(20)]}
+NAMES: dict[str, Any] = {"patternProperties": {f"^{i}_": {} for i in range(3000)}}
+DEEP: dict[str, Any] = {
+    "$ref": "#/$defs/a0",
+    "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(600)} | {"a600": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    yield GrammarCompiler(["<|end|>"], vocab_size=1000, seconds=0.5)
+
+
+def json_form(schema: dict[str, Any]) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.parametrize("schema", [MULTIPLES, PATTERNS, NAMES], ids=["multiples", "patterns", "names"])
+def test_a_grammar_that_takes_too_long_is_refused(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"json takes more than 0\.5 seconds .*structured_outputs_compile_sec"
+    ):
+        compiler.compile(json_form(schema))
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="takes more than"):  # the answer is kept
+        compiler.compile(json_form(schema))
+    assert time.monotonic() - start < 0.2
+
+
+def test_a_grammar_that_ends_the_process_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequestError, match="json is nested too deeply"):
+        compiler.compile(json_form(DEEP))
+    assert compiler.compile(StructuredOutputsParams(regex="after[a-z]+")).source
+
+
+def test_a_slow_grammar_holds_up_no_other(compiler: GrammarCompiler) -> None:
+    slow = json_form({**PATTERNS, "title": "another"})
+    with ThreadPoolExecutor(1) as threads:
+        refused = threads.submit(compiler.compile, slow)
+        for i in range(5):
+            compiler.compile(StructuredOutputsParams(regex=f"beside{i}"))
+        assert not refused.done()
+        with pytest.raises(InvalidRequestError):
+            refused.result()
+
+
+def test_a_form_is_compiled_once(compiler: GrammarCompiler) -> None:
+    form = StructuredOutputsParams(regex="once")
+    assert compiler.cached(form) is None
+    with ThreadPoolExecutor(8) as threads:
+        grammars = list(threads.map(compiler.compile, [form] * 16))
+    assert len({id(grammar) for grammar in grammars}) == 1
+    assert compiler.cached(StructuredOutputsParams(regex="once")) is grammars[0]
+    other = compiler.compile(StructuredOutputsParams(regex="once", begin_after=[7]))
+    assert other.key != grammars[0].key and other.begin_after == [7]
+
+
+def test_the_order_of_properties_is_part_of_a_form(compiler: GrammarCompiler) -> None:
+    names: list[dict[str, Any]] = [{"a": {}, "b": {}}, {"b": {}, "a": {}}]
+    first, second = (compiler.compile(json_form({"properties": properties})) for properties in names)
+    assert first.key != second.key
+
+
+def test_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler) -> None:
+    monkeypatch.setattr(module, "CACHE_BYTES", 5000)
+    forms = [StructuredOutputsParams(regex=f"{i}" * 300) for i in range(10)]
+    for form in forms:
+        compiler.compile(form)
+    assert [compiler.cached(form) is not None for form in forms] == [False] * 5 + [True] * 5
+
+
+def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
+    assert compiler.compile(StructuredOutputsParams(grammar='start: <|end|> "a"')).source
+    assert compiler.compile(StructuredOutputsParams(grammar='start: <[900-999]> "a"')).source
+    with pytest.raises(InvalidRequestError, match="Token range end too large: 1000"):
+        compiler.compile(StructuredOutputsParams(grammar='start: <[1000]> "a"'))
+    with pytest.raises(InvalidRequestError, match="unknown special token"):
+        compiler.compile(StructuredOutputsParams(grammar='start: <|begin|> "a"'))
+    tag = {"structures": [{"begin": "<|end|>a", "schema": {}, "end": ""}], "triggers": ["<|end|>"]}
+    assert "TEXT <|end|>" in compiler.compile(StructuredOutputsParams(structural_tag=tag)).source
+
+
+def test_the_processes_end_with_the_compiler() -> None:
+    compiler = GrammarCompiler()
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    processes = [checker._process for checker in compiler._checkers.queue if checker._process is not None]
+    assert len(processes) == 1
+    del compiler
+    gc.collect()
+    eventually(lambda: processes[0].poll() is not None)

@@ -1,0 +1,91 @@
+"""Schemas and grammars that cannot be served are refused in bounded time, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running_server import TINY, Running, running
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+#: Llguidance works on it for minutes.
+SLOW = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(20)]}
+DEEP: dict[str, Any] = {}
+for _ in range(500):
+    DEEP = {"items": DEEP}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("formats") / "log"
+    with running(tiny_model, log, *TINY, "--structured-outputs-compile-seconds", "1") as server:
+        yield server
+
+
+def ask(http: httpx.Client, **given: Any) -> httpx.Response:
+    return http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 4, **given})
+
+
+def refused(response: httpx.Response, param: str, words: str) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and words in error["message"] and len(error["message"]) < 1000, error
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"guided_json": {"type": "objekt"}}, "at /type: must be of null, boolean"),
+        ({"guided_json": {"properties": {"a": {"items": {"not": {}}}}}}, "at /properties/a/items/not: the keyword not"),
+        ({"guided_json": {"items": {"$ref": "http://localhost:1/a.json"}}}, "at /items: the document"),
+        ({"guided_json": {"items": {"$ref": "file:///etc/passwd"}}}, "at /items: the document"),
+        ({"guided_json": {"$ref": "#/$defs/b", "$defs": {"b": {"$ref": "#"}}}}, "no value is complete"),
+        ({"guided_json": SLOW}, "takes more than 1 seconds"),
+        ({"guided_json": DEEP}, "deep"),
+        ({"guided_json": "{"}, "not valid JSON"),
+        ({"guided_regex": "a{3,2}"}, "invalid repetition count range"),
+        ({"guided_regex": "(" * 100_000}, ""),
+        ({"guided_grammar": "start: start"}, "no text has this form"),
+        ({"guided_grammar": 'start: "a" b\nb: c'}, 'line 2, column 4: unknown name: "c"'),
+        ({"guided_grammar": "start: " + "b " * 5_000_000}, "at most 1048576"),
+        ({"guided_choice": [f"choice {i}" for i in range(100_000)]}, "guided_choice has"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_a_form_that_cannot_be_served_is_refused(server: Running, given: dict[str, Any], words: str) -> None:
+    with server.http() as http:
+        response = ask(http, **given)
+        if response.status_code == 413:
+            assert len(json.dumps(given)) > 9_000_000  # longer than any body that the server reads
+        else:
+            refused(response, next(iter(given)), words)
+        assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
+
+
+def test_others_are_served_while_a_grammar_is_compiled(server: Running) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask_slowly(i: int) -> None:
+        with server.http() as http:
+            answers.append(ask(http, guided_json={**SLOW, "title": str(i)}))
+
+    with server.http() as http:
+        ask(http, guided_regex="[a-z]")
+        slow = threading.Thread(target=ask_slowly, args=(0,))
+        slow.start()
+        others = 0
+        while slow.is_alive():
+            assert ask(http, guided_regex=f"[a-z]{others}").status_code == 200
+            assert ask(http).status_code == 200
+            others += 1
+            time.sleep(0.01)
+    assert others >= 5
+    refused(answers[0], "guided_json", "takes more than 1 seconds")

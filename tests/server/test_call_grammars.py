@@ -1,0 +1,138 @@
+"""Grammars of calls: whatever they allow is read as calls whose arguments fit the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.grammar.compile import byte_tokenizer, make_grammar
+from octavo.server.chat_output import collect
+from octavo.server.tool_parsers import TOOL_PARSERS
+from octavo.server.tool_parsers.grammar import CallGrammar, closed, json_rule
+from tests.grammar.byte_matcher import END, accepts
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 9},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["city"],
+    },
+    "any-of": {
+        "type": "object",
+        "properties": {"x": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+        "required": ["x"],
+    },
+    "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+#: Chat templates by what they say of their format.
+TEMPLATES = ["", "[ARGS] ```json only supports single tool-calls"]
+FORMATS = [
+    (name, template)
+    for name, parser in TOOL_PARSERS.items()
+    for template in TEMPLATES
+    if parser.call_format(template) is not None
+]
+
+
+def grammar_of(name: str, template: str = "", special: tuple[str, ...] = (), **options: Any) -> CallGrammar:
+    form = TOOL_PARSERS[name].call_format(template)
+    assert form is not None
+    return CallGrammar(form, TOOLS, {text: END + 1 + i for i, text in enumerate(sorted(special))}, **options)
+
+
+def walk(source: str, special: tuple[str, ...], seed: int) -> str:
+    """A random text that a grammar allows; ends where it may once it is long."""
+    tokenizer, choose = byte_tokenizer(frozenset(special)), random.Random(seed).choice
+    matcher = LLMatcher(tokenizer, source)
+    assert not matcher.is_error(), matcher.get_error()
+    text = b""
+    while True:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: tokenizer.vocab_size]).tolist()
+        if END in allowed and (len(text) > 80 or allowed == [END]):
+            return text.decode()
+        token = choose([t for t in allowed if 32 <= t < 127 or t == 10 or t > END] or allowed)
+        matcher.consume_token(token)
+        text += bytes([token]) if token < END else sorted(special)[token - END - 1].encode()
+
+
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["as text", "as tokens"])
+@pytest.mark.parametrize(("name", "template"), FORMATS)
+def test_what_the_grammar_allows_is_read_as_valid_calls(name: str, template: str, as_tokens: bool) -> None:
+    parser = TOOL_PARSERS[name]
+    special = tuple(marker for marker in parser.markers if marker.startswith("<")) if as_tokens else ()
+    source = grammar_of(name, template, special).calls()
+    for seed in range(6):
+        parts = collect(parser(TOOLS).feed(walk(source, special, seed), True))
+        assert parts.content is None and parts.tool_calls
+        for call in parts.tool_calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+
+
+@pytest.mark.parametrize(("name", "template"), FORMATS)
+def test_one_call_alone_where_parallel_calls_are_not_wanted(name: str, template: str) -> None:
+    source = grammar_of(name, template, parallel=False).calls()
+    for seed in range(3):
+        assert len(collect(TOOL_PARSERS[name](TOOLS).feed(walk(source, (), seed), True)).tool_calls) == 1
+
+
+def allows(source: str, text: str) -> bool:
+    return accepts(make_grammar(StructuredOutputsParams(grammar=source)), text)
+
+
+CALL = '<tool_call>\n{"name": "any-of", "arguments": {"x": true}}\n</tool_call>'
+
+
+def test_calls_within_text_fit_their_schemas() -> None:
+    source = grammar_of("hermes").calls_in_text()
+    for text in ("", "Hello, 1 < 2.\n", CALL, f"I look.\n{CALL}\n{CALL} Done.", "<tool", f"{CALL}{CALL}"):
+        assert allows(source, text), text
+    for text in ("<tool_call>", CALL.replace("true", "1"), "So <tool_call> is", CALL.replace("any-of", "some-of")):
+        assert not allows(source, text), text
+
+
+def test_calls_or_an_answer_of_a_form() -> None:
+    source = grammar_of("hermes").calls_or(json_rule({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    assert allows(source, CALL) and allows(source, '{"a": 1}')
+    assert not allows(source, '{"a": "b"}') and not allows(source, f'{CALL}{{"a": 1}}') and not allows(source, "so")
+
+
+def test_a_bare_format_calls_by_how_it_begins() -> None:
+    source = grammar_of("llama3_json").calls_or(r"/([^\[{\s](.|\n)*)?/")
+    call = '{"name": "any-of", "parameters": {"x": null}}'
+    assert allows(source, call) and allows(source, "Yes {x}") and allows(source, "")
+    assert not allows(source, '{"name": "Bob"}')
+
+
+def test_objects_are_closed_where_their_schema_does_not_say_otherwise() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "number"}}}
+    schema = {
+        "properties": {"p": point, "l": {"items": point}, "default": point},
+        "$defs": {"q": point},
+        "anyOf": [point],
+    }
+    shut = {**point, "additionalProperties": False}
+    assert closed(schema) == {
+        "properties": {"p": shut, "l": {"items": shut}, "default": shut},
+        "$defs": {"q": shut},
+        "anyOf": [shut],
+        "additionalProperties": False,
+    }
+    for left in (
+        {**point, "additionalProperties": True},
+        {**point, "allOf": []},
+        {"default": point},
+        {"type": "object"},
+        True,
+    ):
+        assert closed(left) == left

@@ -1,0 +1,103 @@
+"""Reasoning told from answers: with and without its beginning, cut anywhere, and answers that end within it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.core.errors import ConfigError
+from octavo.server.chat_formats import ChatFormats
+from octavo.server.reasoning_parsers import REASONING_PARSERS, find_reasoning_parser, load_reasoning_parser
+from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from tests.server.marked_reasoning import IssueReasoning
+
+Think = REASONING_PARSERS["qwen3"]
+BEFORE, INSIDE, AFTER = Thinking.BEFORE, Thinking.INSIDE, Thinking.AFTER
+CASES = [
+    # state, text, reasoning, answer
+    (BEFORE, "<think>\nWhy? 1 < 2.\n</think>\n\nSo.\n", "Why? 1 < 2.", "So.\n"),
+    (BEFORE, "\n<think></think>So", "", "So"),
+    (BEFORE, " The answer", "", " The answer"),
+    (BEFORE, "<thin", "", "<thin"),
+    (BEFORE, "So <think>not</think>", "", "So <think>not</think>"),
+    (INSIDE, "\nWhy?</think>\n{}", "Why?", "{}"),
+    (INSIDE, "Why? </thi", "Why? </thi", ""),
+    (INSIDE, "\n\n</think>", "", ""),
+    (INSIDE, "a</think>b</think>c", "a", "b</think>c"),
+    (AFTER, "\n<think>a</think>", "", "\n<think>a</think>"),
+    (AFTER, "", "", ""),
+]
+
+
+def split(state: Thinking, pieces: list[str], kind: type[ReasoningParser] = Think) -> tuple[str, str]:
+    parser = kind(state)
+    parts = [parser.feed(piece, False) for piece in pieces] + [parser.feed("", True)]
+    return "".join(thought for thought, _ in parts), "".join(answer for _, answer in parts)
+
+
+@pytest.mark.parametrize(("state", "text", "thought", "answer"), CASES)
+def test_reasoning_is_told_from_the_answer_wherever_the_text_is_cut(
+    state: Thinking, text: str, thought: str, answer: str
+) -> None:
+    assert Think(state).feed(text, True) == (thought, answer)
+    for i in range(len(text) + 1):
+        assert split(state, [text[:i], text[i:]]) == (thought, answer), i
+    assert split(state, list(text)) == (thought, answer)
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from(sorted(REASONING_PARSERS)),
+    state=st.sampled_from(Thinking),
+    data=st.data(),
+)
+def test_any_text_cut_anywhere_gives_the_same_parts(kind: str, state: Thinking, data: st.DataObject) -> None:
+    parser = REASONING_PARSERS[kind]
+    parts = [parser.start, parser.end, parser.start[:3], parser.end[:-1], " ", "\n", "a", "<"]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert split(state, pieces, parser) == parser(state).feed(text, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "state"),
+    [
+        ("user: hi\nassistant: ", False, BEFORE),
+        ("assistant: <think>\n", False, INSIDE),
+        ("assistant: <think>\n\n</think>\n\n", False, AFTER),
+        ("user: what is <think>? assistant: ", False, BEFORE),
+        ("assistant: <think>It may", True, INSIDE),
+        ("assistant: <think>It may</think>Yes, ", True, AFTER),
+    ],
+)
+def test_the_prompt_says_where_the_answer_begins(prompt: str, continues: bool, state: Thinking) -> None:
+    assert Think.state_after(prompt, continues=continues) is state
+    if state is BEFORE:
+        assert REASONING_PARSERS["deepseek_r1"].state_after(prompt) is INSIDE
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<think>\n\n</think>' }}", "qwen3"),
+        ("{{ content.split('</think>')[-1] }}", "deepseek_r1"),
+        ("{{ '[THINK]' + m.thinking + '[/THINK]' }}", "mistral"),
+        ("{{ '<|channel>thought\n' }}", "gemma"),
+        ("{{ '<seed:think>' }}", "seed_oss"),
+        ("Write after 'Here is my thought process:'", "granite"),
+    ],
+)
+def test_the_marks_are_found_by_the_template(template: str, name: str) -> None:
+    assert find_reasoning_parser(template) is REASONING_PARSERS[name]
+    assert ChatFormats(reasoning_parser="none").reasoning_parser(template) is None
+    assert ChatFormats(reasoning_parser="granite").reasoning_parser(template) is REASONING_PARSERS["granite"]
+    assert find_reasoning_parser("{{ messages }}") is None
+
+
+def test_a_parser_of_ones_own_is_named_by_its_module() -> None:
+    assert load_reasoning_parser("tests.server.marked_reasoning:IssueReasoning") is IssueReasoning
+    for wrong in ("think", "tests.server.marked_reasoning:Nothing"):
+        with pytest.raises(ConfigError, match="reasoning_parser"):
+            load_reasoning_parser(wrong)
