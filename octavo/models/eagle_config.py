@@ -93,6 +93,8 @@ def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
         raise ConfigError(
             f"draft_vocab_size ({config.draft_vocab_size}) must be at most vocab_size ({config.vocab_size})"
         )
+    # The lengths that it was trained on do not limit it, as those are of drafts and not of contexts.
+    config = replace(config, max_position=target.max_position)
     if config.method == "eagle":
         return config
     layers = target.num_layers

@@ -181,7 +181,17 @@ class EagleDrafter(WorkerDrafter):
             offsets = inputs.drafted.offsets[:count]
             places = np.repeat(places, counts) + offsets
             self._known[rows] = positions[:count][offsets == 0] + 1
+            # Drafts that others propose, such as predictions, may be more than the head's.
+            hidden, places = self._within_window(hidden[:count], places, offsets)
         self._results.index_copy_(0, self._index(places), hidden[: len(places)])
+
+    def _within_window(
+        self, hidden: Tensor, places: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        kept = np.flatnonzero(offsets < self._window)
+        if len(kept) == len(offsets):
+            return hidden, places
+        return hidden.index_select(0, self._index(kept)), places[kept]
 
     @staticmethod
     def _num_own(inputs: StepInputs) -> int:

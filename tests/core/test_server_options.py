@@ -27,6 +27,8 @@ TEXTS = {
     "log_prompts": "true",
     "unknown_fields": "ignore",
     "trust_request_chat_template": "1",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
     "enable_admin_routes": "true",
     "lora_modules": "a=/a b=/b",
     "lora_folder": "/adapters",

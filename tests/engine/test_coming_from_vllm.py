@@ -59,6 +59,8 @@ WORKING = [
     assert bars[0].total == 2
     """,
     # sampling parameters
+    "SamplingParams(structured_outputs={'regex': 'a'})",
+    "SamplingParams(structured_outputs=StructuredOutputsParams(choice=['a', 'b']))",
     "SamplingParams(guided_decoding=None, structured_outputs=None, extra_args=None, flat_logprobs=False)",
     "SamplingParams(spaces_between_special_tokens=True, output_kind=RequestOutputKind.FINAL_ONLY)",
     """
@@ -197,8 +199,8 @@ REFUSED = [
     ("llm.chat('x', chat_template_kwargs={'messages': []})", "chat_template_kwargs.*'messages'"),
     ("llm.chat(3)", "messages must be"),
     ("llm.generate(3)", "prompts must be"),
-    ("SamplingParams(guided_decoding={'regex': 'a'})", "guided_decoding must be None.*constrain"),
-    ("SamplingParams(structured_outputs={'regex': 'a'})", "structured_outputs must be None"),
+    ("SamplingParams(guided_decoding={'regex': 'a'})", "guided_decoding must be None.*structured_outputs"),
+    ("SamplingParams(structured_outputs={'regexp': 'a'})", "structured_outputs.*'regexp'"),
     ("SamplingParams(spaces_between_special_tokens=False)", "spaces_between_special_tokens must be True"),
     ("SamplingParams(truncate_prompt_tokens=0)", "truncate_prompt_tokens"),
     ("SamplingParams(output_kind='delta')", "output_kind must be"),
