@@ -48,7 +48,7 @@ def test_it_chats_whole_and_in_a_stream(model: Model, demo_server: Running) -> N
 
     async def streamed() -> list[str]:
         async with agent.run_stream(CAPITAL) as stream:
-            return [text async for text in stream.stream_text(delta=True)]
+            return [text async for text in stream.stream_text(delta=True, debounce_by=None)]
 
     pieces = asyncio.run(streamed())
     assert len(pieces) > 1 and "".join(pieces) == wanted

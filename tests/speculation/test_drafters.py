@@ -27,7 +27,6 @@ class Tokens:
     num_cached_tokens: int = 0
     context: str = ""
     prediction: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
 
 
 def common_end(tokens: list[int], place: int, end: list[int], most: int) -> int:
