@@ -8,8 +8,9 @@ their share is the chance a that a draft token is accepted.
 
 The best speed-up that this allows, where reading weights is all that costs: a draft token reads N layers and the
 head, c = (N l + h) / (L l + h) of a step. Then k of them are verified: in a whole step, which gives
-(1 - a^(k+1)) / (1 - a) tokens in k c + 1, or only up to the last but one, whose results in the first N layers are known,
-which gives (1 - a^k) / (1 - a) tokens in k c + 1 - N l / (L l + h). The better one counts, at the best k from 0 to 15.
+(1 - a^(k+1)) / (1 - a) tokens in k c + 1, or in one that does without the row of the last one, as results of the others
+in the first N layers are known: (1 - a^k) / (1 - a) tokens in k c + 1 - N l / (L l + h). The better one counts, at the
+best k from 0 to 15.
 (Elhoushi et al., "LayerSkip" (2024), section 3.3; their models are trained for early exits.)
 """
 
@@ -70,7 +71,7 @@ def _answer(model: torch.nn.Module, tokenizer: AutoTokenizer, prompt: str, token
 
 
 def speedup(chance: float, cost: float, skipped: float, length: int) -> float:
-    """Tokens of a step with ``length`` drafts, by its time in plain steps; ``skipped``: what verifying can do without."""
+    """Tokens by the time in plain steps, with ``length`` drafts; ``skipped``: what verifying can do without."""
     whole = sum(chance**i for i in range(length + 1)) / (length * cost + 1)
     return max(whole, sum(chance**i for i in range(length)) / (length * cost + 1 - skipped))
 
