@@ -20,6 +20,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 
@@ -42,15 +43,17 @@ def main() -> None:
     prompts = example_prompts(arguments.prompts, random.Random(0))[arguments.prompts :]
 
     def ask(prompt: str) -> tuple[str, int]:
-        messages = [{"role": "user", "content": prompt}]
         answer = client.chat.completions.create(
-            model=model, messages=messages, temperature=0, max_tokens=arguments.tokens
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=arguments.tokens,
         )
         assert answer.usage is not None
         return answer.choices[0].message.content or "", answer.usage.completion_tokens
 
     ask(prompts[0])
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     others = json.loads(arguments.others.read_text()) if arguments.others else {}
     for batch in map(int, arguments.batches.split(",")):
         rates = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,7 +63,7 @@ def main() -> None:
         print(f"{n:6}  {chance:10.1%}  {cost:21.2f}  {best:12.2f}x  {length:17}")
 
 
-def _answer(model: torch.nn.Module, tokenizer: AutoTokenizer, prompt: str, tokens: int) -> tuple[torch.Tensor, int]:
+def _answer(model: Any, tokenizer: Any, prompt: str, tokens: int) -> tuple[torch.Tensor, int]:
     """Token ids [1, T] of a chat's prompt and greedy answer, and how many are the prompt's."""
     chat = [{"role": "user", "content": prompt}]
     given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
