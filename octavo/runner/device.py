@@ -15,9 +15,9 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
-from octavo.runner.input_batch import FlatInputs
 from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
 from octavo.runner.pending import CudaTimers, StepTimer
+from octavo.runner.step_inputs import FlatInputs
 
 
 class Device(ABC):

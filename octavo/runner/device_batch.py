@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ARRAYS, ForwardBatch
 from octavo.kernels.pinned import host_empty
-from octavo.runner.input_batch import FlatInputs
+from octavo.runner.step_inputs import FlatInputs
 
 #: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
 _ALIGNMENT = 16

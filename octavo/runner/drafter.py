@@ -38,7 +38,8 @@ from octavo.layers.context import LayerContext
 from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network
 from octavo.runner.device import Device
-from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.input_batch import InputBatch
+from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import Sampler
 
 logger = logging.getLogger("octavo")

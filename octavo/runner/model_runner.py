@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -23,13 +22,10 @@ from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.startup import WorkerFacts
-from octavo.kernels import load_kernels
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model, make_dummy_model
-from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
 from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
@@ -38,15 +34,17 @@ from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter
 from octavo.runner.grammars import GrammarStore
-from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.input_batch import InputBatch
 from octavo.runner.kv_layers import KVLayers, find_groups
 from octavo.runner.memory import WorkerShare, largest_step
-from octavo.runner.pending import PendingTokens, QueuedStep
+from octavo.runner.pending import QueuedStep
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
+from octavo.runner.setup import load_network, make_context, make_kernels
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
-from octavo.sampling.outputs import PendingSamplerOutput
+from octavo.runner.step_inputs import StepInputs
+from octavo.runner.step_sampler import StepSampler
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.token_table import TokenTable
 
@@ -87,16 +85,7 @@ class ModelRunner:
             draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
             find_groups(draft_specs, [spec.window for spec in kv_specs])
             kv_specs |= set(draft_specs)
-        kernels = load_kernels(
-            options.kernels,
-            str(self.device),
-            head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
-            deterministic=options.deterministic,
-            # An exchange between stages is a call on the host, which a graph cannot hold.
-            enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
-            graph_capture=options.graph_capture,
-            cudagraph_capture_sizes=options.cudagraph_capture_sizes,
-        )
+        kernels = make_kernels(options, self.device, kv_specs, layout)
         if ranks.group is not None:
             kernels.join(ranks.group)
         threads = share.num_threads(options.num_threads)
@@ -107,22 +96,7 @@ class ModelRunner:
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
         self._kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
-        context = LayerContext(
-            kernels=self._kernels,
-            dtype=getattr(torch, dtype),
-            device=self.device,
-            quantization=weight_quantization(options, kernels.name, config.quantization),
-            kv_cache_dtype=options.kv_cache_dtype,
-            tp_rank=layout.tp_rank,
-            tp_size=layout.tensor_parallel_size,
-            layers=layout.layers(config.num_layers),
-            # More are made with the KV cache, as many as it can use; the largest step has these.
-            positions=options.token_budget,
-            screen_head=options.screen_lm_head,
-            max_loras=options.max_loras if options.enable_lora else 0,
-            max_lora_rank=options.max_lora_rank,
-            virtual_tokens=options.num_virtual_tokens,
-        )
+        context = make_context(options, config, self._kernels, dtype, self.device, layout)
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(context.dtype)
         for spec in kv_specs:
@@ -166,11 +140,7 @@ class ModelRunner:
         return group_layers(outline_network(self.config, replace(context, layers=None)).kv_specs, context.layers)
 
     def _load_model(self) -> Network:
-        options = self.options
-        if options.load_format == "dummy":
-            return make_dummy_model(self.config, self._context, options.seed)
-        gguf = gguf_source(options.model) if self._context.quantization == "gguf" else None
-        return load_model(self._folder, self.config, self._context, gguf)
+        return load_network(self.options, self.config, self._context, self._folder)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -303,7 +273,8 @@ class ModelRunner:
         self._in_flight: deque[QueuedStep] = deque()
         #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
         ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device.type)
-        self._jumps = options.jump_forward and not ahead
+        jumps = options.jump_forward and not ahead
+        self._step_sampler = StepSampler(self._batch, self._sampler, self._in_flight, jumps=jumps)
         #: Weights of a GPU that are in host memory.
         self._weights_asleep: SleepState | None = None
 
@@ -447,7 +418,7 @@ class ModelRunner:
         if self._prompt_adapters is not None:
             self._prompt_adapters.write_prefixes(self._kernels, self._layers.split(self._cache.device)[0])
         if self.options.screen_lm_head:
-            batch.only_most_likely = self._wants_most_likely(inputs)
+            batch.only_most_likely = self._step_sampler.wants_most_likely(inputs)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)
@@ -455,7 +426,7 @@ class ModelRunner:
             return
         self._prompts.compute(self.model, inputs, batch, output.hidden, step)
         if len(inputs.sampling):
-            self._sample(inputs, output, step)
+            self._step_sampler.sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
         if self._following is not None:
@@ -515,44 +486,6 @@ class ModelRunner:
         unknown = {seq_id for step in self._in_flight for seq_id in step.result.seq_ids}.intersection(seq_ids)
         if unknown:
             raise RuntimeError(f"the last tokens of sequences {sorted(unknown)} are not known yet: wait for them first")
-
-    def _wants_most_likely(self, inputs: StepInputs) -> bool:
-        """Whether every sequence that samples wants the most likely token and nothing else."""
-        rows = inputs.rows[inputs.sampling]
-        if inputs.forked is not None:
-            rows = np.concatenate([rows, inputs.forked.rows])
-        return self._sampler.takes_most_likely(rows)
-
-    def _sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
-        """Samples for the sequences whose last known token is computed, and for those just forked from them."""
-        assert output.logits is not None
-        chosen, forked = inputs.sampling, inputs.forked
-        rows, seq_ids = inputs.rows, inputs.seq_ids
-        if len(chosen) != len(rows):
-            rows, seq_ids = rows[chosen], [seq_ids[i] for i in chosen.tolist()]
-        if forked is not None:
-            seq_ids = seq_ids + forked.seq_ids
-            rows = np.concatenate([rows, forked.rows])
-        step.result.seq_ids = seq_ids
-        sampled, positions, drafted = rows, None, inputs.drafted
-        if drafted is not None:
-            sampled = np.repeat(rows, drafted.counts)
-            positions = self._batch.tokens.num_tokens[sampled] + drafted.offsets
-        if self._in_flight and self._sampler.needs_tokens(rows):
-            for earlier in self._in_flight:
-                earlier.receive()
-        if output.most_likely is None:
-            sample = self._sampler.start(output.logits, sampled, positions)
-        else:
-            sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
-        step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
-        if self._jumps and self._sampler.may_force(rows):
-            step.find_forced = self._find_forced
-
-    def _find_forced(self, seq_ids: list[int]) -> dict[int, list[int]]:
-        """Tokens that grammars force after the known ones of these sequences, as far as there are any."""
-        rows = {seq_id: row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None}
-        return {seq_id: tokens for seq_id, row in rows.items() if (tokens := self._sampler.forced_tokens(row))}
 
 
 def _refuse_while_sleeping(batch: ForwardBatch) -> ForwardOutput:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import SequenceResult, StepResult
-from octavo.runner.input_batch import DraftedTokens, InputBatch, NewTokens
+from octavo.runner.input_batch import InputBatch
+from octavo.runner.step_inputs import DraftedTokens, NewTokens
 
 if TYPE_CHECKING:
     from octavo.kernels.sampling import PendingLogprobs

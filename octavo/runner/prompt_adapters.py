@@ -27,7 +27,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
 from octavo.models.network import Network
-from octavo.runner.input_batch import StepInputs
+from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.token_table import TokenTable
 
 #: Keys and values, the virtual tokens of a step, and their slots [G, t].

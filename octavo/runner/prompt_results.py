@@ -11,8 +11,9 @@ from octavo.core.request import Pool
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Kernels
 from octavo.models.network import Network
-from octavo.runner.input_batch import InputBatch, StepInputs
+from octavo.runner.input_batch import InputBatch
 from octavo.runner.pending import PendingPrompt, QueuedStep
+from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import Sampler
 
 #: Rows of logits computed at once; bounds their memory at 128 x vocabulary x 4 bytes.

@@ -1,0 +1,75 @@
+"""What a worker computes with: its kernels, how layers are built, and the network with its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from octavo.core.config import EngineConfig
+from octavo.core.kv_spec import KVSpec
+from octavo.core.model_config import ModelConfig
+from octavo.core.parallel import ParallelLayout
+from octavo.kernels import load_kernels
+from octavo.kernels.interface import Kernels
+from octavo.layers.context import LayerContext
+from octavo.loader.model import load_model, make_dummy_model
+from octavo.loader.resolve import gguf_source, weight_quantization
+from octavo.models.network import Network
+
+
+def make_kernels(
+    options: EngineConfig, device: torch.device, kv_specs: Iterable[KVSpec], layout: ParallelLayout
+) -> Kernels:
+    """The backend of the options; ``kv_specs`` are those of all layers of all stages, so that it serves each."""
+    return load_kernels(
+        options.kernels,
+        str(device),
+        head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
+        deterministic=options.deterministic,
+        # An exchange between stages is a call on the host, which a graph cannot hold.
+        enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
+        graph_capture=options.graph_capture,
+        cudagraph_capture_sizes=options.cudagraph_capture_sizes,
+    )
+
+
+def make_context(
+    options: EngineConfig,
+    config: ModelConfig,
+    kernels: Kernels,
+    dtype: str,
+    device: torch.device,
+    layout: ParallelLayout,
+) -> LayerContext:
+    """How the layers of this rank's stage are built."""
+    return LayerContext(
+        kernels=kernels,
+        dtype=getattr(torch, dtype),
+        device=device,
+        quantization=weight_quantization(options, kernels.name, config.quantization),
+        kv_cache_dtype=options.kv_cache_dtype,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tensor_parallel_size,
+        layers=layout.layers(config.num_layers),
+        # More are made with the KV cache, as many as it can use; the largest step has these.
+        positions=options.token_budget,
+        screen_head=options.screen_lm_head,
+        max_loras=options.max_loras if options.enable_lora else 0,
+        max_lora_rank=options.max_lora_rank,
+        virtual_tokens=options.num_virtual_tokens,
+    )
+
+
+def load_network(options: EngineConfig, config: ModelConfig, context: LayerContext, folder: Path) -> Network:
+    """The network with the weights of the checkpoint, or with random ones.
+
+    Raises:
+        WeightError: a weight file is missing or wrong.
+    """
+    if options.load_format == "dummy":
+        return make_dummy_model(config, context, options.seed)
+    gguf = gguf_source(options.model) if context.quantization == "gguf" else None
+    return load_model(folder, config, context, gguf)
