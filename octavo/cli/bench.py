@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING
 
-import msgspec
-
-from octavo.cli import bench_calibrate, bench_grammar, bench_policies, bench_serve, bench_speculation
+from octavo.cli import bench_calibrate, bench_grammar, bench_kernels, bench_policies, bench_serve, bench_speculation
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.records import show
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,7 +145,7 @@ def run(arguments: Arguments) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
     measure = {
         "offline": _offline,
-        "kernels": _kernels,
+        "kernels": bench_kernels.run,
         "memory": _memory,
         "scheduler": _scheduler,
         "executor": _executor,
@@ -163,18 +161,6 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _show(figures: Iterable[Any], stream: IO[str] | None, title: str, line: Callable[[Any], str]) -> None:
-    """Prints each record when it is measured: a JSON line, or a line of a table."""
-    if stream is None:
-        print(title)
-    for record in figures:
-        if stream is None:
-            print(line(record), flush=True)
-        else:
-            stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(record))).decode() + "\n")
-            stream.flush()
-
-
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.device import measure_device
     from octavo.bench.offline import BatchFigures, make_batches, measure
@@ -184,7 +170,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
     options = read_engine_config(arguments, model)
     if arguments.speculative is not None:
-        _show(bench_speculation.measure(arguments, options), stream, bench_speculation.TITLE, bench_speculation.line)
+        show(bench_speculation.measure(arguments, options), stream, bench_speculation.TITLE, bench_speculation.line)
         return
     device = resolve_device(options.device)
     limits = measure_device(device) if device != "cpu" else None
@@ -199,7 +185,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
             return f"{f.share_outside_kernels:14.1%}"
         return f"{f.decode_step_ms:7.2f}  {f.device_idle_share or 0:8.1%}  {f.share_of_bandwidth or 0:12.1%}"
 
-    _show(
+    show(
         measure(
             llm,
             batches,
@@ -215,67 +201,6 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     )
 
 
-def _kernels(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
-    import torch
-
-    from octavo.bench.device import measure_device
-    from octavo.bench.kernel_cases import Case, Types, cpu_shapes, gpu_shapes
-    from octavo.bench.kernels import cpu_limits, measure
-    from octavo.kernels import load_kernels, resolve_device
-    from octavo.loader.resolve import resolve_model, weight_quantization
-    from octavo.models.config import read_model_config
-
-    options = read_engine_config(arguments, model)
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision, weights=False)
-    config = read_model_config(folder)
-    device = resolve_device(options.device)
-    kernels = load_kernels(options.kernels, device, head_dim=config.head_dim, deterministic=options.deterministic)
-    kernels.set_threads(options.num_threads, options.pin_threads)
-    if device == "cpu":
-        peaks, limits = cpu_limits()
-        known = (
-            f"reads {peaks.read_gb_s:.1f} GB/s, {peaks.chunk_gb_s:.1f} in pieces of 2 KiB, computes "
-            f"{peaks.fma_gflops:.0f} GFLOP/s in float32, {peaks.bf16_dot_gflops:.0f} in dots of bfloat16, "
-            f"{peaks.int8_dot_gops:.0f} in dots of int8"
-        )
-    else:
-        of_gpu = measure_device(device)
-        gpu_limits = of_gpu.bandwidth_gb_s, of_gpu.bf16_tflops * 1e3
-
-        def limits(case: Case) -> tuple[float, float]:
-            return gpu_limits
-
-        known = f"reads {gpu_limits[0]:.1f} GB/s, computes {gpu_limits[1]:.0f} GFLOP/s"
-    dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    quantization = weight_quantization(options, kernels.name, config.quantization)
-    if quantization not in (None, "int8", "int4", "fp8"):
-        raise ConfigError(
-            f"the matrices of a quantised model may differ in bits (quantization={quantization}): name int8, int4, fp8 "
-            "or none"
-        )
-    types = Types(dtype, quantization, options.kv_cache_dtype)
-    with torch.inference_mode():
-        _show(
-            measure(
-                kernels,
-                config,
-                types,
-                (cpu_shapes if device == "cpu" else gpu_shapes)(arguments.rows),
-                limits=limits,
-                device=device,
-            ),
-            stream,
-            f"{kernels.describe()}, {quantization or dtype}: {known}\n"
-            f"{'kernel':27} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'of':>5} {'GFLOP/s':>8} {'of':>5}"
-            f" {'of limit':>8} {'load':>5}",
-            lambda f: (
-                f"{f.kernel:27} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
-                f" {f.limit_gb_per_s:5.1f} {f.gflop_per_s:8.1f} {f.limit_gflop_per_s:5.0f} {f.share_of_limit:8.0%}"
-                f" {f.load:5.1f}"
-            ),
-        )
-
-
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.memory import measure_sharing, measure_use
     from octavo.engine.llm import LLM
@@ -283,7 +208,7 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
 
     options = read_engine_config(arguments, model)
     asked = options.model_dump(exclude_unset=True)
-    _show(
+    show(
         (measure_use(size) for size in (8, 16, 32)),
         stream,
         "block size  running  blocks in use that hold tokens  of the whole cache  contiguous: running  of the cache",
@@ -292,7 +217,7 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
             f"  {f.running_if_contiguous:19.0f}  {f.share_if_contiguous:12.1%}"
         ),
     )
-    _show(
+    show(
         _windows(options),
         stream,
         "\nlayers with windows     load      cache  blocks         tokens  MiB a request  running  of the cache read",
@@ -305,7 +230,7 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
     if options.model in SHAPES:  # texts need a tokenizer
         return
     llm = LLM(**{"max_model_len": 1024, "num_gpu_blocks_override": 2048, **asked})
-    _show(
+    show(
         measure_sharing(llm),
         stream,
         "\nsharing            width or shots  without     with  saved",
@@ -341,7 +266,7 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
     drafts = options.speculative_config is not None
     outputs = ("repeated", "new") if drafts else ("repeated",)
     cases = itertools.product(arguments.running, outputs)
-    _show(
+    show(
         (measure(n, arguments.waiting, arguments.context, options, output=output) for n, output in cases),
         stream,
         "policy  running  waiting  context  schedule us  update us  us a sequence  99.9 % us  slowest us  by the clock"
@@ -359,7 +284,7 @@ def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) 
 def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.bench.executors import measure
 
-    _show(
+    show(
         measure(read_engine_config(arguments, "none"), arguments.running),
         stream,
         "executor          workers  sequences  step us",
@@ -390,14 +315,9 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
 
     names = "".join(f"  {name:>24}" for name in Comparison.FIGURES)
     title = f"kind           load requests   pace{names}\n{'':37}(measured in s; simulated; simulated at this pace)"
-    _show(collected(), stream, title, line)
+    show(collected(), stream, title, line)
     if stream is None:
         print(summary(found))
-
-
-def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    """Floats rounded to six significant digits."""
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def _sizes(text: str) -> list[int]:

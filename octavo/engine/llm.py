@@ -18,19 +18,23 @@ from octavo.core.metrics import Metric, metrics_of
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.input_processor import Prompt
+from octavo.engine.llm_arguments import (
+    Conversation,
+    Prediction,
+    as_messages,
+    claims_of,
+    is_conversation,
+    is_single,
+    one_each,
+    template_variables,
+)
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
-#: One chat message: {"role": ..., "content": ...}.
-Message = dict[str, Any]
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
-#: Its messages, or a text or message alone.
-Conversation = Sequence[Message] | Message | str
-#: Of all, or of each.
-Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -130,10 +134,10 @@ class LLM:
             AdapterError: the adapter of a single prompt cannot be used.
         """
         check_keywords("generate", keywords)
-        single = _is_single(prompts)
+        single = is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         adapters = lora_request, prompt_adapter_request
-        claims = _claims(priority, user, ttft_target, tpot_target, adapters, prediction, len(many))
+        claims = claims_of(priority, user, ttft_target, tpot_target, adapters, prediction, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
 
     def beam_search(
@@ -229,7 +233,7 @@ class LLM:
             TokenizerError: the template is not valid.
         """
         check_keywords("chat", keywords)
-        single = _is_conversation(messages)
+        single = is_conversation(messages)
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -237,16 +241,16 @@ class LLM:
             "tools": tools,
             "chat_template": chat_template,
         }
-        variables = _template_variables(chat_template_kwargs, options)
+        variables = template_variables(chat_template_kwargs, options)
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                ids = self.get_tokenizer().encode_chat(_messages(conversation), **options, **variables)
+                ids = self.get_tokenizer().encode_chat(as_messages(conversation), **options, **variables)
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
         adapters = lora_request, prompt_adapter_request
-        claims = _claims(priority, user, ttft_target, tpot_target, adapters, prediction, len(rendered))
+        claims = claims_of(priority, user, ttft_target, tpot_target, adapters, prediction, len(rendered))
         return self._run(rendered, sampling_params, use_tqdm, claims, single)
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
@@ -352,7 +356,7 @@ class LLM:
         single: bool,
     ) -> list[RequestOutput]:
         given = sampling_params or self.get_default_sampling_params()
-        params = _one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
+        params = one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         try:
@@ -392,78 +396,6 @@ class LLM:
                         f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s", refresh=False
                     )
                     bar.update()
-
-
-def _is_single(prompts: object) -> bool:
-    """Whether this is one prompt and not a list of them: a list of integers is one prompt's token ids."""
-    if isinstance(prompts, (str, dict)):
-        return True
-    if isinstance(prompts, (list, tuple)):
-        return bool(prompts) and isinstance(prompts[0], int)
-    raise InvalidRequestError(f"prompts must be text, token ids, a dictionary or a list of these, not {prompts!r}")
-
-
-def _is_conversation(messages: object) -> bool:
-    """Whether this is one conversation and not a list of them."""
-    if isinstance(messages, (str, dict)):
-        return True
-    if isinstance(messages, (list, tuple)):
-        return bool(messages) and isinstance(messages[0], dict)
-    raise InvalidRequestError(f"messages must be a text, messages or a list of conversations, not {messages!r}")
-
-
-def _messages(conversation: Conversation) -> Sequence[Message]:
-    if isinstance(conversation, str):
-        return [{"role": "user", "content": conversation}]
-    return [conversation] if isinstance(conversation, dict) else conversation
-
-
-def _template_variables(given: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``chat_template_kwargs``, if no name among them is one of the arguments."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {given!r}")
-    for name in given:
-        if name in options or name in ("messages", "template", "tokenize"):
-            raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
-    return given
-
-
-def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
-    if isinstance(value, kind):
-        return [value] * count
-    if isinstance(value, Sequence) and len(value) == count:
-        return list(value)
-    given = f"{len(value)} of them" if isinstance(value, Sequence) else repr(value)
-    raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {given}")
-
-
-def _claims(
-    priority: Any,
-    user: Any,
-    ttft_target: Any,
-    tpot_target: Any,
-    adapters: tuple[Any, Any],
-    prediction: Any,
-    count: int,
-) -> list[dict[str, Any]]:
-    """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
-    numbers = (int, float, type(None))
-    if isinstance(prediction, Sequence) and all(isinstance(token, int) for token in prediction):
-        prediction = [prediction] * count  # token ids of one for all
-    columns = {
-        "priority": _one_each("priority", priority or 0, (int, float), count),
-        "user": _one_each("user", user, (str, type(None)), count),
-        "ttft_target": _one_each("ttft_target", ttft_target, numbers, count),
-        "tpot_target": _one_each("tpot_target", tpot_target, numbers, count),
-        "lora_request": _one_each("lora_request", adapters[0], (LoRARequest, type(None)), count),
-        "prompt_adapter_request": _one_each(
-            "prompt_adapter_request", adapters[1], (PromptAdapterRequest, type(None)), count
-        ),
-        "prediction": _one_each("prediction", prediction, (str, type(None)), count),
-    }
-    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:

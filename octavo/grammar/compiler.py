@@ -152,9 +152,10 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a process, if it has not ended, without losing its exit code."""
-    with contextlib.suppress(OSError):
-        process.stdin.close()  # type: ignore[union-attr]
-    process.stdout.close()  # type: ignore[union-attr]
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)
     process.kill()

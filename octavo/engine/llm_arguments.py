@@ -1,0 +1,90 @@
+"""Arguments of ``LLM`` that come in several forms, brought into one: a value for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.core.adapters import LoRARequest, PromptAdapterRequest
+from octavo.core.errors import InvalidRequestError
+
+#: One chat message: {"role": ..., "content": ...}.
+Message = dict[str, Any]
+#: Its messages, or a text or message alone.
+Conversation = Sequence[Message] | Message | str
+#: Of all, or of each.
+Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
+
+
+def is_single(prompts: object) -> bool:
+    """Whether this is one prompt and not a list of them: a list of integers is one prompt's token ids."""
+    if isinstance(prompts, (str, dict)):
+        return True
+    if isinstance(prompts, (list, tuple)):
+        return bool(prompts) and isinstance(prompts[0], int)
+    raise InvalidRequestError(f"prompts must be text, token ids, a dictionary or a list of these, not {prompts!r}")
+
+
+def is_conversation(messages: object) -> bool:
+    """Whether this is one conversation and not a list of them."""
+    if isinstance(messages, (str, dict)):
+        return True
+    if isinstance(messages, (list, tuple)):
+        return bool(messages) and isinstance(messages[0], dict)
+    raise InvalidRequestError(f"messages must be a text, messages or a list of conversations, not {messages!r}")
+
+
+def as_messages(conversation: Conversation) -> Sequence[Message]:
+    """The messages of a conversation in any of its forms."""
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    return [conversation] if isinstance(conversation, dict) else conversation
+
+
+def template_variables(given: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``chat_template_kwargs``, if no name among them is one of the arguments."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {given!r}")
+    for name in given:
+        if name in options or name in ("messages", "template", "tokenize"):
+            raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
+    return given
+
+
+def one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
+    """A value for each of ``count`` prompts, from one for all (of this type) or one for each."""
+    if isinstance(value, kind):
+        return [value] * count
+    if isinstance(value, Sequence) and len(value) == count:
+        return list(value)
+    given = f"{len(value)} of them" if isinstance(value, Sequence) else repr(value)
+    raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {given}")
+
+
+def claims_of(
+    priority: Any,
+    user: Any,
+    ttft_target: Any,
+    tpot_target: Any,
+    adapters: tuple[Any, Any],
+    prediction: Any,
+    count: int,
+) -> list[dict[str, Any]]:
+    """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
+    numbers = (int, float, type(None))
+    if isinstance(prediction, Sequence) and all(isinstance(token, int) for token in prediction):
+        prediction = [prediction] * count  # token ids of one for all
+    columns = {
+        "priority": one_each("priority", priority or 0, (int, float), count),
+        "user": one_each("user", user, (str, type(None)), count),
+        "ttft_target": one_each("ttft_target", ttft_target, numbers, count),
+        "tpot_target": one_each("tpot_target", tpot_target, numbers, count),
+        "lora_request": one_each("lora_request", adapters[0], (LoRARequest, type(None)), count),
+        "prompt_adapter_request": one_each(
+            "prompt_adapter_request", adapters[1], (PromptAdapterRequest, type(None)), count
+        ),
+        "prediction": one_each("prediction", prediction, (str, type(None)), count),
+    }
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
