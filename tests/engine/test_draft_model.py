@@ -19,6 +19,7 @@ from octavo.runner.model_runner import ModelRunner
 from tests.engine import test_grammars_engine as forms
 from tests.engine.test_drafts_engine import PARAMS, PROMPTS, everything, load
 from tests.grammar_cases import generate
+from tests.random_mixes import random_mix
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -316,37 +317,7 @@ def test_pipelines_are_refused_by_name(tiny_model: Path, tiny_draft: Path) -> No
 @pytest.mark.parametrize("seed", range(16))
 def test_random_mixes(tiny_model: Path, tiny_draft: Path, seed: int) -> None:
     rng = random.Random(seed)
-    batching = rng.choice(["mixed", "prefill_first"])
-    options: dict[str, Any] = {
-        "batching": batching,
-        "max_num_batched_tokens": rng.choice([24, 128, 400]) if batching == "mixed" else 400,
-        "num_gpu_blocks_override": rng.choice([110, 150, 250]),
-        "preemption_mode": rng.choice(["recompute", "swap", "auto"]),
-        "num_host_blocks_override": rng.choice([20, 100]),
-        "enable_prefix_caching": rng.random() < 0.6,
-        "async_scheduling": rng.random() < 0.4,
-        "enable_chunked_prefill": True,
-    }
-    words = ["the ", "quick ", "fox", " 1, 2, 3,", " again", "x = y\n"]
-    prompts, params = [], []
-    for _ in range(16):
-        prompts.append("".join(rng.choices(words, k=rng.randrange(1, 14))))
-        greedy = rng.random() < 0.5
-        params.append(
-            SamplingParams(
-                temperature=0.0 if greedy else 1.0,
-                seed=rng.randrange(100),
-                n=1 if greedy else rng.choice([1, 1, 2, 3]),
-                max_tokens=rng.randrange(1, 50),
-                logprobs=rng.choice([None, 0, 3]),
-                prompt_logprobs=rng.choice([None, None, 1]),
-                ignore_eos=rng.random() < 0.5,
-                stop=rng.choice([None, "e", "ab"]),
-                stop_token_ids=rng.choice([None, [40, 50, 60]]),
-                frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
-                logit_bias=rng.choice([None, {30: 5.0}]),
-            )
-        )
+    options, prompts, params = random_mix(rng)
     wanted = everything(load(tiny_model).generate(prompts, params, use_tqdm=False))
     same = rng.random() < 0.5
     llm = drafting(
