@@ -278,7 +278,7 @@ def test_heads_that_do_not_fit_are_refused_before_the_model_is_read(
     def unread(*_: Any) -> None:
         raise AssertionError("the model was read")
 
-    monkeypatch.setattr(model_runner, "load_model", unread)
+    monkeypatch.setattr(model_runner, "load_network", unread)
     head = eagle1()
     del head.tensors["layers.0.mlp.up_proj.weight"]
     cases: list[tuple[str, Head, type[Exception], str]] = [
