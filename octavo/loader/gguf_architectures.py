@@ -54,6 +54,8 @@ _MIXTRAL_LAYER = (
     *attention("interleaved"),
     *experts("F", "block_sparse_moe", ("w1", "w3", "w2")),
 )
+#: Norms over all heads together.
+_PROJECTION_NORMS = (*rms_norms(HEAD_NORMS[0], size="Q"), *rms_norms(HEAD_NORMS[1], size="K"))
 _GEMMA_LAYER = (*rms_norms(*NORMS, added=1.0), *attention(), *gated_mlp())
 _GEMMA2_LAYER = (
     *rms_norms(
@@ -181,6 +183,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         ends(),
     ),
+    "olmo2": Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        settings.olmo2,
+        "model.layers.{i}.",
+        (
+            *rms_norms(("post_attention_norm", "post_attention_layernorm")),
+            *rms_norms(("post_ffw_norm", "post_feedforward_layernorm")),
+            *_PROJECTION_NORMS,
+            *attention(),
+            *gated_mlp(),
+        ),
+        ends(),
+    ),
     "olmoe": Architecture(
         "olmoe",
         "OlmoeForCausalLM",
@@ -188,8 +204,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "model.layers.{i}.",
         (
             *rms_norms(*NORMS),
-            *rms_norms(HEAD_NORMS[0], size="Q"),
-            *rms_norms(HEAD_NORMS[1], size="K"),
+            *_PROJECTION_NORMS,
             *attention(),
             *experts("F"),
         ),

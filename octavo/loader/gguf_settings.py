@@ -77,6 +77,11 @@ def qwen3_moe(keys: Keys) -> dict[str, Any]:
     return chosen_experts(keys, norm_topk_prob=True, moe_intermediate_size=expert_size(keys), attention_bias=False)
 
 
+def olmo2(keys: Keys) -> dict[str, Any]:
+    """OLMo 2."""
+    return llama(keys, attention_bias=False)
+
+
 def olmoe(keys: Keys) -> dict[str, Any]:
     """OLMoE."""
     clip = keys.real("attention.clamp_kqv") if keys.has("attention.clamp_kqv") else None

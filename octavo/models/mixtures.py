@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torch import Tensor
-
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.experts import RoutingSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
-from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Entry, Rename, Unstack
 from octavo.models.config_reader import ConfigReader, read_layer_types
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
+from octavo.models.olmo2 import norm_over_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +93,8 @@ class OlmoeForCausalLM(MixtureForCausalLM):
     """OLMoE: norms over all heads of q and over all of k, before the rotation."""
 
     def make_attention(self, index: int, config: ModelConfig, context: LayerContext) -> Attention:
-        """Attention with these norms.
-
-        Raises:
-            ConfigError: the heads are shared by ranks, each of which would know a part of the norm alone.
-        """
-        if context.tp_size > 1:
-            raise ConfigError(
-                f"{config.architecture} normalises q and k over all heads, which tensor-parallel workers cannot share: "
-                "set tensor_parallel_size=1"
-            )
-        attention, head_dim, eps = super().make_attention(index, config, context), config.head_dim, config.rms_norm_eps
-        attention.q_norm = attention.attach("q_norm", ProjectionNorm(context, config.num_heads * head_dim, eps))
-        attention.k_norm = attention.attach("k_norm", ProjectionNorm(context, config.num_kv_heads * head_dim, eps))
-        return attention
-
-
-class ProjectionNorm(RMSNorm):
-    """Root mean square norm over all heads together."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x [T, heads, D], of the same shape and of the network's type."""
-        return super().__call__(x.flatten(1)).view(x.shape)
+        """Attention with these norms."""
+        return norm_over_heads(super().make_attention(index, config, context), config, context)
 
 
 def _experts(config: MixtureConfig, context: LayerContext) -> SparseMoE:

@@ -34,6 +34,7 @@ NETWORKS = {
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
+    "Olmo2ForCausalLM": ("olmo2", "octavo.models.olmo2", "Olmo2ForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "OlmoeForCausalLM"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),

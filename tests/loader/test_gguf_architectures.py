@@ -86,6 +86,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("llama", "Mixtral", SHAPE | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": None}),
     "qwen2moe": ("qwen2moe", "Qwen2Moe", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "olmo2": ("olmo2", "Olmo2", SHAPE),
     "olmoe": ("olmoe", "Olmoe", SHAPE | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 4.0}),
     "deepseek v2": ("deepseek2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}),
     "deepseek v3": ("deepseek2", "DeepseekV3", DEEPSEEK3),
