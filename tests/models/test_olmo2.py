@@ -32,5 +32,5 @@ def test_olmo2_with_biases_and_a_tied_head(zoo: Zoo) -> None:
 def test_ranks_that_share_the_heads_of_a_norm_are_refused(zoo: Zoo) -> None:
     zoo.save(config())
     context = LayerContext(ReferenceKernels("meta"), torch.float32, "meta", tp_size=2)
-    with pytest.raises(ConfigError, match="Olmo2ForCausalLM normalises q and k over all heads.*tensor_parallel_size=1"):
+    with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM normalises q and k over all.*tensor_parallel_size=1"):
         make_network(read_model_config(zoo.folder), context)
