@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WeightError,
         WorkerError,
     )
+    from octavo.core.logits_plugins import LogitsProcessorPlugin
     from octavo.core.metrics import Counter, Gauge, Metric
     from octavo.core.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.core.prompts import TextPrompt, TokensPrompt
@@ -66,6 +67,7 @@ __all__ = [
     "InvalidRequestError",
     "LLMEngine",
     "LoRARequest",
+    "LogitsProcessorPlugin",
     "Logprob",
     "Metric",
     "ModelNotFoundError",
@@ -99,6 +101,7 @@ _ELSEWHERE = {
     "StatLogger": "octavo.engine.stat_loggers",
     "StepStats": "octavo.core.stats",
     "StructuredOutputsParams": "octavo.core.structured_outputs",
+    "LogitsProcessorPlugin": "octavo.core.logits_plugins",
     "RequestOutputKind": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",

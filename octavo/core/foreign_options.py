@@ -51,7 +51,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "rope_scaling": ForeignOption((None, {}), _FROM_CHECKPOINT),
     "rope_theta": ForeignOption((None,), _FROM_CHECKPOINT),
     "disable_sliding_window": ForeignOption((False,), _FROM_CHECKPOINT),
-    "download_dir": ForeignOption((None,), "models are kept in the folder that the variable OCTAVO_CACHE names"),
+    "download_dir": ForeignOption((None,), "hub models are under HF_HOME, others under OCTAVO_CACHE"),
     "ignore_patterns": ForeignOption((None, []), "only the files that are needed are fetched"),
     "model_loader_extra_config": ForeignOption((None, {}), "loading has no further options"),
     "model_impl": ForeignOption(("auto",), "the networks are Octavo's own"),
@@ -94,11 +94,10 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "num_speculative_tokens": ForeignOption((None,), _SPECULATION),
     "lora_dtype": ANY,
     "fully_sharded_loras": ON_OR_OFF,
-    "guided_decoding_backend": ANY,  # requests that would need it are refused
-    "structured_outputs_config": ForeignOption((None, {}), "structured outputs are not supported"),
+    "guided_decoding_backend": ANY,  # all mean the same by a grammar
+    "structured_outputs_config": ForeignOption((None, {}), "grammars are followed by llguidance"),
     "enable_auto_tool_choice": ON_OR_OFF,  # a request may always leave the choice to the model
-    "logits_processors": ForeignOption((None, []), "logits processors are given in SamplingParams"),
-    "logits_processor_pattern": ForeignOption((None,), "logits processors are given in SamplingParams"),
+    "logits_processor_pattern": ForeignOption((None,), "name them one by one (logits_processors, module:Class)"),
     # Logs
     "disable_log_stats": ON_OR_OFF,
     "disable_log_requests": ON_OR_OFF,
@@ -109,7 +108,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
 
 #: Keywords of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``.
 FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
-    "guided_options_request": ForeignOption((None,), "output cannot be constrained to a grammar or schema"),
+    "guided_options_request": ForeignOption((None,), "its name is SamplingParams.structured_outputs"),
     "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),
     "prompt_token_ids": ForeignOption((None,), "a prompt is TokensPrompt(prompt_token_ids=...) or the list itself"),
     "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),

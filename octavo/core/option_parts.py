@@ -75,6 +75,11 @@ class ModelOptions(OptionPart):
         description="Number of most likely tokens at each position whose logprobs a request may ask for; -1: the whole "
         f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
     )
+    logits_processors: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
+        None,
+        description="Logits processors of one's own (module:Class, a LogitsProcessorPlugin); requests ask for them by "
+        "their arguments, in extra_args (over HTTP vllm_xargs).",
+    )
     generation_config: str = Field(
         "auto",
         description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "

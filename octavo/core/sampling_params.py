@@ -21,7 +21,6 @@ LogitsProcessor = Callable[..., Any]
 #: Fields of other engines that have one value here, and why no other.
 FOREIGN_FIELDS = {
     "guided_decoding": "its name is structured_outputs, and takes StructuredOutputsParams",
-    "extra_args": "there are no parameters beside the fields",
     "spaces_between_special_tokens": "texts are those of the tokenizer's decoder",
     "flat_logprobs": "logprobs are one dictionary a position",
 }
@@ -114,6 +113,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     allowed_token_ids: list[int] | None = None
     #: Called on this request's logits before all else; runs in the engine's process only.
     logits_processors: list[LogitsProcessor] | None = None
+    #: Arguments of the logits processors that the engine was started with (option ``logits_processors``), by name.
+    extra_args: dict[str, Any] | None = None
     #: Keep only this many last tokens of the prompt. -1: as many as leave room for ``max_tokens`` in the context.
     truncate_prompt_tokens: int | None = None
     #: The form that the output must have; a mapping with its fields becomes one.
@@ -122,7 +123,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     output_kind: RequestOutputKind | None = None
     # Fields of other engines that have this one value here, see ``FOREIGN_FIELDS``:
     guided_decoding: None = None
-    extra_args: None = None
     spaces_between_special_tokens: bool = True
     flat_logprobs: bool = False
 
@@ -208,6 +208,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
                 check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
             raise InvalidRequestError(f"logits_processors must be a list of callables, not {self.logits_processors!r}")
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InvalidRequestError(f"extra_args must map names to values, not {self.extra_args!r}")
         for f in self.logits_processors or ():
             if not callable(f):
                 raise InvalidRequestError(f"logits_processors must be callables, not {f!r}")
@@ -216,6 +218,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     def num_sequences(self) -> int:
         """Sequences that run for these parameters: ``best_of``, or ``n``."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def runs_custom_code(self) -> bool:
+        """Whether logits processors that are not Octavo's own change its logits."""
+        return bool(self.logits_processors or self.extra_args)
 
     @property
     def greedy(self) -> bool:

@@ -85,7 +85,7 @@ def import_ray() -> Any:
     try:
         import ray.data
     except ImportError as e:
-        raise ConfigError(f"octavo.data needs Ray Data: pip install 'octavo[ray]' ({e})") from None
+        raise ConfigError(f"octavo.data needs Ray Data: pip install 'ray[data]>=2.51' ({e})") from None
     return ray.data
 
 

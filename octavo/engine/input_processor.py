@@ -14,6 +14,7 @@ from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import MAX_LOGPROBS, EngineConfig
 from octavo.core.errors import InvalidRequestError
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS
 from octavo.core.prompts import Prompt as Prompt
 from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
@@ -75,6 +76,7 @@ class InputProcessor:
         self._seed = options.seed
         limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
         self._max_logprobs = vocab_size if limit == -1 else limit
+        self._logits_plugins = LogitsPlugins(options.logits_processors or ())
         self._policy = options.scheduling_policy
         self._policy_class = policy_class(options.scheduling_policy)
         self._next_group_id = 0
@@ -293,6 +295,7 @@ class InputProcessor:
                     f"{name} must be in [0, {self._max_logprobs}], not {getattr(params, name)}: the engine's option "
                     "max_logprobs is its limit"
                 )
+        self._logits_plugins.processors(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:

@@ -72,7 +72,7 @@ class RayExecutor(RemoteExecutor):
             import ray
         except ImportError:
             raise ConfigError(
-                "distributed_executor_backend='ray' needs Ray: pip install 'octavo[ray]'; or use mp on one machine"
+                "distributed_executor_backend='ray' needs Ray: pip install 'ray[data]>=2.51'; or use mp on one machine"
             ) from None
         self._ray: Any = ray
         self.needs_store = options.world_size > 1

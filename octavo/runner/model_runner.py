@@ -17,6 +17,7 @@ import torch
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.request import Generate
@@ -196,7 +197,8 @@ class ModelRunner:
     def _make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
         backend = self._kernels.make_sampling_backend(vocab_size)
-        return Sampler(vocab_size, tokens, backend, self._num_threads)
+        plugins = LogitsPlugins(self.options.logits_processors or ())
+        return Sampler(vocab_size, tokens, backend, self._num_threads, plugins)
 
     @torch.inference_mode()
     def _run_largest_step(self, max_model_len: int) -> None:

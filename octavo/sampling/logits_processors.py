@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.request import Generate
 from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
@@ -24,6 +25,7 @@ from octavo.kernels.sampling import pack_mask
 if TYPE_CHECKING:
     from octavo.sampling.grammar_mask import GrammarMask
 
+NO_PLUGINS = LogitsPlugins()
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -80,15 +82,17 @@ class LogitsProcessors:
         num_prompt: int,
         vocab_size: int,
         grammar: GrammarMask | None = None,
+        plugins: LogitsPlugins = NO_PLUGINS,
     ) -> None:
         """For a sequence of these tokens, of which the first ``num_prompt`` are the prompt."""
         params = task.params
+        custom = [*(params.logits_processors or ()), *plugins.processors(params)]
         #: Its mask is computed with those of the other rows, see ``Sampler``.
         self.grammar = grammar
         self._edits: list[LogitsEdit] = []
         self._masks: list[TokenMask] = []
-        if params.logits_processors:
-            self._edits.append(CustomProcessors(params.logits_processors, token_ids[:num_prompt], vocab_size))
+        if custom:
+            self._edits.append(CustomProcessors(custom, token_ids[:num_prompt], vocab_size))
         banned = _in_vocabulary([word[0] for word in task.bad_words_ids if len(word) == 1], vocab_size)
         if params.allowed_token_ids is not None or len(banned):
             self._masks.append(AllowedTokens(params.allowed_token_ids, banned, vocab_size))
@@ -150,7 +154,7 @@ class LogitsProcessors:
 
 
 class CustomProcessors(LogitsEdit):
-    """The callables of ``SamplingParams.logits_processors``, in order."""
+    """The callables of ``SamplingParams.logits_processors``, then those of plug-ins, in order."""
 
     reads_tokens = True
 

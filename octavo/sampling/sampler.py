@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.plan import NewSequence
 from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.logits_processors import LogitsProcessors, RowError
+from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors, RowError
 from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.token_table import TokenTable
 
@@ -25,11 +26,19 @@ class Sampler:
     result of a row depends bit for bit on its logits, its tokens and its request only, and not on the other rows.
     """
 
-    def __init__(self, vocab_size: int, tokens: TokenTable, backend: SamplingBackend, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        tokens: TokenTable,
+        backend: SamplingBackend,
+        num_threads: int = 1,
+        plugins: LogitsPlugins = NO_PLUGINS,
+    ) -> None:
         """State for the rows of ``tokens``; tokens are chosen on the backend's device.
 
-        ``num_threads``: those that compute the masks of grammars.
+        ``num_threads``: those that compute the masks of grammars. ``plugins``: what ``extra_args`` may ask for.
         """
+        self._plugins = plugins
         self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
@@ -70,7 +79,8 @@ class Sampler:
             self._num_logprobs[row] = params.logprobs
         num_prompt = sequence.num_prompt_tokens
         mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
-        self._set_processors(row, LogitsProcessors(task, sequence.token_ids, num_prompt, self.vocab_size, mask))
+        tokens, vocab_size = sequence.token_ids, self.vocab_size
+        self._set_processors(row, LogitsProcessors(task, tokens, num_prompt, vocab_size, mask, self._plugins))
         # Logprobs are those of logits, which forced tokens have not; sequences of one request sample together.
         alone = params.logprobs is None and params.num_sequences == 1
         if mask is not None and alone and self._processors[row].may_force:

@@ -159,7 +159,7 @@ class SequenceGroup:
         #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
         self.plans_on_results = plans_on_results or task.plans_on_results
         #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
-        self.drafts = isinstance(task, Generate) and not task.params.logits_processors
+        self.drafts = isinstance(task, Generate) and not task.params.runs_custom_code
         #: What its tokens are held to.
         self.grammar = task.grammar if isinstance(task, Generate) and task.samples else None
         #: Unfinished sequences, in order of their index (beams: best first).

@@ -124,9 +124,12 @@ def _param(message: str) -> str | None:
     """Messages about a parameter begin with its name."""
     found = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
     name = found.group(1) if found else ""
+    name = _OTHER_NAMES.get(name, name)
     return name if "_" in name or name in _PLAIN_NAMES else None
 
 
+#: Fields whose name over HTTP is another.
+_OTHER_NAMES = {"extra_args": "vllm_xargs"}
 _PLAIN_NAMES = (
     "n",
     "messages",

@@ -130,7 +130,6 @@ UNSUPPORTED = {
     "bootstrap_port": Unsupported(_EXCHANGE),
     "bootstrap_room": Unsupported(_EXCHANGE),
     "data_parallel_rank": Unsupported("there is one engine", (0,)),
-    "vllm_xargs": Unsupported("it is of another engine's plugins", ({},)),
 }  # fmt: skip
 
 _ROUTES: dict[type[RequestModel], str] = {

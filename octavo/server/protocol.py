@@ -56,6 +56,9 @@ class GenerationRequest(FormFields):
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
     bad_words: list[Phrase] | None = Field(None, description="Words that are never generated.")
     allowed_token_ids: list[Int] | None = Field(None, description="Only these tokens are generated.")
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments of the logits processors that the server was started with, by name."
+    )
     prompt_logprobs: Int | None = Field(None, description="Logprobs of the prompt's tokens, with so many likeliest.")
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
     length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")

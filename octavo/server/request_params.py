@@ -61,6 +61,7 @@ def make_sampling_params(
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "structured_outputs": None if form is None else form.params,
+        "extra_args": body.vllm_xargs,
     }
     return SamplingParams(**{**defaults, **_given(body, _SHARED), **own})
 
