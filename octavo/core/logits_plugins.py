@@ -33,6 +33,10 @@ class LogitsProcessorPlugin(ABC):
         """
 
 
+#: Those that come with the package.
+_OWN: dict[str, type[LogitsProcessorPlugin]] = {}
+
+
 class LogitsPlugins:
     """The plug-ins of an engine, by the names of their arguments."""
 
@@ -44,7 +48,7 @@ class LogitsPlugins:
         """
         self._by_argument: dict[str, LogitsProcessorPlugin] = {}
         for name in names:
-            plugin = load_class(name, {}, LogitsProcessorPlugin, "logits processor", "octavo.LogitsProcessorPlugin")()
+            plugin = load_class(name, _OWN, LogitsProcessorPlugin, "logits processor", "octavo.LogitsProcessorPlugin")()
             arguments = getattr(plugin, "arguments", ())
             if not arguments or isinstance(arguments, str):
                 raise ConfigError(f"logits processor {name!r} must name its arguments, as in arguments = ('scale',)")

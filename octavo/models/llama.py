@@ -35,7 +35,7 @@ class LlamaForCausalLM(Decoder):
     # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
     checkpoint_map: tuple[Entry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
-    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> DecoderLayer:
         """Layer ``index`` of the network."""
         return LlamaLayer(config, context, self.make_attention(index, config, context), make_mlp(config, context))
 

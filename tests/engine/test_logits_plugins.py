@@ -48,14 +48,15 @@ class Even(LogitsProcessorPlugin):
         return even
 
 
-class Nameless(Even):
+class Nameless(LogitsProcessorPlugin):
     """Has no argument."""
 
-    arguments = ()
+    def make(self, params: SamplingParams) -> Any:
+        """The processor of a request."""
 
 
 BOTH = [f"{HERE}:Only", f"{HERE}:Even"]
-PLAIN = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+PLAIN: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
 
 
 def load(model: Path, **options: Any) -> LLM:

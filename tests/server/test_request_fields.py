@@ -98,6 +98,8 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "chat_template": (WORKS, ELSEWHERE, "default"),
     # The template reads no variable of a request; tests/server/test_nested_fields.py has one that does.
     "chat_template_kwargs": (WORKS, ELSEWHERE, {}),
+    # Without plug-ins there are none to take; tests/server/test_logits_plugins_served.py has one.
+    "vllm_xargs": (ACCEPTED, ACCEPTED, {}),
     "documents": (REFUSED, ELSEWHERE, [{"text": "a"}], []),
     "include_reasoning": (WORKS, ELSEWHERE, False),
     "separate_reasoning": (WORKS, ELSEWHERE, False),
@@ -111,7 +113,7 @@ TABLE |= {
         # vLLM
         ("lora_request", {"lora_name": "a"}), ("logits_processors", ["a.b"], []),
         ("logit_processors", ["a.b"], []), ("return_tokens_as_token_ids", True, False),
-        ("return_token_ids", True, False), ("kv_transfer_params", {}), ("vllm_xargs", {"a": 1}, {}),
+        ("return_token_ids", True, False), ("kv_transfer_params", {}),
         ("prompt_embeds", "AAAA"), ("mm_processor_kwargs", {"a": 1}, {}), ("media_io_kwargs", {"a": {}}, {}),
         ("thinking_token_budget", 5), ("repetition_detection", {"a": 1}),
         ("logprob_token_ids", [1]),
