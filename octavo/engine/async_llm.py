@@ -157,7 +157,8 @@ class AsyncLLM(AsyncAdmin):
                 weights=config.load_format != "dummy",
             )
             defaults = default_sampling(config.generation_config, folder)
-            replicas.start(config.model_dump(), str(folder), logger.getEffectiveLevel())
+            # Without defaults: the core knows what was asked for.
+            replicas.start(config.model_dump(exclude_unset=True), str(folder), logger.getEffectiveLevel())
             tokenizer = await asyncio.to_thread(find_tokenizer, config, folder)
             if config.enable_lora:  # what checks adapters, so that the first one holds up no request
                 await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
