@@ -30,6 +30,11 @@ underscores), as environment variable (`OCTAVO_MAX_NUM_SEQS=16`), as flag (`--ma
 (`LLM(model, max_num_seqs=16)`). A name that does not exist is refused with the nearest one that does. In variables and
 flags `none` resets an option that may be unset. For `generate` and `chat` the flag of `seed` is `--engine-seed`, as
 `--seed` there is a sampling parameter.
+
+An option that is given and has no effect beside the others (`max_loras` without `enable_lora`, `enforce_eager` on a
+CPU) is named in the log at start, with what decides instead; where memory or weights would not be those that were asked
+for (`gpu_memory_utilization` with `num_gpu_blocks_override`, `revision` of a folder), the options are refused:
+`octavo/core/idle_options.py`.
 """
 
 PART_HEAD = """

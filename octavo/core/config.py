@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_options
+from octavo.core.idle_options import refused_options
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
 from octavo.core.option_parts import (
@@ -97,6 +98,17 @@ class EngineConfig(
                 f"({self.pipeline_parallel_size}) above 1; use tensor_parallel_size, or method 'ngram' or 'suffix'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _memory_and_weights_are_those_asked_for(self) -> Self:
+        if refused := refused_options(self):
+            raise ValueError("; ".join(refused))
+        return self
+
+    @property
+    def moves_blocks_to_host(self) -> bool:
+        """Whether anything uses host blocks: preemption by swap, or the prefix cache."""
+        return self.preemption_mode != "recompute" or self.host_prefix_cache
 
     def with_token_budget(self, device: str, context_length: int) -> Self:
         """These options with ``max_num_batched_tokens`` resolved for a model of so many tokens on this device.

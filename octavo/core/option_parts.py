@@ -142,7 +142,7 @@ class CacheOptions(OptionPart):
         ge=0,
         allow_inf_nan=False,
         description="Host memory for the KV cache blocks of preempted requests, in GiB, divided among the workers of a "
-        "machine; default: 4, or a tenth of the free memory if that is less; none if no option needs it.",
+        "machine; default: 4, or a tenth of the free memory if that is less; none if no option moves blocks there.",
     )
     num_host_blocks_override: int | None = Field(
         None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
@@ -187,15 +187,6 @@ class CacheOptions(OptionPart):
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:
             raise ValueError("host_prefix_cache needs swap space: set swap_space, or num_host_blocks_override, above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _one_size_of_the_cache(self) -> Self:
-        if self.kv_cache_memory_bytes is None:
-            return self
-        for name in ("gpu_memory_utilization", "num_gpu_blocks_override"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"kv_cache_memory_bytes and {name} both size the KV cache: give one of them")
         return self
 
 

@@ -104,7 +104,7 @@ def run(
         done = map_batches(
             dataset,
             _Parts,
-            (config.model_dump(), params, columns, folder, suffix),
+            (config.model_dump(exclude_unset=True), params, columns, folder, suffix),
             batch_size=1,
             concurrency=concurrency,
             ray_remote_args=ray_remote_args or default_resources(config),

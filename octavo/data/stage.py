@@ -58,7 +58,11 @@ def generate(
     return map_batches(
         dataset,
         _Batches,
-        (config.model_dump(), sampling_params or SamplingParams(), Columns(prompt_column, output_column)),
+        (
+            config.model_dump(exclude_unset=True),
+            sampling_params or SamplingParams(),
+            Columns(prompt_column, output_column),
+        ),
         batch_size=batch_size,
         concurrency=concurrency,
         ray_remote_args=ray_remote_args or default_resources(config),

@@ -14,6 +14,7 @@ from typing import Any
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
 from octavo.core.errors import AdapterError, ConfigError, EngineStateError
+from octavo.core.idle_options import idle_options
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import StartupFacts
@@ -61,6 +62,10 @@ class EngineCore(StepLoop):
         start = time.perf_counter()
         self.replica = replica
         load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
+        device = resolve_device(options.device)
+        if replica == 0:
+            for line in idle_options(options, device):
+                logger.warning("%s", line)
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options)
         self.model_config = read_model_config(folder)
@@ -70,7 +75,7 @@ class EngineCore(StepLoop):
         _check_max_logprobs(options)
         check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
-        self.options = options = options.with_token_budget(resolve_device(options.device), context_length)
+        self.options = options = options.with_token_budget(device, context_length)
         self._loaded_drafter = options.speculative_config
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)

@@ -37,8 +37,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
 
     So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
-    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what a killed process left, the next call
-    removes.
+    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what killed processes left there, of any
+    model, the next call that fills a folder removes.
 
     Raises:
         DownloadError: the cache cannot be written to.
@@ -48,6 +48,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     with _locked(target):
         if target.is_dir():  # made by another process while this one waited
             return target
+        _clear_leftovers(target)
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -61,6 +62,22 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Removes what killed processes left beside ``target``: folders that were begun, and locks that nobody holds.
+
+    A model whose file has changed, or that is not asked for again, has another name than the folder that was begun, so
+    nothing else would ever remove gigabytes of it.
+    """
+    from filelock import FileLock, Timeout
+
+    names = {path.stem for pattern in ("*.partial", "*.lock") for path in target.parent.glob(pattern)}
+    for name in names - {target.name}:
+        lock = FileLock(target.with_name(name + ".lock"))
+        with suppress(Timeout, OSError), lock.acquire(timeout=0):
+            shutil.rmtree(target.with_name(name + ".partial"), ignore_errors=True)
+            os.unlink(lock.lock_file)
 
 
 @dataclass(frozen=True)

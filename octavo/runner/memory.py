@@ -110,17 +110,20 @@ def num_host_blocks(
 
     ``layout`` and ``free`` are those of one of the machine's ``workers``, which divide ``swap_space``.
 
-    ``num_host_blocks_override`` if given: with several groups, the memory of so many blocks of each. Else as many as
-    ``swap_space`` holds, by default 4 GiB or a tenth of what is free if that is less, or none if the other options
-    never move a block there; and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens could use.
+    None if the options never move a block there. ``num_host_blocks_override`` if given: with several groups, the memory
+    of so many blocks of each. Else as many as ``swap_space`` holds, by default 4 GiB or a tenth of what is free if that
+    is less; and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens could use.
 
     Raises:
         InsufficientMemoryError: the ``swap_space`` that was asked for is more than what is free.
     """
+    if not options.moves_blocks_to_host:
+        return [0] * len(layout.windows)
     if options.num_host_blocks_override is not None:
         return _override(layout, options.num_host_blocks_override, max_model_len)
     free *= workers
-    space = _default_swap_space(options, free) if options.swap_space is None else int(options.swap_space * GIB)
+    given = options.swap_space
+    space = min(_DEFAULT_SWAP_SPACE, free // 10) if given is None else int(given * GIB)
     if space > free:
         raise InsufficientMemoryError(
             f"swap_space={options.swap_space:g} GiB is more than the {free / GIB:.3f} GiB that are free beside the "
@@ -135,12 +138,6 @@ def _override(layout: KVLayout, num_blocks: int, max_model_len: int) -> list[int
         return [num_blocks]
     num_bytes = num_blocks * sum(layout.block_bytes)
     return layout.split(num_bytes, layout.longest(num_bytes, max_model_len), limited=False)
-
-
-def _default_swap_space(options: EngineConfig, free: int) -> int:
-    if options.preemption_mode == "recompute" and not options.host_prefix_cache:
-        return 0
-    return min(_DEFAULT_SWAP_SPACE, free // 10)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def make_simulated_blocks(
 
 def _num_host_blocks(options: EngineConfig, block_bytes: int) -> int:
     """As the engine counts them, on a machine with host memory to spare."""
+    if not options.moves_blocks_to_host:
+        return 0
     if options.num_host_blocks_override is not None:
         return options.num_host_blocks_override
-    if options.swap_space is not None:
-        return int(options.swap_space * _GIB) // block_bytes
-    never = options.preemption_mode == "recompute" and not options.host_prefix_cache
-    return 0 if never else _DEFAULT_SWAP_SPACE // block_bytes
+    space = _DEFAULT_SWAP_SPACE if options.swap_space is None else int(options.swap_space * _GIB)
+    return space // block_bytes

@@ -45,7 +45,7 @@ def cache_blocks(
 def test_swap_space_is_what_was_asked_for() -> None:
     assert host_blocks(options(swap_space=0.25), 1 << 24, 4 * GIB) == 16
     assert host_blocks(options(swap_space=0), 1 << 24, 4 * GIB) == 0
-    assert host_blocks(options(num_host_blocks_override=7, swap_space=9), 1 << 24, GIB) == 7
+    assert host_blocks(options(num_host_blocks_override=7), 1 << 24, GIB) == 7
 
 
 def test_the_default_is_four_gib_or_a_tenth_of_the_free_memory() -> None:
@@ -54,11 +54,12 @@ def test_the_default_is_four_gib_or_a_tenth_of_the_free_memory() -> None:
     assert host_blocks(options(), GIB // 8, 0) == 0
 
 
-def test_by_default_nothing_is_set_aside_for_what_is_never_swapped() -> None:
+def test_nothing_is_set_aside_for_what_is_never_swapped() -> None:
     def blocks(**values: Any) -> int:
         return host_blocks(options(preemption_mode="recompute", **values), GIB // 8, 10 * GIB)
 
-    assert (blocks(), blocks(host_prefix_cache=True), blocks(swap_space=0.5)) == (0, 8, 4)
+    assert (blocks(), blocks(swap_space=0.5), blocks(num_host_blocks_override=7)) == (0, 0, 0)
+    assert (blocks(host_prefix_cache=True), blocks(host_prefix_cache=True, swap_space=0.5)) == (8, 4)
 
 
 def test_no_more_than_the_running_sequences_could_use() -> None:
@@ -154,12 +155,6 @@ def test_windows_alone_set_no_limit_to_the_length_of_a_sequence() -> None:
 def test_the_size_of_the_cache_is_a_number_of_bytes(value: object) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         options(kv_cache_memory_bytes=value)
-
-
-@pytest.mark.parametrize("other", [{"gpu_memory_utilization": 0.5}, {"num_gpu_blocks_override": 5}])
-def test_the_cache_has_one_size(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="give one of them"):
-        options(kv_cache_memory_bytes=1 << 20, **other)
 
 
 def test_workers_of_one_machine_divide_its_memory_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
