@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from octavo.engine.adapters import MAX_NAME
 
 #: Most files of an adapter's folder that are looked at.
 _MAX_FILES = 1000
+#: Parts of a path that are no names.
+_STEPS = frozenset({"", ".", ".."})
 
 
 def allowed_path(folder: Path, path: str) -> str:
@@ -53,8 +56,8 @@ class AdapterResolver(ABC):
     def resolve(self, name: str) -> str | None:
         """The path of the adapter of this name; None: there is none.
 
-        With ``lora_folder`` the path must be in that folder. The name is what a client sent: it may be anything of 1 to
-        256 characters.
+        With ``lora_folder`` the path must be in that folder. The name is what a client sent: 1 to 256 printable
+        characters, without empty parts, ``.`` and ``..`` between slashes.
         """
 
 
@@ -63,7 +66,7 @@ class FolderResolver(AdapterResolver):
 
     def resolve(self, name: str) -> str | None:
         """See ``AdapterResolver``. A name with a separator, or that begins with a period, has no adapter."""
-        if self.folder is None or name.startswith(".") or any(c in name for c in "/\\\0") or not name.isprintable():
+        if self.folder is None or name.startswith(".") or "/" in name or "\\" in name:
             return None
         for path in (self.folder / name, self.folder / f"{name}.gguf"):
             if len(os.fsencode(path.name)) <= 255 and path.exists():
@@ -92,7 +95,8 @@ def find_by_name(resolver: AdapterResolver, name: str) -> str | None:
     Raises:
         AdapterError: it lies outside of the resolver's folder.
     """
-    if not 1 <= len(name) <= MAX_NAME:
+    # What a resolver joins to a folder must not lead out of it, whoever wrote the resolver.
+    if len(name) > MAX_NAME or not name.isprintable() or not _STEPS.isdisjoint(re.split(r"[/\\]", name)):
         return None
     path = resolver.resolve(name)
     if path is None or resolver.folder is None:

@@ -30,7 +30,7 @@ from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prom
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
 from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
-from octavo.engine.router import Router
+from octavo.engine.router import router_of
 from octavo.engine.shared_prefixes import SharedPrefixes, read_files
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
@@ -153,8 +153,7 @@ class AsyncLLM(AsyncAdmin):
     async def _load(self, process: CoreProcess) -> None:
         config = self.config
         more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
-        router = Router(config.data_parallel_size, config.block_size, config.data_parallel_routing)
-        self._replicas = replicas = Replicas([process, *more], router)
+        self._replicas = replicas = Replicas([process, *more], router_of(config))
         try:
             folder = await asyncio.to_thread(
                 resolve_model,

@@ -69,6 +69,11 @@ class RequestState:
         """Whether all of its completions have ended."""
         return all(c.finished for c in self.completions)
 
+    @property
+    def num_untaken_tokens(self) -> int:
+        """Tokens that were generated since the last ``take``."""
+        return sum(len(c.output.token_ids) for c in self.completions)
+
     def take(self) -> RequestOutput:
         """What is new since the last call. The first time that is all there is, so one call at the end gives the whole.
 

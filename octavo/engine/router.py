@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.core.config import EngineConfig
 from octavo.memory.prefix_chain import PrefixChain
 
 Routing = Literal["prefix", "least_loaded", "round_robin"]
@@ -111,3 +112,14 @@ class Router:
     def remove(self, replica: int) -> None:
         """The replica is dead: it gets no more requests."""
         self._replicas[replica] = _Replica(is_alive=False)
+
+
+def router_of(config: EngineConfig) -> Router:
+    """The router of an engine's replicas.
+
+    Prompts are remembered only where that can decide something: among several replicas that have prefix caches.
+    """
+    routing, size = config.data_parallel_routing, config.data_parallel_size
+    if routing == "prefix" and (size == 1 or not config.enable_prefix_caching):
+        routing = "least_loaded"
+    return Router(size, config.block_size, routing)

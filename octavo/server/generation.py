@@ -55,7 +55,7 @@ class Generation:
     visible_tokens: frozenset[int] = frozenset()
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
-    #: Tokens of the choices that are returned.
+    #: Tokens of the choices that are returned, or were to be.
     completion_tokens: int = 0
     #: Prompt tokens found in the prefix cache, over the prompts that have finished.
     cached_tokens: int = 0
@@ -190,7 +190,9 @@ class Generation:
                     self._raise_if_failed(output)
                     yield output
         finally:
-            observer.close()
+            # Of a request that is left: tokens that were generated all the same.
+            self.completion_tokens += stream.request.num_untaken_tokens
+            observer.close(stream.request.num_untaken_tokens)
 
     def _raise_if_failed(self, output: RequestOutput) -> None:
         """Raises if a completion was ignored, aborted or failed."""

@@ -294,10 +294,11 @@ class RequestObserver:
             if reason in COMPLETE:
                 metrics.duration.observe(now - times.arrival_time)
 
-    def close(self) -> None:
-        """Counts the request as aborted if it has not ended."""
+    def close(self, untaken: int = 0) -> None:
+        """Counts the request as aborted if it has not ended, and its tokens that were in no output."""
         if not self._ended:
             self._end()
+            self._count_tokens(untaken)
             self._metrics.finished("abort").inc()
 
     def _end(self) -> None:
@@ -306,13 +307,16 @@ class RequestObserver:
             self._metrics.adapter_finished(self._adapter).inc()
 
     def _count(self, index: int, count: int, first_token_time: float, now: float) -> None:
-        self.num_tokens += count
-        self._metrics.generation_tokens.inc(count)
-        if self._adapter is not None:
-            self._metrics.adapter_generation_tokens(self._adapter).inc(count)
+        self._count_tokens(count)
         last = self._last.get(index)
         if last is None:  # the prefill gives the first token of every completion
             last, count = first_token_time, count - 1
         self._last[index] = now if count else first_token_time
         for _ in range(count):
             self._metrics.inter_token.observe((now - last) / count)
+
+    def _count_tokens(self, count: int) -> None:
+        self.num_tokens += count
+        self._metrics.generation_tokens.inc(count)
+        if self._adapter is not None:
+            self._metrics.adapter_generation_tokens(self._adapter).inc(count)

@@ -252,5 +252,7 @@ def test_a_resolver_of_ones_own(folder: Path) -> None:
     assert bound is not None
     with pytest.raises(AdapterError, match="not within the folder"):
         find_by_name(bound, "a")
+    for path in ("../x", "..", "/etc/x", "a/../../x", "a//b", "./a", "a\\..\\x", "a\0b", "a\nb", "", "x" * 257):
+        assert find_by_name(free, path) is None
     with pytest.raises(ConfigError, match="unknown lora_resolver 'nothing'; known: folder"):
         make_resolver("nothing", folder)

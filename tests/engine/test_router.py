@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
-from octavo.engine.router import Router
+from octavo.core.config import EngineConfig
+from octavo.engine.router import Router, router_of
 
 BLOCK = 16
 
@@ -84,3 +86,18 @@ def test_conversations_stay_where_their_history_is() -> None:
 
     assert hits("prefix") > 0.7
     assert hits("round_robin") < 0.45
+
+
+@pytest.mark.parametrize(("replicas", "caching"), [(1, True), (2, False), (2, True)])
+def test_prompts_are_remembered_only_where_there_are_several_replicas_with_caches(replicas: int, caching: bool) -> None:
+    config = EngineConfig(model="any", data_parallel_size=replicas, enable_prefix_caching=caching)
+    router = router_of(config)
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            router.release(router.choose(prompt(*range(number * 100, number * 100 + 100)), 1600), 1600)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    remembers = held > 1 << 20  # 20,000 digests
+    assert remembers == (replicas > 1 and caching)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
         line = access_line(server, "left")
         assert (line["status"], line["stream"], line["prompt_tokens"]) == (200, "aborted", 200)
         assert line["completion_tokens"] > 0
+        assert leave_whole(server, long)["completion_tokens"] > 0
         for route, text in late_streams(server, http, long).items():
             line = access_line(server, f"late-{route}")
             assert (line["status"], line["stream"], line["error"]) == (200, "error", "request_timeout")
@@ -84,6 +86,21 @@ def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
         refused = http.post(TEXT, json=body, headers={"X-Request-Id": "no"})
         assert refused.status_code == 400
         assert "stream" not in access_line(server, "no")
+
+
+def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
+    """The line of a request that is not streamed, and whose client goes away while tokens are generated."""
+    before = server.metric("octavo_generation_tokens_total")
+    asked = json.dumps({**body, "stream": False}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX-Request-Id: left-whole\r\nContent-Length: {len(asked)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.address[1])) as connection:
+        connection.sendall(head.encode() + asked)
+        steps = server.metric("octavo_step_duration_seconds_count")
+        eventually(lambda: server.metric("octavo_step_duration_seconds_count") > steps + 3)
+    line = access_line(server, "left-whole")
+    assert line["status"] == 499
+    assert server.metric("octavo_generation_tokens_total") == before + line["completion_tokens"]
+    return line
 
 
 def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
