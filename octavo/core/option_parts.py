@@ -309,8 +309,27 @@ class ParallelOptions(OptionPart):
         "yet; those of which nothing was computed always are.",
     )
     check_plans: bool = Field(
-        False, description="With external_launcher: compare the plans of all processes at every step, to find errors."
+        True,
+        description="With external_launcher: compare the plans of all processes before every step, so that one that "
+        "got other requests ends the engine with an error, not in a collective that never ends.",
     )
+    check_ranks: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="With tensor_parallel_size above 1: every so many steps compare what the workers have sampled "
+        "since; if that differs the engine ends with an error that names ranks and steps. 0: never. Default: every "
+        "step, but with external_launcher only together with check_plans.",
+    )
+
+    @property
+    def rank_check_interval(self) -> int:
+        """Steps between two comparisons of what tensor-parallel ranks sample; 0: they are not compared."""
+        if self.tensor_parallel_size == 1:
+            return 0
+        if self.check_ranks is not None:
+            return self.check_ranks
+        return int(self.distributed_executor_backend != "external_launcher" or self.check_plans)
 
     @property
     def world_size(self) -> int:

@@ -174,6 +174,8 @@ class StepResult(msgspec.Struct):
     compiled_grammars: list[str] = []
     #: By key: why a grammar could not be compiled. Its requests end with this message.
     grammar_errors: dict[str, str] = {}
+    #: What this rank has sampled since the ranks were last compared; empty where they are not compared now.
+    sampled_digest: bytes = b""
     #: Seconds of the step that gave adapters their slots, or waited for one that was still being read.
     adapter_seconds: float = 0.0
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).

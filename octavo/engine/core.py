@@ -61,13 +61,13 @@ class EngineCore(StepLoop):
         """
         start = time.perf_counter()
         self.replica = replica
-        load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
+        policy = load_policy(options.scheduling_policy)  # refuses an unknown name before the model is loaded
         device = resolve_device(options.device)
         if replica == 0:
             for line in idle_options(options, device):
                 logger.warning("%s", line)
         if options.distributed_executor_backend == "external_launcher":
-            options = without_clock(options)
+            options = without_clock(options, policy_uses_clock=policy.uses_clock)
         self.model_config = read_model_config(folder)
         self.dtype = _resolve_dtype(options, self.model_config)
         _check_threads(options)

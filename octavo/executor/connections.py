@@ -56,8 +56,8 @@ def connect_torch(layout: ParallelLayout, device: str, address: tuple[str, int] 
     if layout.world_size == 1:
         return Ranks(layout)
     backend = "nccl" if resolve_device(device) == "cuda" else "gloo"
-    if address is None:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+    if address is None:  # processes that plan for themselves compare their plans, without waiting for their devices
+        dist.init_process_group("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
     else:
         store = store or dist.TCPStore(address[0], address[1], is_master=False, timeout=_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_TIMEOUT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,18 +14,28 @@ from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.rank_check import DIGEST_BYTES, RankCheck, digest, find_difference
 from octavo.executor.worker import Worker, WorkerSpec
 from octavo.executor.worker_reports import WorkerReports, reports_of
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def without_clock(options: EngineConfig) -> EngineConfig:
+def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineConfig:
     """Options with which equal requests lead to equal plans in every process: nothing is decided by measured time.
+
+    Rank 0's clock for all would take a message for every arrival and before every plan, and who has deadlines to keep
+    serves requests, which is done with one scheduler.
 
     Raises:
         ConfigError: an option needs the time.
     """
+    if policy_uses_clock:
+        raise ConfigError(
+            f"scheduling_policy {options.scheduling_policy!r} depends on time, which differs between processes: with "
+            "external_launcher take a policy that does not (fcfs, static, sjf, ldf, lcfs, srpt, fair, mlfq), or let mp "
+            "or ray run the workers, for which one process plans"
+        )
     if options.scheduler_delay_factor:
         raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
                           "needs it to be 0")  # fmt: skip
@@ -42,7 +51,7 @@ class ExternalLauncherExecutor(Executor):
     """This process's worker. Every process gets the same requests in the same order and makes the same plans.
 
     So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare
-    digests of every plan.
+    digests of every plan before it is computed, and in the same message of what was sampled before.
     """
 
     in_process = True
@@ -73,7 +82,8 @@ class ExternalLauncherExecutor(Executor):
         self._worker: Worker | None = Worker(spec)
         #: Why there is no worker any more.
         self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
-        self._checks = options.check_plans and world > 1
+        self._checks_plans = options.check_plans and world > 1
+        self._check = RankCheck(options.rank_check_interval)
         #: Adapters and grammars that not all processes have yet. Each plans for itself, on what all have reported.
         self._loading: set[str] = set()
         self._reports = WorkerReports(world)
@@ -121,18 +131,22 @@ class ExternalLauncherExecutor(Executor):
             EngineDeadError: the processes have different plans.
         """
         worker = self._alive()
-        if self._checks:
-            self._compare(plan)
+        self._compare(plan)
         if worker.layout.world_size > 1:
             self._loading.update(ref.key for ref in plan.adapters_to_load)
             self._loading.update(grammar.key for grammar in plan.grammars_to_compile)
         try:
-            return _WithoutTimes(worker.runner.submit(plan), self._combine_reports)
+            return _WithoutTimes(worker.runner.submit(plan), self._receive)
         except Exception as e:
             if worker.layout.world_size == 1:
                 raise
             # The other processes may wait for this one in a collective, which fails when it has left the group.
             raise self._lose(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
+
+    def _receive(self, result: StepResult) -> None:
+        """Takes a step's result of this process."""
+        self._check.add(result)
+        self._combine_reports(result)
 
     def _combine_reports(self, result: StepResult) -> None:
         """Exchanges what the processes have loaded or compiled, while there is anything that one may report."""
@@ -146,9 +160,18 @@ class ExternalLauncherExecutor(Executor):
         self._loading.difference_update(result.compiled_grammars, result.grammar_errors)
 
     def _compare(self, plan: StepPlan) -> None:
-        digest = hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=16).digest()
-        digests = _gather(digest)
-        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        """Compares with the other processes what was sampled, and the plan: before it leads them to other collectives.
+
+        Both in one message. What the last step of all has sampled is compared when another one follows.
+        """
+        first, last, sampled = self._check.take()
+        planned = digest(plan) if self._checks_plans else b""
+        if not planned and not sampled:
+            return
+        found = _gather_equal(planned.ljust(DIGEST_BYTES) + sampled.ljust(DIGEST_BYTES))
+        if difference := find_difference({rank: each[DIGEST_BYTES:] for rank, each in enumerate(found)}, first, last):
+            raise self._lose(difference)
+        different = [rank for rank, each in enumerate(found) if each != found[0]]
         if different:
             raise self._lose(
                 f"the plans of step {plan.step} differ: those of ranks {different} are not that of rank 0; every "
@@ -184,31 +207,32 @@ class ExternalLauncherExecutor(Executor):
 class _WithoutTimes:
     """Drops measured times from a result: the scheduler learns costs from them, which would differ between ranks.
 
-    What is reported of adapters and grammars becomes the same in all processes.
+    ``receive`` takes the result, in which what is reported of adapters and grammars becomes that of all processes.
     """
 
-    def __init__(self, step: PendingStep, combine_reports: Callable[[StepResult], None]) -> None:
-        self._step, self._combine_reports = step, combine_reports
+    def __init__(self, step: PendingStep, receive: Callable[[StepResult], None]) -> None:
+        self._step, self._receive = step, receive
 
     def wait(self) -> StepResult:
         result = self._step.wait()
         result.seconds = result.swap_seconds = 0.0
-        self._combine_reports(result)
+        self._receive(result)
         return result
 
 
 def _gather(data: bytes) -> list[bytes]:
     """The bytes of every rank."""
+    lengths = [int.from_bytes(length, "little") for length in _gather_equal(len(data).to_bytes(8, "little"))]
+    parts = _gather_equal(data.ljust(max(lengths), b"\0"))
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _gather_equal(data: bytes) -> list[bytes]:
+    """The bytes of every rank, of which all have as many."""
     import torch
     import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
-    most = int(max(lengths))
-    parts = [torch.empty(most, dtype=torch.uint8, device=device) for _ in lengths]
-    padded = torch.zeros(most, dtype=torch.uint8, device=device)
-    padded[: len(data)] = own
-    dist.all_gather(parts, padded)
-    return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return [part.numpy().tobytes() for part in parts]

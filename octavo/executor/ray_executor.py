@@ -7,7 +7,6 @@ and a step of a small model is no longer.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import secrets
@@ -21,13 +20,14 @@ from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.model_config import ModelConfig
 from octavo.executor.broadcast import Broadcast, Receiver, end_with
 from octavo.executor.remote import RemoteExecutor
+from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
 from octavo.executor.worker import own_address
 from octavo.executor.worker_loop import WorkerLoop, WorkerStart
 
-#: Seconds that the cluster may take to find room for the workers, and they to connect.
-_PLACEMENT_TIMEOUT, _CONNECT_TIMEOUT = 60.0, 120.0
-#: Bytes of the secret that a worker shows when it connects.
-_SECRET_BYTES = 32
+#: Seconds that the cluster may take to find room for the workers.
+_PLACEMENT_TIMEOUT = 60.0
+#: Connections that may wait to be accepted: workers, and strangers before them.
+_BACKLOG = 256
 
 logger = logging.getLogger("octavo")
 
@@ -46,10 +46,7 @@ class RayWorker:
 
     def serve(self, address: tuple[str, int], secret: bytes) -> None:
         """Connects to the executor and does what it says, until it ends."""
-        connection = socket.create_connection(address, timeout=_CONNECT_TIMEOUT)
-        connection.settimeout(None)
-        _configure(connection)
-        connection.sendall(secret + self._rank.to_bytes(4, "little"))
+        connection = connect(address, secret, self._rank)
         end_with(connection)
         with contextlib.suppress(ConnectionError):
             WorkerLoop(Receiver(connection, None), self._rank).run()
@@ -139,30 +136,11 @@ class RayExecutor(RemoteExecutor):
 
     def _connect(self) -> list[socket.socket]:
         """Connections from the workers, by rank."""
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        connections: dict[int, socket.socket] = {}
-        with socket.create_server((own_address(), 0), backlog=len(self._workers)) as server:
-            server.settimeout(_CONNECT_TIMEOUT)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        with socket.create_server((own_address(), 0), backlog=_BACKLOG) as server:
             address = server.getsockname()[:2]
             self._serving = [worker.serve.remote(address, secret) for worker in self._workers]
-            while len(connections) < len(self._workers):
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    missing = sorted(set(range(len(self._workers))) - set(connections))
-                    raise EngineDeadError(
-                        f"workers {missing} have not connected to {address[0]} port {address[1]} within "
-                        f"{_CONNECT_TIMEOUT:g} s: the machines must reach each other"
-                    ) from None
-                connection.settimeout(_CONNECT_TIMEOUT)
-                shown = connection.recv(_SECRET_BYTES + 4, socket.MSG_WAITALL)
-                if not hmac.compare_digest(shown[:_SECRET_BYTES], secret):
-                    connection.close()
-                    continue
-                connection.settimeout(None)
-                _configure(connection)
-                connections[int.from_bytes(shown[_SECRET_BYTES:], "little")] = connection
-        return [connections[rank] for rank in sorted(connections)]
+            return accept(server, secret, len(self._workers))
 
     def _exit_reason(self, rank: int | None = None) -> str:
         ranks = range(len(self._serving)) if rank is None else [rank]
@@ -185,12 +163,3 @@ class RayExecutor(RemoteExecutor):
 
             remove_placement_group(self._group)
             self._group = None
-
-
-def _configure(connection: socket.socket) -> None:
-    """Small messages leave at once, and the loss of the machine at the other end is noticed within seconds."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)

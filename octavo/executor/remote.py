@@ -21,6 +21,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.broadcast import SLOTS, Broadcast
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.pipeline import SampledTokens
+from octavo.executor.rank_check import find_difference
 from octavo.executor.worker import WorkerSpec, function_name
 from octavo.executor.worker_loop import FAILED, LOG, Call, Failure, Log, Step, WorkerStart
 from octavo.executor.worker_reports import WorkerReports, reports_of
@@ -106,10 +107,20 @@ class RemoteExecutor(Executor):
         result = self._results.decode(answers[reporter][1])
         if len(answers) > 1:
             reports = [(i, self._results.decode(data)) for i, (_, data) in enumerate(answers) if data and i != reporter]
+            if result.sampled_digest:
+                digests = {rank: answer.sampled_digest for rank, answer in [(reporter, result), *reports]}
+                self._compare_ranks(digests, result.step)
             if reports or reports_of(result) is not None:
                 self._reports.combine(result, reports, reporter)
         self._sampled.add(result)
         return result
+
+    def _compare_ranks(self, digests: dict[int, bytes], step: int) -> None:
+        """Ends the engine if those of a rank that samples is another than the others'."""
+        sampling = {rank: digests.get(rank, b"") for rank in range(self._layout.output_rank, self._layout.world_size)}
+        first = max(1, step + 1 - self._options.rank_check_interval)
+        if difference := find_difference(sampling, first, step):
+            raise self._lose(difference)
 
     def _send(self, data: bytes) -> int:
         """Sends an encoded message to all workers: its number."""

@@ -12,6 +12,7 @@ import msgspec
 from octavo.core.errors import OctavoError
 from octavo.core.plan import StepPlan
 from octavo.executor.broadcast import Receiver
+from octavo.executor.rank_check import RankCheck
 from octavo.executor.worker import LocalConnections, Worker, WorkerSpec
 from octavo.executor.worker_reports import reports_of
 
@@ -114,6 +115,7 @@ class WorkerLoop:
         layout = self.worker.layout
         self._samples = layout.is_last_stage
         self._answers_steps = layout.rank == layout.output_rank
+        self._check = RankCheck(self.worker.options.rank_check_interval if self._samples else 0)
 
     @property
     def _computes_at_once(self) -> bool:
@@ -126,7 +128,9 @@ class WorkerLoop:
             self._fail(e)
             return
         # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
-        # But each loads adapters and compiles grammars.
+        # But each loads adapters and compiles grammars, and those that sample are compared.
+        self._check.add(result)
+        *_, result.sampled_digest = self._check.take()
         answer = result if self._answers_steps else reports_of(result)
         self._answer(DONE, b"" if answer is None else self._encoder.encode(answer))
 

@@ -45,5 +45,6 @@ class WorkerReports:
 
 def reports_of(result: StepResult) -> StepResult | None:
     """The part of a result that every worker reports; None if there is nothing."""
-    fields = {name: value for names in _KINDS for name in names if (value := getattr(result, name))}
+    names = [name for kind in _KINDS for name in kind] + ["sampled_digest"]
+    fields = {name: value for name in names if (value := getattr(result, name))}
     return StepResult(result.step, **fields) if fields else None

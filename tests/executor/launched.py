@@ -18,7 +18,6 @@ def main(model: str, folder: str) -> None:
         num_threads=2,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
-        check_plans=True,
         block_size=4,
         num_gpu_blocks_override=36,
         max_num_batched_tokens=16,

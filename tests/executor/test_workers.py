@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -159,6 +161,46 @@ def test_a_step_that_fails_on_one_worker_ends_the_engine_with_the_reason(tiny_mo
     assert not any(process.is_running() for process in processes)
 
 
+def sample_another_token_on_second(worker: Worker) -> None:
+    """From its fourth step on."""
+    if worker.rank != worker.layout.world_size - 1:
+        return
+    runner: Any = worker.runner
+    submit, steps = runner.submit, itertools.count(1)
+
+    def other(*args: Any) -> Any:
+        step, number = submit(*args), next(steps)
+        wait = step.wait
+
+        def changed() -> Any:
+            result = wait()
+            result.token_ids = [token + (number >= 4) for token in result.token_ids]
+            return result
+
+        return SimpleNamespace(wait=changed)
+
+    runner.submit = other
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({}, r"in step 4 ranks \[1\]"),
+        pytest.param({"check_ranks": 3}, r"in one of the steps 4 to 6 ranks \[1\]", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "check_ranks": 1}, r"in step 4 ranks \[3\]", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_samples_other_tokens_ends_the_engine(
+    options: dict[str, Any], where: str, tiny_model: Path
+) -> None:
+    llm = make(tiny_model, tensor_parallel_size=2, **options)
+    processes = workers_of(llm)
+    llm.llm_engine.core.executor.collective_rpc(sample_another_token_on_second)
+    with pytest.raises(EngineDeadError, match=where + " have sampled other tokens than rank"):
+        llm.generate("ab", SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert not any(process.is_running() for process in processes)
+
+
 def test_a_worker_that_hangs_ends_the_engine_after_the_timeout(tiny_model: Path) -> None:
     llm = make(tiny_model, pipeline_parallel_size=2)
     processes = workers_of(llm)
@@ -187,6 +229,10 @@ def test_workers_that_cannot_load_say_why_and_are_gone(tiny_model: Path, tmp_pat
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": [2]}, "a positive number for each of the 2 stages"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use mp, ray or external_launcher"),
         ({"distributed_executor_backend": "external_launcher"}, "needs a launcher such as torchrun"),
+        (
+            {"distributed_executor_backend": "external_launcher", "scheduling_policy": "deadline"},
+            "'deadline' depends on time, which differs between processes",
+        ),
         ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
     ],
 )

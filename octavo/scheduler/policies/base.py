@@ -25,6 +25,9 @@ class Policy(ABC):
     uses_priority = True
     #: Whether it may depend on ``ttft_target`` and ``tpot_target``. If not, a request with one is refused.
     uses_targets = False
+    #: Whether the order depends on how much time has passed, beside the order of events. If so, processes that plan for
+    #: themselves (``external_launcher``) refuse the policy.
+    uses_clock = False
     #: Whether a waiting group may preempt running ones (``displaces``) without the option ``priority_preemption``.
     preemptive = False
     #: Whether the key of a waiting group may grow while it waits: see ``lane``.

@@ -38,6 +38,7 @@ class EarliestDeadlineFirst(Policy):
     dynamic = True
     uses_priority = False
     uses_targets = True
+    uses_clock = True
     preemptive = True
     waiting_keys_grow = True
 
