@@ -14,8 +14,9 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
+from octavo.core.interrupts import HeldInterrupts
 from octavo.core.metrics import Metric, metrics_of
-from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.input_processor import Prompt
 from octavo.engine.llm_arguments import (
@@ -26,6 +27,7 @@ from octavo.engine.llm_arguments import (
     is_conversation,
     is_single,
     one_each,
+    refused,
     template_variables,
 )
 from octavo.engine.llm_engine import LLMEngine
@@ -35,6 +37,7 @@ from octavo.engine.tokenizer import Tokenizer
 
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
+Bar = bool | Callable[..., Any]
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -46,6 +49,9 @@ class LLM:
 
     A single prompt that cannot be served raises ``InvalidRequestError``. In a list of prompts (also of one) it fails
     alone: its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
+
+    Ctrl-C comes between two steps, ends the requests of the call, and leaves the engine as it was. A second one within
+    two seconds, while the first waits for a step, ends the process.
 
     Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
@@ -97,7 +103,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: float | Sequence[float] | None = 0,
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
@@ -145,7 +151,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: float | Sequence[float] | None = 0,
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
@@ -186,7 +192,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: float | Sequence[float] | None = 0,
         user: str | Sequence[str | None] | None = None,
         ttft_target: float | Sequence[float | None] | None = None,
@@ -351,7 +357,7 @@ class LLM:
         self,
         prompts: list[tuple[Prompt, OctavoError | None]],
         sampling_params: Params,
-        use_tqdm: bool | Callable[..., Any],
+        use_tqdm: Bar,
         claims: list[dict[str, Any]],
         single: bool,
     ) -> list[RequestOutput]:
@@ -359,25 +365,29 @@ class LLM:
         params = one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
-        try:
-            for (prompt, error), param, claim in zip(prompts, params, claims, strict=True):
-                request_id = str(next(self._ids))
-                order.append(request_id)
-                try:
-                    if error is not None:
-                        raise error
-                    self.llm_engine.add_request(request_id, prompt, param, streaming=False, **claim)
-                except (InvalidRequestError, AdapterError) as e:
-                    if single:
-                        raise
-                    outputs[request_id] = _refused(request_id, prompt, e)
-            self._finish_all(outputs, len(order), use_tqdm)
-        finally:  # an interrupt leaves nothing behind
-            for request_id in order:
-                self.llm_engine.abort_request(request_id)
+        with HeldInterrupts() as interrupts:
+            try:
+                for (prompt, error), param, claim in zip(prompts, params, claims, strict=True):
+                    interrupts.deliver()
+                    request_id = str(next(self._ids))
+                    order.append(request_id)
+                    try:
+                        if error is not None:
+                            raise error
+                        self.llm_engine.add_request(request_id, prompt, param, streaming=False, **claim)
+                    except (InvalidRequestError, AdapterError) as e:
+                        if single:
+                            raise
+                        outputs[request_id] = refused(request_id, prompt, e)
+                self._finish_all(outputs, len(order), use_tqdm, interrupts)
+            finally:  # an interrupt leaves nothing behind
+                for request_id in order:
+                    self.llm_engine.abort_request(request_id)
         return [outputs[request_id] for request_id in order]
 
-    def _finish_all(self, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+    def _finish_all(
+        self, outputs: dict[str, RequestOutput], total: int, use_tqdm: Bar, interrupts: HeldInterrupts
+    ) -> None:
         """Steps until every request has ended, showing prompts done and tokens a second."""
         from tqdm import tqdm
 
@@ -387,26 +397,12 @@ class LLM:
         make_bar = use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not use_tqdm)
         with make_bar(**options) as bar:
             while self.llm_engine.has_unfinished_requests():
+                interrupts.deliver()
                 for output in self.llm_engine.step():
                     outputs[output.request_id] = output
                     tokens_in += len(output.prompt_token_ids)
                     tokens_out += sum(len(o.token_ids) for o in output.outputs)
                     seconds = time.perf_counter() - start
-                    bar.set_postfix_str(
-                        f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s", refresh=False
-                    )
+                    speeds = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+                    bar.set_postfix_str(speeds, refresh=False)
                     bar.update()
-
-
-def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:
-    """The output of a request that never ran."""
-    now = time.monotonic()
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id=request_id,
-        prompt=text,
-        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
-        outputs=[CompletionOutput(0, finish_reason="error", error=str(error))],
-        finished=True,
-        metrics=RequestMetrics(arrival_time=now, finished_time=now),
-    )

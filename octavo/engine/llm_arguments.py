@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.core.adapters import LoRARequest, PromptAdapterRequest
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 #: One chat message: {"role": ..., "content": ...}.
 Message = dict[str, Any]
@@ -88,3 +90,17 @@ def claims_of(
         "prediction": one_each("prediction", prediction, (str, type(None)), count),
     }
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
+
+
+def refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:
+    """The output of a request that was refused."""
+    now = time.monotonic()
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
+        outputs=[CompletionOutput(0, finish_reason="error", error=str(error))],
+        finished=True,
+        metrics=RequestMetrics(arrival_time=now, finished_time=now),
+    )

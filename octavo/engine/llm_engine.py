@@ -10,6 +10,7 @@ from octavo.core.adapters import LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, memory_errors
+from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
@@ -35,6 +36,8 @@ class LLMEngine:
     >>> while engine.has_unfinished_requests():
     ...     for output in engine.step():
     ...         print(output.outputs[0].text, end="")
+
+    What changes it holds Ctrl-C back until it is done, see ``HeldInterrupts``: the engine can be used after each.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class LLMEngine:
         self.adapters = make_registry(core.options, core.model_config)
         self.adapters.on_unpin = core.unpin_adapter
         self._prefixes = SharedPrefixes(core.options, self.inputs)
+        #: Of a step at whose end an interrupt came.
+        self._not_returned: list[RequestOutput] = []
 
     def _new_inputs(self, default_sampling: Mapping[str, Any]) -> InputProcessor:
         core = self.core
@@ -67,6 +72,7 @@ class LLMEngine:
             default_sampling=default_sampling,
         )
 
+    @holding_interrupts
     def restart(self, changes: Mapping[str, Any]) -> None:
         """Begins anew with the model as it is loaded; see ``EngineCore.restart`` for what may change, and errors."""
         self.core.restart(changes)
@@ -101,6 +107,7 @@ class LLMEngine:
             engine.add_shared_prefix(text, name)
         return engine
 
+    @holding_interrupts
     def add_request(
         self,
         request_id: str,
@@ -166,8 +173,13 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
-        if not self.core.scheduler.has_work:
-            return []
+        with HeldInterrupts():
+            if self.core.scheduler.has_work:
+                self._not_returned += self._step()
+        outputs, self._not_returned = self._not_returned, []
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
         if self._meter is None:
             outputs = self.core.step()
         else:
@@ -182,6 +194,7 @@ class LLMEngine:
                     self.adapters.end(request.group_id)
         return [request.take() for request in ready]
 
+    @holding_interrupts
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and frees all it holds: its last output, or None if it is not open."""
         request = self._outputs.abort(request_id)
@@ -191,6 +204,7 @@ class LLMEngine:
         self.adapters.end(request.group_id)
         return request.take()
 
+    @holding_interrupts
     def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
         """Reads and checks an adapter, so that requests may name it; false if it was loaded with the same content.
 
@@ -202,6 +216,7 @@ class LLMEngine:
         """
         return self.adapters.add(lora_request, self.adapters.read(lora_request), in_place=load_inplace)
 
+    @holding_interrupts
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets the adapter of this ``lora_int_id``; false if there is none.
 
@@ -213,6 +228,7 @@ class LLMEngine:
             self.adapters.remove(adapter.name)
         return adapter is not None
 
+    @holding_interrupts
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
 
@@ -239,6 +255,7 @@ class LLMEngine:
         """Calls a method of every worker, or a function with each worker; see ``LLM.collective_rpc``."""
         return self.core.executor.collective_rpc(method, args, kwargs, timeout)
 
+    @holding_interrupts
     def reset_prefix_cache(self) -> None:
         """Forgets the contents of all blocks that requests to come could share."""
         self.core.blocks.reset_prefix_cache()
@@ -256,11 +273,12 @@ class LLMEngine:
         if self.core.is_sleeping or self.has_unfinished_requests():
             state = "the engine sleeps" if self.core.is_sleeping else "requests are unfinished"
             raise EngineStateError(f"{state}: a shared prefix cannot be computed now")
-        prefix = self._prefixes.add(prompt, name)
-        self._compute_prefix(prefix)
+        with HeldInterrupts() as interrupts:
+            prefix = self._prefixes.add(prompt, name)
+            self._compute_prefix(prefix, interrupts)
         return prefix.name
 
-    def _compute_prefix(self, prefix: SharedPrefix) -> None:
+    def _compute_prefix(self, prefix: SharedPrefix, interrupts: HeldInterrupts) -> None:
         request = self._prefixes.request(prefix)
         self._outputs.open(request, streaming=False)
         self.core.scheduler.add(request.group)
@@ -268,12 +286,14 @@ class LLMEngine:
         try:
             while not outputs:
                 outputs = self.step()
+                interrupts.deliver()
         except BaseException:  # an interrupt leaves nothing behind
             self.abort_request(request.request_id)
             self.remove_shared_prefix(prefix.name)
             raise
         self._prefixes.check(prefix, outputs[0])
 
+    @holding_interrupts
     def remove_shared_prefix(self, name: str) -> None:
         """Releases a shared prefix: its blocks stay in the prefix cache until they are needed, as any others.
 
@@ -287,6 +307,7 @@ class LLMEngine:
         """The shared prefixes, in the order in which they were added."""
         return list(self._prefixes)
 
+    @holding_interrupts
     def sleep(self, level: int = 1) -> None:
         """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels, and ``EngineCore.sleep`` for errors."""
         self.core.sleep(level)
@@ -299,17 +320,18 @@ class LLMEngine:
     def wake_up(self) -> None:
         """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
         was_sleeping = self.core.is_sleeping
-        self.core.wake_up()
-        if was_sleeping:
-            for adapter in self.adapters:
-                if adapter.pinned:
-                    self.core.pin_adapter(adapter.ref)
-            for prefix in self._prefixes:
-                self._compute_prefix(prefix)
+        with HeldInterrupts() as interrupts:
+            self.core.wake_up()
+            if was_sleeping:
+                for adapter in self.adapters:
+                    if adapter.pinned:
+                        self.core.pin_adapter(adapter.ref)
+                for prefix in self._prefixes:
+                    self._compute_prefix(prefix, interrupts)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""
-        return self._outputs.num_open > 0
+        return self._outputs.num_open > 0 or bool(self._not_returned)
 
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""

@@ -80,14 +80,15 @@ class StepLoop:
 
     def _submit(self) -> None:
         plan = self.scheduler.schedule()
-        pending: PendingStep = _INTERRUPTED
         try:
-            pending = self.executor.submit(plan)
+            pending: PendingStep = self.executor.submit(plan)
         except Exception as e:  # raised by ``wait``: the result of the step before comes first
             pending = _Failed(e)
-        finally:
-            self._in_flight.append((plan, pending))
-            del pending  # the error refers to this frame, which must not refer to the error
+        except BaseException:
+            self._in_flight.append((plan, _interrupted()))
+            raise
+        self._in_flight.append((plan, pending))
+        del pending  # the error refers to this frame, which must not refer to the error
 
     def _receive(self) -> EngineCoreOutputs:
         plan, pending = self._in_flight.popleft()
@@ -98,7 +99,7 @@ class StepLoop:
             del pending  # as in ``_submit``
             return self._fail(plan, f"the step failed: {type(e).__name__}: {e}")
         except BaseException:
-            self._in_flight.appendleft((plan, _INTERRUPTED))
+            self._in_flight.appendleft((plan, _interrupted()))
             raise
         times = self.times
         times.steps += 1
@@ -135,5 +136,7 @@ class _Failed:
             del self  # as in ``_submit``
 
 
-#: A step interrupted by Ctrl-C or another ``BaseException``.
-_INTERRUPTED = _Failed(RuntimeError("interrupted"))
+def _interrupted() -> _Failed:
+    """A step that a ``BaseException`` has torn, such as one that a signal handler of the program has raised."""
+    # One for each: an error keeps the frames that it was raised in, and with them the engine.
+    return _Failed(RuntimeError("interrupted"))
