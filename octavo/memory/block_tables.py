@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 from octavo.core.untracked import untracked
 from octavo.memory.block_pool import BlockPool
@@ -37,6 +38,21 @@ class BlockTables:
         """The blocks of these sequences, each once, in order."""
         tables = (self.by_id[seq_id] for seq_id in seq_ids if seq_id in self.by_id)
         return list(dict.fromkeys(block for table in tables for block in held_blocks(table)))
+
+    def common_prefixes(self, seq_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """For each sequence: the position of the first that has its longest common beginning of blocks, and how many.
+
+        That is one before it, or itself with 0 blocks where none has a block in common with it. The tables are those of
+        forks, which are equal up to a block and have none in common from there on. A few look-ups for each sequence
+        find that block, and each distinct block is visited once, however many share it.
+        """
+        owners: dict[int, int] = {NO_BLOCK: -1}
+        for position, seq_id in enumerate(seq_ids):
+            table = self.by_id.get(seq_id, [])
+            count = bisect_left(table, True, key=lambda block: block not in owners)
+            owner = owners[table[count - 1]] if count else -1
+            yield (owner, count) if owner >= 0 else (position, 0)
+            owners.update(dict.fromkeys(table[count:], position))
 
     def move_to(self, other: BlockTables, seq_ids: list[int], targets: dict[int, int]) -> None:
         """Moves the tables of these sequences to ``other``.

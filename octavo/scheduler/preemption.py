@@ -7,8 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.core.stats import SchedulerStats
-from octavo.memory.content_index import common_prefix
-from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import VICTIMS
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
@@ -102,14 +101,17 @@ class Preemption:
         group.prefilling = True
 
     def _record_sharing(self, group: SequenceGroup) -> None:
-        size = self._blocks.block_size
-        for i, seq in enumerate(group.seqs):
-            if seq.shared_prefix is not None:
+        """Which sequence's full blocks each one shares: those of the prompt, or more, which the block ids tell.
+
+        They tell it without a look at the tokens, as a block is in the tables of several only until one writes to it.
+        """
+        size, first = self._blocks.block_size, group.seqs[0]
+        of_prompt = len(group.request.prompt_token_ids) // size
+        common = self._blocks.groups[0].on_device.common_prefixes(group.seq_ids)
+        for seq, (position, count) in zip(group.seqs, common, strict=True):
+            if seq is first or seq.shared_prefix is not None:
                 continue
-            best: tuple[Sequence, int] | None = None
-            for earlier in group.seqs[:i]:
-                end = min(seq.num_computed, earlier.num_computed)
-                shared = common_prefix(seq.token_ids[:end], earlier.token_ids[:end]) // size
-                if shared > (best[1] if best else 0):
-                    best = (earlier, shared)
-            seq.shared_prefix = best
+            other = group.seqs[position]
+            count = min(count, seq.num_computed // size, other.num_computed // size)
+            best = (other, count) if count > of_prompt else (first, of_prompt)
+            seq.shared_prefix = best if best[1] else None

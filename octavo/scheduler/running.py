@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.core.config import SchedulerOptions
+from octavo.core.request import SequenceStatus
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
@@ -104,8 +105,12 @@ class Running:
         return chunks
 
     def _reserve_forced(self, step: Step) -> None:
-        """Takes what is needed for tokens that grammars have forced from the budget, before prompts get the rest."""
-        forced = sum(len(s.token_ids) - s.num_computed - 1 for s, _ in self._queues.unsent_tokens)
+        """Takes what is needed for tokens that grammars have forced from the budget, before prompts get the rest.
+
+        What was preempted meanwhile computes its tokens as a prompt.
+        """
+        decoding = (s for s, _ in self._queues.unsent_tokens if s.status is SequenceStatus.RUNNING)
+        forced = sum(len(s.token_ids) - s.num_computed - 1 for s in decoding if not s.group.prefilling)
         step.forced_budget = max(0, min(forced, step.budget))
         step.budget -= step.forced_budget
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,13 +15,14 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
+from octavo.scheduler.step import Step
 from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
 from tests.scheduler.fake_grammars import FakeGrammars
 from tests.scheduler.fake_worker import (
@@ -193,6 +195,52 @@ def test_a_group_is_preempted_and_resumed_whole_by_recompute_and_shares_its_prom
     tables = [engine.blocks.table(seq_id) for seq_id in engine.answers[2].group.seq_ids]
     assert len(tables) == 3
     assert len({tuple(table[:2]) for table in tables}) == 1
+    finish(engine)
+
+
+def lines_run_by(call: Callable[[], object]) -> int:
+    """Lines of Python that a call executes: a measure of its work that no machine's speed changes."""
+    count = 0
+
+    def trace(frame: object, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_finding_what_sequences_share_does_not_compare_their_tokens() -> None:
+    engine = make(blocks=600, preemption_mode="recompute", max_num_seqs=16, max_num_batched_tokens=2048)
+    engine.add(request(1, 2001, n=16))
+    for _ in range(6):
+        step(engine)
+    group = engine.answers[1].group
+    assert lines_run_by(lambda: engine.scheduler._preemption.preempt(group, Step(0.0, 0))) < 16 * 15 / 2 * 2001
+    shared = [seq.shared_prefix for seq in group.seqs]
+    assert shared == [None] + 15 * [(group.seqs[0], 500)]
+    finish(engine)
+
+
+def test_beams_share_again_what_they_shared_behind_the_prompt_before_a_preemption() -> None:
+    engine = make(preemption_mode="recompute")
+    engine.add(request(1, 6, beams=3, max_tokens=60))
+    for _ in range(40):
+        step(engine)
+    group, blocks = engine.answers[1].group, engine.blocks
+    used = blocks.num_used
+    first, second, _ = map(blocks.table, group.seq_ids)
+    assert sum(a == b for a, b in zip(first, second, strict=False)) > 2, "nothing is shared behind the prompt"
+    engine.scheduler._preemption.preempt(group, Step(0.0, 0))
+    step(engine)
+    step(engine)
+    assert group.status is SequenceStatus.RUNNING
+    assert blocks.num_used == used
     finish(engine)
 
 
