@@ -103,7 +103,7 @@ async def _run(
     summary: Summary,
 ) -> None:
     start = time.monotonic()
-    llm = await AsyncLLM.start(config, step_timeout=options.step_timeout)
+    llm = await AsyncLLM.start(config)
     try:
         summary.load_seconds = time.monotonic() - start
         names = options.model_names(config.model)

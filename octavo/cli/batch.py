@@ -26,7 +26,6 @@ SERVER_FLAGS = (
     "trust_request_chat_template",
     "tool_call_parser",
     "reasoning_parser",
-    "step_timeout",
     "lora_modules",
     "lora_folder",
     "lora_resolver",

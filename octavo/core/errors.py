@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from typing import Self
 
 
 class OctavoError(Exception):
@@ -68,6 +69,19 @@ class InsufficientMemoryError(OctavoError, MemoryError):
 
 class WorkerError(OctavoError, RuntimeError):
     """A worker failed while it executed a step; the requests of that step end with an error."""
+
+
+class SequenceError(WorkerError):
+    """A step failed at what a worker did for one of its sequences; the message is that of the exception."""
+
+    seq_id: int | None = None
+
+    @classmethod
+    def of(cls, seq_id: int, error: Exception) -> Self:
+        """The exception of a sequence."""
+        made = cls(f"{type(error).__name__}: {error}")
+        made.seq_id = seq_id
+        return made
 
 
 class UnrecordableError(OctavoError, RuntimeError):

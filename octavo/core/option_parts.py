@@ -18,6 +18,9 @@ def _numbers(value: Any) -> Any:
 
 
 #: A list of positive integers; in flags and variables with commas between.
+#: Least seconds that the first step may take: on a GPU it compiles kernels.
+FIRST_STEP_TIMEOUT = 900.0
+
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
 #: How matrices are quantised as they are loaded.
@@ -307,6 +310,13 @@ class ParallelOptions(OptionPart):
         False,
         description="Start requests of a replica that has died anew on another if nothing of their answer was sent "
         "yet; those of which nothing was computed always are.",
+    )
+    step_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds without a step, while requests are open, after which an engine's process, or workers in "
+        f"processes of their own, are taken to hang and ended; the first step may take {FIRST_STEP_TIMEOUT:g}. A step "
+        "that fills the token budget of a model of 7 billion parameters takes two minutes on a few processor cores.",
     )
     check_plans: bool = Field(
         True,

@@ -115,12 +115,6 @@ class ServerOptions(BaseModel):
     stall_timeout: float = Field(
         60.0, ge=1, description="Seconds after which the connection of a client that reads nothing is closed."
     )
-    step_timeout: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds without a step, while requests are open, after which an engine that hangs is ended; its "
-        "first step may take 900.",
-    )
     keep_alive_timeout: int = Field(75, ge=1, description="Seconds that an idle connection is kept open.")
     shutdown_timeout: float = Field(
         30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM or Ctrl-C."

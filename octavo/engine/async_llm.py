@@ -42,9 +42,6 @@ from octavo.scheduler.policies import policy_class
 LONG_TEXT = 8192
 #: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
 MAX_SEQUENCES_AT_ONCE = 64
-#: Seconds without a step, while requests are open, after which the core is taken to hang. A step that fills the token
-#: budget (2,048 tokens) of a model of 7 billion parameters takes two minutes on a few processor cores.
-STEP_TIMEOUT = 300.0
 
 logger = logging.getLogger("octavo")
 
@@ -101,12 +98,7 @@ class AsyncLLM(AsyncAdmin):
 
     @classmethod
     async def start(
-        cls,
-        config: EngineConfig,
-        process: CoreProcess | None = None,
-        *,
-        step_timeout: float = STEP_TIMEOUT,
-        stat_loggers: Sequence[StatLogger] = (),
+        cls, config: EngineConfig, process: CoreProcess | None = None, *, stat_loggers: Sequence[StatLogger] = ()
     ) -> AsyncLLM:
         """An engine that is ready; see ``ready``."""
         try:
@@ -115,15 +107,14 @@ class AsyncLLM(AsyncAdmin):
             if process is not None:
                 process.kill()
             raise
-        await llm.ready(process, step_timeout=step_timeout)
+        await llm.ready(process)
         return llm
 
-    async def ready(self, process: CoreProcess | None = None, *, step_timeout: float = STEP_TIMEOUT) -> None:
+    async def ready(self, process: CoreProcess | None = None) -> None:
         """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
 
         Requests call it where nothing else has. A program whose own imports take time starts the ``CoreProcess`` before
-        them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died
-        (see ``replicas.FIRST_STEP_TIMEOUT``).
+        them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died.
 
         Raises:
             OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
@@ -138,9 +129,9 @@ class AsyncLLM(AsyncAdmin):
                 prefixes = read_files(self.config)  # a wrong name is refused before the model is loaded
                 await self._load(process)
             except BaseException:
-                process.kill()
+                await process.end_and_wait()
                 raise
-            self._replicas.watch(step_timeout)
+            self._replicas.watch(self.config.step_timeout)
             try:
                 for text, name in prefixes:
                     await self._compute_prefix(self._prefixes.add(text, name))
@@ -170,7 +161,7 @@ class AsyncLLM(AsyncAdmin):
                 await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
             ready = await replicas.ready()
         except BaseException:
-            replicas.kill()
+            await replicas.kill()
             raise
         self.tokenizer, self._outputs = tokenizer, OutputProcessor(tokenizer)
         self.model_config, self.max_model_len = ready.model_config, ready.max_model_len

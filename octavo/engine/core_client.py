@@ -85,6 +85,11 @@ class CoreProcess:
         self.life.close()
         self.remove_folder()
 
+    async def end_and_wait(self) -> None:
+        """As ``kill``, while the event loop runs other tasks."""
+        self.end()
+        await asyncio.to_thread(self.kill)
+
     def remove_folder(self) -> None:
         """Removes the sockets once the core no longer uses them."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -262,9 +267,9 @@ class CoreClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT):
                     await self._ended.wait()
-        self.kill()
+        await self.kill()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Ends the core at once and removes its sockets."""
         self._closing = True
         if self.error is None:
@@ -274,7 +279,7 @@ class CoreClient:
             self._loop.remove_reader(self._process.life)
         self._out.close()
         self._context.destroy()
-        self._process.kill()
+        await self._process.end_and_wait()
 
 
 async def _ignore(step: StepDone) -> None:

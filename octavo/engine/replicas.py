@@ -13,14 +13,13 @@ import msgspec
 
 from octavo.core.errors import EngineDeadError, OctavoError
 from octavo.core.messages import Abort, Add, Ready, Start, StepDone, ToCore
+from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.request import EngineCoreRequest
 from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.router import Router
 
 #: Output tokens that a request without a limit is expected to take.
 _EXPECTED_TOKENS = 256
-#: Seconds without a step, until the first, after which a core is taken to hang: on a GPU it compiles kernels.
-FIRST_STEP_TIMEOUT = 900.0
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -198,10 +197,9 @@ class Replicas:
             self._watchdog.cancel()
         await asyncio.gather(*(core.client.close() for core in self._cores))
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Ends all cores at once."""
-        for core in self._cores:
-            core.client.kill()
+        await asyncio.gather(*(core.client.kill() for core in self._cores))
 
 
 async def _ignore(step: StepDone) -> None:

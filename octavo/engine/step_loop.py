@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.engine_outputs import EngineCoreOutputs
+from octavo.core.errors import SequenceError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 
@@ -97,7 +98,7 @@ class StepLoop:
         except Exception as e:
             logger.exception("step %d failed", plan.step)
             del pending  # as in ``_submit``
-            return self._fail(plan, f"the step failed: {type(e).__name__}: {e}")
+            return self._fail(plan, e)
         except BaseException:
             self._in_flight.appendleft((plan, _interrupted()))
             raise
@@ -109,8 +110,10 @@ class StepLoop:
         times.idle += result.idle_seconds
         return self.scheduler.update(plan, result)
 
-    def _fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
+    def _fail(self, plan: StepPlan, error: Exception) -> EngineCoreOutputs:
         """Ends the requests of the plan and of the plans after it, which build on it."""
+        message = f"the step failed: {type(error).__name__}: {error}"
+        failed_at = self._group_of(error.seq_id) if isinstance(error, SequenceError) else None
         outputs = self.scheduler.fail(plan, message)
         while self._in_flight:
             later, pending = self._in_flight.popleft()
@@ -119,8 +122,16 @@ class StepLoop:
             except Exception as e:
                 logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
             outputs.groups += self.scheduler.fail(later, message).groups
+        for output in outputs.groups:
+            if failed_at is not None and output.error == message:
+                whose = "this request" if output.group_id == failed_at else "another request"
+                output.error = f"the step failed at {whose}: {error}"
         self.executor.check_health()
         return outputs
+
+    def _group_of(self, seq_id: int | None) -> int | None:
+        groups = self.scheduler.queues.groups.values()
+        return next((g.group_id for g in groups if any(s.seq_id == seq_id for s in g.seqs)), None)
 
 
 class _Failed:

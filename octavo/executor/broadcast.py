@@ -40,7 +40,11 @@ def shared_memory(size: int) -> int:
 
 
 class Broadcast:
-    """The executor's side."""
+    """The executor's side.
+
+    An exception within ``send`` or ``receive`` that is none of theirs, such as KeyboardInterrupt, loses the place in
+    the stream of bytes: it must be held back, or be the end of the workers.
+    """
 
     def __init__(self, sockets: Sequence[socket.socket], memory: int | None) -> None:
         """``sockets`` lead to the workers, by rank; ``memory`` is a ``shared_memory`` of ``SLOTS * SLOT_BYTES``.

@@ -7,15 +7,17 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError, reported_error
+from octavo.core.errors import ConfigError, EngineDeadError, SequenceError, reported_error
+from octavo.core.interrupts import HeldInterrupts
 from octavo.core.model_config import ModelConfig
+from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.broadcast import SLOTS, Broadcast
@@ -51,13 +53,17 @@ class RemoteExecutor(Executor):
         self._broadcast: Broadcast | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)
-        #: Messages sent, and answers received of each worker; those that were not asked for yet, by message.
+        #: Messages sent, and answers received of each worker; messages whose answers are still wanted, and those that
+        #: have come.
         self._sent = 0
         self._received = [0] * self._layout.world_size
+        self._wanted: set[int] = set()
         self._answers: list[dict[int, tuple[int, bytes]]] = [{} for _ in self._received]
         self._sampled = SampledTokens(self.num_stages)
         self._reports = WorkerReports(self._layout.world_size)
         self._lost: EngineDeadError | None = None
+        #: Seconds that a step may take.
+        self._patience = max(options.step_timeout, FIRST_STEP_TIMEOUT)
 
     @abstractmethod
     def _exit_reason(self, rank: int | None = None) -> str:
@@ -97,7 +103,8 @@ class RemoteExecutor(Executor):
 
     def receive_step(self, number: int) -> StepResult:
         """The result of message ``number``, a step."""
-        answers = self._receive(number)
+        answers = self._receive(number, self._patience)
+        self._patience = self._options.step_timeout
         for rank, (kind, content) in enumerate(answers):
             if kind == FAILED and len(answers) == 1:
                 raise _error(content)
@@ -127,12 +134,27 @@ class RemoteExecutor(Executor):
         broadcast = self._alive()
         while self._sent - min(self._received) >= SLOTS:
             self._pump([rank for rank, count in enumerate(self._received) if self._sent - count >= SLOTS], None)
-        try:
+        with self._whole_message():
             broadcast.send(data)
-        except ConnectionError:
-            raise self._lose(self._exit_reason()) from None
-        self._sent += 1
+            self._sent += 1
+            self._wanted.add(self._sent)
         return self._sent
+
+    @contextlib.contextmanager
+    def _whole_message(self, rank: int | None = None) -> Iterator[None]:
+        """Sends or receives one as a whole, or ends the workers: nobody could tell where the next begins.
+
+        Raises:
+            EngineDeadError: the worker ``rank`` is lost, or any.
+        """
+        with HeldInterrupts():
+            try:
+                yield
+            except ConnectionError:
+                raise self._lose(self._exit_reason(rank)) from None
+            except BaseException as e:  # of a signal handler of the program
+                self._lose(f"{type(e).__name__} was raised in the middle of a message")
+                raise
 
     def _receive(self, number: int, timeout: float | None = None) -> list[tuple[int, bytes]]:
         """The answers of all workers to message ``number``, by rank.
@@ -145,20 +167,26 @@ class RemoteExecutor(Executor):
         self._alive()
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: tuple[int, bytes] | None = None
-        while missing := [rank for rank, count in enumerate(self._received) if count < number]:
-            failure = failure or self._find_failure(number)
-            if failure is not None:
-                deadline = min(deadline or math.inf, time.monotonic() + _GRACE)
-            try:
-                self._pump(missing, None if deadline is None else deadline - time.monotonic())
-            except TimeoutError:
-                if failure is None:
-                    self._lose(f"workers {missing} have not answered within {timeout} s")
-                    raise TimeoutError(f"workers {missing} have not answered within {timeout} s") from None
-                error = _error(failure[1])
-                self._lose(f"worker {failure[0]} failed: {error}")
-                raise error from None
-        return [answers.pop(number) for answers in self._answers]
+        try:
+            while missing := [rank for rank, count in enumerate(self._received) if count < number]:
+                failure = failure or self._find_failure(number)
+                if failure is not None:
+                    deadline = min(deadline or math.inf, time.monotonic() + _GRACE)
+                try:
+                    self._pump(missing, None if deadline is None else deadline - time.monotonic())
+                except TimeoutError:
+                    if failure is None:
+                        silent = f"workers {missing} have not answered within {timeout:g} s"
+                        self._lose(silent)
+                        raise TimeoutError(silent) from None
+                    error = _error(failure[1])
+                    self._lose(f"worker {failure[0]} failed: {error}")
+                    raise error from None
+            return [answers[number] for answers in self._answers]
+        finally:  # what comes after an interrupt is dropped
+            self._wanted.discard(number)
+            for answers in self._answers:
+                answers.pop(number, None)
 
     def _find_failure(self, number: int) -> tuple[int, bytes] | None:
         """The worker that has answered message ``number`` with an error, and the error, if there is one."""
@@ -172,16 +200,15 @@ class RemoteExecutor(Executor):
         """Takes what at least one of these workers has sent."""
         broadcast = self._alive()
         for rank in broadcast.wait(ranks, timeout):
-            try:
+            with self._whole_message(rank):
                 kind, content = broadcast.receive(rank)
-            except ConnectionError:
-                raise self._lose(self._exit_reason(rank)) from None
+                if kind != LOG:
+                    self._received[rank] += 1
+                    if self._received[rank] in self._wanted:
+                        self._answers[rank][self._received[rank]] = kind, content
             if kind == LOG:
                 message = msgspec.msgpack.decode(content, type=Log)
                 logger.log(message.level, "%s", message.text)
-            else:
-                self._received[rank] += 1
-                self._answers[rank][self._received[rank]] = kind, content
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -228,4 +255,7 @@ class _PendingStep:
 def _error(content: bytes) -> Exception:
     """The exception of a ``Failure``."""
     failure = msgspec.msgpack.decode(content, type=Failure)
-    return reported_error(failure.kind, failure.message)
+    error = reported_error(failure.kind, failure.message)
+    if isinstance(error, SequenceError):
+        error.seq_id = failure.seq_id
+    return error

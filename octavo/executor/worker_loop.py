@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import OctavoError
+from octavo.core.errors import OctavoError, SequenceError
 from octavo.core.plan import StepPlan
 from octavo.executor.broadcast import Receiver
 from octavo.executor.rank_check import RankCheck
@@ -50,10 +50,11 @@ Message = WorkerStart | Step | Call
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception of a worker: the name of its class, and its message."""
+    """An exception of a worker: the name of its class, its message, and of a ``SequenceError`` the sequence."""
 
     kind: str
     message: str
+    seq_id: int | None = None
 
 
 class Log(msgspec.Struct, array_like=True):
@@ -135,9 +136,10 @@ class WorkerLoop:
         self._answer(DONE, b"" if answer is None else self._encoder.encode(answer))
 
     def _fail(self, error: Exception) -> None:
-        if not isinstance(error, OctavoError):
+        if not isinstance(error, OctavoError) or isinstance(error, SequenceError):
             logging.getLogger("octavo").error("worker %d failed", self._rank, exc_info=error)
-        self._answer(FAILED, self._encoder.encode(Failure(type(error).__name__, str(error))))
+        failure = Failure(type(error).__name__, str(error), getattr(error, "seq_id", None))
+        self._answer(FAILED, self._encoder.encode(failure))
 
     def _answer(self, kind: int, content: bytes) -> None:
         with self._lock:  # any thread may log

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from octavo.core.config import EngineConfig
+from octavo.core.errors import SequenceError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
@@ -456,14 +457,17 @@ class ModelRunner:
                     self._prompt_adapters.forget(seq_id)
 
     def _change_rows(self, plan: StepPlan) -> None:
-        for sequence in plan.new:
-            row = self._batch.add(sequence, self._slot_of(sequence.adapter))
-            self._sampler.add(row, sequence, self._grammars.find(sequence.task))
-            if self._drafter is not None:
-                self._drafter.add(row)
-            if self._prompt_adapters is not None:
-                self._prompt_adapters.add(sequence, row, self._batch.tokens)
-            self._prompts.add(sequence)
+        try:
+            for sequence in plan.new:
+                row = self._batch.add(sequence, self._slot_of(sequence.adapter))
+                self._sampler.add(row, sequence, self._grammars.find(sequence.task))
+                if self._drafter is not None:
+                    self._drafter.add(row)
+                if self._prompt_adapters is not None:
+                    self._prompt_adapters.add(sequence, row, self._batch.tokens)
+                self._prompts.add(sequence)
+        except Exception as e:
+            raise SequenceError.of(sequence.seq_id, e) from e
         if self._in_flight and (plan.forks or plan.new_tokens):
             self._require_known([fork.parent for fork in plan.forks] + list(plan.new_tokens))
         for fork in plan.forks:

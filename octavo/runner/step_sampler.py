@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from octavo.core.errors import SequenceError
 from octavo.kernels.forward_batch import ForwardOutput
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.step_inputs import StepInputs
+from octavo.sampling.logits_processors import RowFailure
 from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.sampler import Sampler
 
@@ -47,7 +49,10 @@ class StepSampler:
             for earlier in self._in_flight:
                 earlier.receive()
         if output.most_likely is None:
-            sample = self._sampler.start(output.logits, sampled, positions)
+            try:
+                sample = self._sampler.start(output.logits, sampled, positions)
+            except RowFailure as e:
+                raise SequenceError.of(seq_ids[rows.tolist().index(e.row)], e.error) from e.error
         else:
             sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)

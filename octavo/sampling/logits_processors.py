@@ -33,6 +33,14 @@ class RowError(Exception):
     """One sequence cannot continue; the message says why."""
 
 
+class RowFailure(Exception):
+    """What was raised while one row was processed, by a fault that is not the request's: nothing of the step counts."""
+
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(f"row {row}: {type(error).__name__}: {error}")
+        self.row, self.error = row, error
+
+
 class SequenceProcessor:
     """A processor of one sequence (``LogitsProcessor`` is a user's callable).
 

@@ -14,7 +14,7 @@ from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors, RowError
+from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors, RowError, RowFailure
 from octavo.sampling.outputs import PendingSamplerOutput
 from octavo.sampling.token_table import TokenTable
 
@@ -157,6 +157,9 @@ class Sampler:
             rows: [n], the row of each. A row may occur several times, with different positions (to verify drafts).
             positions: [n], position of each sampled token in its sequence; by default ``tokens.num_tokens[rows]``.
                 Tokens of the table from ``tokens.num_tokens[row]`` up to the position may be replaced later (drafts).
+
+        Raises:
+            RowFailure: a row's processors failed, for another reason than the row's own (``RowError``).
         """
         backend = self._backend
         logits = backend.prepare(logits)
@@ -275,6 +278,8 @@ class Sampler:
                             bound[i] = processors.grammar
                 except RowError as error:
                     failed[i] = str(error)
+                except Exception as error:
+                    raise RowFailure(row, error) from error
                 else:
                     if bits is not None:
                         masks[i] = bits

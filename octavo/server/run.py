@@ -157,7 +157,7 @@ async def _serve(
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
 
-    started = asyncio.ensure_future(AsyncLLM.start(config, process, step_timeout=options.step_timeout))
+    started = asyncio.ensure_future(AsyncLLM.start(config, process))
     try:
         await asyncio.to_thread(_import_libraries)
         llm = await started

@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -532,7 +533,7 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
 def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
     async def test() -> None:
         process = CoreProcess()
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS), process, step_timeout=2.0)
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), step_timeout=2.0, **OPTIONS), process)
         await last(llm, "a", "Hello", LONG)
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(4.0)  # nothing is asked of it
@@ -553,7 +554,7 @@ def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
 def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         process = CoreProcess()
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS), process, step_timeout=0.2)
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), step_timeout=0.2, **OPTIONS), process)
         os.kill(process.pid, signal.SIGSTOP)
         stream = await llm.submit("a", "Hello", LONG)
         await asyncio.sleep(1.0)
@@ -610,6 +611,29 @@ def test_a_start_that_is_given_up_leaves_nothing(tiny_model: Path) -> None:
                 await AsyncLLM.start(make_config(model=str(tiny_model)), process)
         assert not psutil.pid_exists(process.pid)
         assert not process.folder.exists()
+
+    run(test)
+
+
+def test_the_event_loop_goes_on_while_the_end_of_a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        process, asked, may_end = CoreProcess(), threading.Event(), threading.Event()
+        kill, went_on = process.kill, []
+
+        def slow_kill() -> None:
+            asked.set()
+            went_on.append(may_end.wait(20.0))
+            kill()
+
+        monkeypatch.setattr(process, "kill", slow_kill)
+        start = asyncio.create_task(AsyncLLM.start(make_config(model="no-such-model"), process))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        may_end.set()
+        with pytest.raises(ModelNotFoundError):
+            await start
+        assert all(went_on)
+        assert not psutil.pid_exists(process.pid)
 
     run(test)
 

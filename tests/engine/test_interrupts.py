@@ -74,7 +74,7 @@ def was_interrupted(llm: LLM, seconds: float) -> bool:
 
 
 @pytest.mark.usefixtures("python_handler")
-@pytest.mark.parametrize("moments", [300, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [150, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_at_a_random_moment_leaves_the_engine_as_it_was(
     tiny_model: Path, ahead: bool, moments: int
