@@ -138,17 +138,25 @@ class CacheOptions(OptionPart):
         "of the free memory (gpu_memory_utilization).",
     )
     num_gpu_blocks_override: int | None = Field(
-        None, ge=1, description="Number of KV cache blocks, instead of the number that the free memory gives."
+        None,
+        ge=1,
+        description="Number of KV cache blocks, instead of the number that the free memory gives; refused if they do "
+        "not fit.",
     )
     swap_space: float | None = Field(
         None,
         ge=0,
         allow_inf_nan=False,
         description="Host memory for the KV cache blocks of preempted requests, in GiB, divided among the workers of a "
-        "machine; default: 4, or a tenth of the free memory if that is less; none if no option moves blocks there.",
+        "machine; default: 4, or a tenth of the free memory if that is less, and on a GPU no more blocks than its KV "
+        "cache has unless host_prefix_cache uses them; none if no option moves blocks there. On a CPU it is left out "
+        "of what the KV cache gets.",
     )
     num_host_blocks_override: int | None = Field(
-        None, ge=0, description="Number of host blocks for preempted requests, instead of what swap_space gives."
+        None,
+        ge=0,
+        description="Number of host blocks for preempted requests, instead of what swap_space gives; refused if they "
+        "do not fit.",
     )
     watermark: float = Field(
         0.01,

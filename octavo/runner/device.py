@@ -32,6 +32,8 @@ class Device(ABC):
         self._options, self._config, self._share = options, config, share
         #: Bytes of host memory that are kept for adapters.
         self.reserved = 0
+        #: KV cache blocks of each group in memory of the device's own.
+        self._own_blocks: list[int] | None = None
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -50,14 +52,15 @@ class Device(ABC):
         """
 
     def num_host_blocks(self, layout: KVLayout, max_model_len: int) -> list[int]:
-        """Blocks of host memory for preempted requests; see ``memory.num_host_blocks``."""
+        """Blocks of host memory for preempted requests; see ``memory.num_host_blocks``. ``cache_size`` comes first."""
         return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
         return max(0, memory.free_for_caches(self._config, self._options, self._share) - self.reserved)
 
     def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:
-        return memory.num_host_blocks(layout, self._options, free, max_model_len, self._share.local_size)
+        workers, own = self._share.local_size, self._own_blocks
+        return memory.num_host_blocks(layout, self._options, free, max_model_len, workers, own)
 
     @abstractmethod
     def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
@@ -131,11 +134,11 @@ class CudaDevice(Device):
         self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
     ) -> CacheSize:
         """See ``memory.gpu_cache_size``; the largest step is measured."""
-        peak = 0
-        if self._options.num_gpu_blocks_override is None:
-            peak = memory.measure_peak(run_largest_step, self._memory)
+        peak = memory.measure_peak(run_largest_step, self._memory)
         total = self._memory.total()
-        return memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
+        size = memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
+        self._own_blocks = size.num_blocks
+        return size
 
     def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """In one copy from pinned memory."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -104,23 +104,35 @@ def free_for_caches(config: ModelConfig, options: EngineConfig, share: WorkerSha
 
 
 def num_host_blocks(
-    layout: KVLayout, options: EngineConfig, free: int, max_model_len: int, workers: int = 1
+    layout: KVLayout,
+    options: EngineConfig,
+    free: int,
+    max_model_len: int,
+    workers: int = 1,
+    device_blocks: Sequence[int] | None = None,
 ) -> list[int]:
     """Host blocks of each KV group for what preempted requests hold, of ``free`` bytes of host memory.
 
     ``layout`` and ``free`` are those of one of the machine's ``workers``, which divide ``swap_space``.
+    ``device_blocks``: of each group, of a device with memory of its own.
 
     None if the options never move a block there. ``num_host_blocks_override`` if given: with several groups, the memory
     of so many blocks of each. Else as many as ``swap_space`` holds, by default 4 GiB or a tenth of what is free if that
-    is less; and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens could use.
+    is less; and never more than ``max_num_seqs`` sequences of ``max_model_len`` tokens could use. By default no more
+    than ``device_blocks`` either: what is preempted was on the device (Kwon et al. 2023, section 4.5), and more would
+    let swapping win by memory that the device does not have; a ``host_prefix_cache`` uses them all.
 
     Raises:
-        InsufficientMemoryError: the ``swap_space`` that was asked for is more than what is free.
+        InsufficientMemoryError: what was asked for is more than what is free.
     """
     if not options.moves_blocks_to_host:
         return [0] * len(layout.windows)
-    if options.num_host_blocks_override is not None:
-        return _override(layout, options.num_host_blocks_override, max_model_len)
+    if (override := options.num_host_blocks_override) is not None:
+        counts = _override(layout, override, max_model_len)
+        _check_override(
+            "num_host_blocks_override", override, layout.size(counts), free, "the weights and the largest step"
+        )
+        return counts
     free *= workers
     given = options.swap_space
     space = min(_DEFAULT_SWAP_SPACE, free // 10) if given is None else int(given * GIB)
@@ -129,7 +141,20 @@ def num_host_blocks(
             f"swap_space={options.swap_space:g} GiB is more than the {free / GIB:.3f} GiB that are free beside the "
             "weights and the largest step's activations; lower it (0: preempted requests are recomputed)"
         )
-    return layout.split(space // workers, layout.longest(space // workers, max_model_len))
+    counts = layout.split(space // workers, layout.longest(space // workers, max_model_len))
+    if device_blocks is None or options.swap_space is not None or options.host_prefix_cache:
+        return counts
+    return [*map(min, counts, device_blocks)]
+
+
+def _check_override(option: str, num_blocks: int, needed: int, free: int, beside: str) -> None:
+    """Refuses a number of blocks that was asked for and takes more bytes than are free."""
+    free = max(0, free)
+    if needed > free:
+        raise InsufficientMemoryError(
+            f"{option}={num_blocks} takes {needed / GIB:.3f} GiB, but only {free / GIB:.3f} GiB are free beside "
+            f"{beside}; at most {num_blocks * free // needed} fit"
+        )
 
 
 def _override(layout: KVLayout, num_blocks: int, max_model_len: int) -> list[int]:
@@ -155,9 +180,10 @@ def cache_size(
 ) -> CacheSize:
     """The KV cache on a CPU, of ``free`` bytes of its memory, for sequences of up to ``max_model_len`` tokens.
 
-    ``num_gpu_blocks_override`` blocks if given: with several groups, the memory of so many blocks of each. Else those
-    of ``kv_cache_memory_bytes``, or of the share ``gpu_memory_utilization`` of what is free, less ``position_bytes``
-    for each position of the longest sequence; and never more than ``max_num_seqs`` sequences of full length could use.
+    ``num_gpu_blocks_override`` blocks if given, and if they fit: with several groups, the memory of so many blocks of
+    each. Else those of ``kv_cache_memory_bytes``, or of the share ``gpu_memory_utilization`` of what is free, less
+    ``position_bytes`` for each position of the longest sequence; and never more than ``max_num_seqs`` sequences of full
+    length could use.
 
     Raises:
         InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits though that length was asked for, or
@@ -169,6 +195,7 @@ def cache_size(
         free,
         f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB that are free beside the weights, the "
         "largest step and the swap space gives",
+        "the weights, the largest step and the swap space",
     )
     return _size_within(layout, options, budget, max_model_len, position_bytes)
 
@@ -190,6 +217,7 @@ def gpu_cache_size(
         total - peak,
         f"gpu_memory_utilization={share} of the GPU's {total / GIB:.3f} GiB, less {peak / GIB:.3f} GiB for weights and "
         "the largest step, leaves",
+        "the weights and the largest step",
     )
     return _size_within(layout, options, budget, max_model_len, position_bytes)
 
@@ -200,8 +228,9 @@ class _Budget:
 
     meant: int
     free: int
-    #: Says in an error where ``meant`` comes from.
+    #: Say in an error where ``meant`` comes from, and what ``free`` is beside.
     source: str
+    beside: str
 
 
 def _size_within(
@@ -211,13 +240,15 @@ def _size_within(
         max_model_len = min(max_model_len, _LONGEST_CONTEXT)
     if (override := options.num_gpu_blocks_override) is not None:
         longest = layout.longest(override * sum(layout.block_bytes), max_model_len)
-        return CacheSize(longest, _override(layout, override, max_model_len))
+        counts = _override(layout, override, max_model_len)
+        _check_override("num_gpu_blocks_override", override, layout.size(counts), given.free, given.beside)
+        return CacheSize(longest, counts)
     asked, budget, source = options.kv_cache_memory_bytes, given.meant, given.source
     if asked is not None:
         if asked > given.free:
             raise InsufficientMemoryError(
                 f"kv_cache_memory_bytes={asked} ({asked / GIB:.3f} GiB) is more than the "
-                f"{max(0, given.free) / GIB:.3f} GiB that are free beside the weights and the largest step; lower it"
+                f"{max(0, given.free) / GIB:.3f} GiB that are free beside {given.beside}; lower it"
             )
         budget, source = asked, f"kv_cache_memory_bytes={asked} is"
     else:

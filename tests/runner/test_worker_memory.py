@@ -142,6 +142,37 @@ def test_a_long_sequence_needs_windows_only_where_there_are_windows() -> None:
     assert 2048 < longest.max_model_len < 16384
 
 
+def test_blocks_that_were_asked_for_and_do_not_fit_are_refused_with_the_figures() -> None:
+    asked = options(num_gpu_blocks_override=600)
+    assert cache_blocks(asked, GIB, 10**6) == [600]
+    with pytest.raises(
+        InsufficientMemoryError,
+        match=r"num_gpu_blocks_override=600 takes 0.586 GiB, but only 0.500 GiB are free beside the weights, the "
+        r"largest step and the swap space; at most 512 fit",
+    ):
+        cache_blocks(asked, GIB // 2, 10**6)
+    layout = KVLayout.of([(1 << 20, None)], asked, 512)
+    assert memory.gpu_cache_size(layout, asked, 2 * GIB, GIB, 10**6).num_blocks == [600]
+    with pytest.raises(InsufficientMemoryError, match=r"only 0.250 GiB are free beside the weights and the largest"):
+        memory.gpu_cache_size(layout, asked, 2 * GIB, 7 * GIB // 4, 10**6)
+    with pytest.raises(InsufficientMemoryError, match=r"at most 512 fit"):
+        cache_blocks(asked, GIB, 10**6, ((1 << 20, None), (1 << 20, 64)))
+    with pytest.raises(InsufficientMemoryError, match=r"num_host_blocks_override=7 takes .* at most 3 fit"):
+        host_blocks(options(num_host_blocks_override=7), GIB // 8, GIB // 2 - 1)
+
+
+def test_a_device_with_memory_of_its_own_has_no_more_host_blocks_than_blocks_by_default() -> None:
+    def blocks(**values: Any) -> list[int]:
+        given = options(**values)
+        layout = KVLayout.of([(1 << 20, None), (1 << 18, 64)], given, 512)
+        return memory.num_host_blocks(layout, given, 100 * GIB, 128, device_blocks=[20, 9])
+
+    assert blocks() == [20, 9]
+    for asked in ({"swap_space": 1}, {"host_prefix_cache": True}):
+        on_host = blocks(**asked)
+        assert on_host[0] == 80 and on_host[1] > 9, "as was asked for"
+
+
 def test_windows_alone_set_no_limit_to_the_length_of_a_sequence() -> None:
     few, endless = options(num_gpu_blocks_override=24), 10**12
     layout = KVLayout.of([(1 << 20, 256)], few, 512)
