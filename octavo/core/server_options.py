@@ -111,6 +111,24 @@ class ServerOptions(BaseModel):
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds from the arrival of a request to the end of its answer."
     )
+    max_connections: int = Field(
+        8192,
+        ge=1,
+        description="Most connections that are open at once; further ones wait until one closes. Fewer where the limit "
+        "on open files (ulimit -n) is lower.",
+    )
+    max_connections_per_address: int | None = Field(
+        None,
+        ge=1,
+        description="Most connections from one address (of IPv6: from one /64); further ones are closed. Default: half "
+        "of max_connections; behind a proxy, which is one address, give it as many.",
+    )
+    header_timeout: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds that a client may take to send the head of a request, from the beginning of its "
+        "connection or, on one that is kept open, from the first byte.",
+    )
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may take to send a request's body.")
     stall_timeout: float = Field(
         60.0, ge=1, description="Seconds after which the connection of a client that reads nothing is closed."

@@ -38,6 +38,8 @@ class ContentDelta:
     """More of the answer's text."""
 
     text: str
+    #: Where it ends in all text of the choice, marks and reasoning included, in characters.
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class ChatParser:
         #: Tokens up to the end of the reasoning, and the end of their text while that has not come.
         self._num_tokens = 0
         self._tail: str | None = ""
+        #: Characters of the text so far, and of what of it followed the reasoning.
+        self._length = self._answered = 0
 
     @property
     def reasoning_tokens(self) -> int:
@@ -122,15 +126,20 @@ class ChatParser:
     def feed(self, text: str, token_ids: Sequence[int], finished: bool) -> list[ChatEvent]:
         """What is new. ``text`` and ``token_ids``: added since the last call; ``finished``: nothing follows."""
         events: list[ChatEvent] = []
+        self._length += len(text)
         if self._reasoning is not None:
             self._count(self._reasoning, token_ids)
             thought, text = self._reasoning.feed(text, finished)
             if thought:
                 events.append(ReasoningDelta(thought))
-        if self._tools is not None:
-            events += self._tools.feed(text, finished)
-        elif text:
-            events.append(ContentDelta(text))
+        self._answered += len(text)
+        if self._tools is None:
+            return [*events, ContentDelta(text, self._length)] if text else events
+        # Nothing is left out after the first character of the answer.
+        skipped = self._length - self._answered
+        for event in self._tools.feed(text, finished):
+            is_content = isinstance(event, ContentDelta)
+            events.append(ContentDelta(event.text, skipped + event.end) if is_content else event)
         return events
 
     def _count(self, reasoning: ReasoningParser, token_ids: Sequence[int]) -> None:

@@ -68,6 +68,63 @@ class LogprobsTracker:
         return ready
 
 
+class TextLogprobs:
+    """Which tokens the texts of a choice are made of, where some of what the model writes is reasoning, calls or marks.
+
+    Invariant: a token is given once, when the last of its text is, or with ``rest`` of the text that ends within it.
+    Tokens whose text is in none, such as the one that ends the choice, are not given.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        visible_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        """As of ``LogprobsTracker``."""
+        self._skipped = tokenizer.special_ids - visible_tokens if skip_special_tokens else frozenset[int]()
+        self._stream = TextStream(
+            tokenizer, before, skip_special_tokens=skip_special_tokens, visible_tokens=visible_tokens
+        )
+        #: (end of its text, the tokens that it is made of) of whole characters not asked for yet; then of one begun.
+        self._held: deque[tuple[int, list[Token]]] = deque()
+        self._begun: list[Token] = []
+        self._end = 0
+
+    def add(self, added: CompletionOutput) -> None:
+        """Tokens were generated."""
+        for token_id, logprobs in zip(added.token_ids, added.logprobs or (), strict=True):
+            if token_id in self._skipped:
+                continue
+            self._begun.append(Token(token_id, self._end, logprobs))
+            if text := self._stream.push(token_id):
+                self._end += len(text)
+                self._held.append((self._end, self._begun))
+                self._begun = []
+
+    def take(self, start: int, end: int) -> list[Token]:
+        """The tokens whose text ends within that from ``start`` to ``end``; earlier ones are forgotten."""
+        found: list[Token] = []
+        while self._held and self._held[0][0] <= end:
+            token_end, tokens = self._held.popleft()
+            if token_end > start:
+                found += tokens
+        return found
+
+    def rest(self, end: int) -> list[Token]:
+        """The tokens of which only a beginning is within the text that ends at ``end``; nothing follows in it."""
+        tokens = self._held[0][1] if self._held else self._begun
+        if not tokens or tokens[0].offset >= end:
+            return []
+        if self._held:
+            self._held.popleft()
+        else:
+            self._begun = []
+        return tokens
+
+
 def make_chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> ChoiceLogprobs:
     """Logprobs in the format of chat completions, with the ``top`` most likely tokens at each position."""
     content = []

@@ -58,6 +58,7 @@ class RequestMiddleware:
 
         self._metrics.http_started()
         try:
+            _check_framing(scope)
             await self.app(scope, receive, send_with_id)
         except Exception as e:
             error = as_api_error(e)
@@ -71,6 +72,20 @@ class RequestMiddleware:
                 fields = server_logging.log_fields(scope)
                 server_logging.log_access(scope["method"], scope["path"], status or 499, seconds, client, **fields)
             server_logging.request_id.reset(token)
+
+
+def _check_framing(scope: Scope) -> None:
+    """Refuses a request whose end two headers tell differently.
+
+    A proxy that goes by the other header sees another next request: one that it has not checked (RFC 9112, 6.3).
+
+    Raises:
+        ApiError: 400.
+    """
+    headers = Headers(scope=scope)
+    if "content-length" in headers and "transfer-encoding" in headers:
+        message = "a request has Content-Length or Transfer-Encoding, not both"
+        raise ApiError(400, message, code="invalid_framing", headers=_CLOSE)
 
 
 class BodyLimitMiddleware:

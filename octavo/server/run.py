@@ -202,24 +202,47 @@ async def _serve_engine(
 
 def _import_libraries() -> None:
     """Imports the HTTP libraries, some 0.5 s, while the engine loads."""
-    for name in ("octavo.server.app", "uvicorn.lifespan.off", "uvicorn.protocols.http.auto"):
+    for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.connections"):
         importlib.import_module(name)
 
 
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
     import uvicorn
 
+    from octavo.server.connections import Acceptor, connection_limits
+    from octavo.server.http_protocol import HttpProtocol
+
     class Server(uvicorn.Server):
-        """uvicorn's server without its signal handling, which ends by the signal and not with an exit code."""
+        """uvicorn's server with an acceptor of our own, and without its signal handling, which ends by the signal and
+        not with an exit code."""
+
+        acceptor: Acceptor | None = None
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            for sock in sockets or ():
-                logger.info("serving %s on %s", ", ".join(names), _url(sock, options))
+            await super().startup([])
+            [sock] = sockets or []
+            limit, limit_by_address = connection_limits(options)
+            self.acceptor = Acceptor(
+                sock,
+                lambda: HttpProtocol(
+                    self.config, self.server_state, self.lifespan.state, header_timeout=options.header_timeout
+                ),
+                limit=limit,
+                limit_by_address=limit_by_address,
+                tls=self.config.ssl,
+                handshake_timeout=options.header_timeout,
+            )
+            self.acceptor.start(BACKLOG)
+            logger.info("serving %s on %s", ", ".join(names), _url(sock, options))
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if self.acceptor is not None:
+                self.acceptor.close()
+            await super().shutdown(sockets)
 
     return Server(
         uvicorn.Config(
@@ -230,7 +253,7 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
+            http=HttpProtocol,
             timeout_keep_alive=options.keep_alive_timeout,
             timeout_graceful_shutdown=int(options.shutdown_timeout + FLUSH) + 1,
             ssl_certfile=options.tls_cert,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,13 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from octavo.core.outputs import CompletionOutput, Logprob
+from octavo.engine.text_stream import TextStream
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.loader.byte_level import byte_alphabet
 from octavo.server.chat_output import (
     ChatEvent,
+    ChatParser,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
@@ -22,10 +29,12 @@ from octavo.server.chat_output import (
     collect,
 )
 from octavo.server.errors import ApiError
+from octavo.server.logprobs import TextLogprobs, make_chat_logprobs
 from octavo.server.messages.events import GrowingMessage
 from octavo.server.messages.protocol import MessageObject, MessageUsage
 from octavo.server.messages.protocol import OutputTokensDetails as ThinkingDetails
-from octavo.server.protocol import TokenLogprob
+from octavo.server.reasoning_parsers import Think
+from octavo.server.reasoning_parsers.base import Thinking
 from octavo.server.responses.events import GrowingResponse
 from octavo.server.responses.items import messages_of
 from octavo.server.responses.protocol import (
@@ -34,6 +43,7 @@ from octavo.server.responses.protocol import (
     ResponseObject,
     ResponseUsage,
 )
+from octavo.server.tool_parsers.json_calls import Hermes
 
 OPENAI: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ANTHROPIC: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -131,7 +141,7 @@ def test_the_events_of_a_response_add_up_to_it(steps: list[list[ChatEvent]], is_
     growing = begun()
     events = growing.begin()
     for step in steps:
-        events += growing.add(step, [])
+        events += growing.add(step)
     events += growing.end(USAGE, is_whole=is_whole)
     for number, event in enumerate(events):
         OPENAI.validate_python(event, strict=True)
@@ -171,7 +181,7 @@ def test_reasoning_a_text_and_calls_in_a_row_are_one_message() -> None:
         ReasoningDelta("hm"), ContentDelta("so"), ToolCallStart(0, "a", "f"), ToolCallArguments(0, "{}"),
         ToolCallStart(1, "b", "g"), ToolCallArguments(1, '{"x": 1}'),
     ]  # fmt: skip
-    growing.add(steps, [])
+    growing.add(steps)
     growing.end(USAGE, is_whole=True)
     outputs = [{"type": "function_call_output", "call_id": call, "output": "1"} for call in ("a", "b")]
     [message, *results] = messages_of([*growing.response.model_dump()["output"], *outputs], [])
@@ -185,7 +195,7 @@ def test_reasoning_a_text_and_calls_in_a_row_are_one_message() -> None:
 
 def test_a_response_that_fails_closes_what_is_open() -> None:
     growing = begun()
-    events = [*growing.begin(), *growing.add([ContentDelta("a")], [])]
+    events = [*growing.begin(), *growing.add([ContentDelta("a")])]
     for status, code in ((500, "server_error"), (429, "rate_limit_exceeded"), (400, "invalid_prompt")):
         growing.response.status = "in_progress"
         events += growing.fail(ApiError(status, "no"))
@@ -195,15 +205,76 @@ def test_a_response_that_fails_closes_what_is_open() -> None:
     assert added_up(events)[0]["status"] == "incomplete"
 
 
-def test_logprobs_come_with_the_text_and_the_last_ones_with_its_end() -> None:
-    entries = [TokenLogprob(token=t, bytes=[1], logprob=-1.0, top_logprobs=[]) for t in "abc"]
-    growing = begun()
-    first = growing.add([ContentDelta("a")], entries[:1])
-    rest = [*growing.add([ContentDelta("b")], entries[1:2]), *growing.add([], entries[2:])]
-    ended = growing.end(USAGE, is_whole=True)
-    deltas = [event for event in [*first, *rest] if event["type"] == "response.output_text.delta"]
-    assert [entry["token"] for event in deltas for entry in event["logprobs"]] == ["a", "b"]
-    assert [entry["token"] for entry in ended[0]["logprobs"]] == ["a", "b", "c"]
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> Tokenizer:
+    return load_tokenizer(demo_model)
+
+
+PARTS = st.lists(st.sampled_from(["é", "word", " two words", "\n", "<", "</thin", "{", " 🙂"]), max_size=6).map("".join)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@settings(deadline=None, max_examples=60)
+@given(PARTS, st.lists(st.one_of(PARTS, st.just(CALL)), max_size=4), st.booleans(), st.randoms(use_true_random=False))
+def test_logprobs_are_those_of_the_texts_tokens(
+    tokenizer: Tokenizer, thought: str, answer: list[str], by_byte: bool, cuts: random.Random
+) -> None:
+    """However the text comes, and whatever of it is held back, is reasoning, a mark or a call."""
+    text = f"<think>{thought}</think>\n\n" + "\n".join(answer)
+    alphabet = byte_alphabet()
+    letters = {byte: letter for letter, byte in alphabet.items()}
+    ids = (
+        [tokenizer.convert_tokens_to_ids(letters[byte]) for byte in text.encode()]
+        if by_byte
+        else tokenizer.encode(text, add_special_tokens=False)
+    )
+    token_ids = [*(i for i in ids if i is not None), min(tokenizer.special_ids)]
+    whole = grown(tokenizer, text, token_ids, [len(token_ids)], cuts)
+    ends = [*sorted(cuts.sample(range(len(token_ids)), min(5, len(token_ids)))), len(token_ids)]
+    events = grown(tokenizer, text, token_ids, ends, cuts)
+    output = events[-1]["response"]["output"]
+    assert [without_ids(item) for item in output] == [
+        without_ids(item) for item in whole[-1]["response"]["output"]
+    ] and added_up(events) == output
+    texts = [item["content"][0] for item in output if item["type"] == "message"]
+    for part in texts:
+        spoken = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"])
+        assert part["text"].encode() in spoken
+        if by_byte:
+            assert spoken == part["text"].encode()
+    said = ""
+    for event in events:  # no token leaves before the beginning of its text has left
+        if event["type"] == "response.output_text.delta":
+            said += event["delta"]
+            for entry in event["logprobs"] if by_byte else ():
+                assert bytes(entry["bytes"]) in said.encode()
+
+
+def grown(
+    tokenizer: Tokenizer, text: str, token_ids: list[int], ends: list[int], cuts: random.Random
+) -> list[dict[str, Any]]:
+    """The events of a choice whose tokens come in these increments, its text a little later."""
+    parser = ChatParser(Think(Thinking.BEFORE), Hermes({"f": {}}))
+    entry = {"logprob": -1.0, "rank": 1, "decoded_token": None}
+    growing = GrowingResponse(
+        begun().response,
+        logprobs := TextLogprobs(tokenizer, [], skip_special_tokens=True),
+        lambda tokens: make_chat_logprobs(tokenizer, tokens, 0).content,
+    )
+    stream, certain, given, begin, events = TextStream(tokenizer, []), 0, 0, 0, growing.begin()
+    for end in ends:
+        added, last = token_ids[begin:end], end == ends[-1]
+        certain += sum(len(stream.push(i)) for i in added)
+        shown = len(text) if last else max(given, certain - cuts.randrange(4))
+        known = [{i: Logprob(**entry)} for i in added]
+        logprobs.add(CompletionOutput(0, token_ids=added, logprobs=known))
+        events += growing.add(parser.feed(text[given:shown], added, last))
+        begin, given = end, shown
+    return [*events, *growing.end(USAGE, is_whole=True)]
+
+
+def without_ids(item: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in item.items() if key not in ("id", "call_id")}
 
 
 @given(increments())

@@ -74,6 +74,28 @@ def test_reasoning_is_an_item_before_the_message(client: openai.OpenAI, ends_soo
     ).output
 
 
+def test_logprobs_are_those_of_the_message_without_its_reasoning(
+    client: openai.OpenAI, ends_soon: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {
+        "model": "tiny", "input": "hi", "max_output_tokens": 150, "extra_body": ends_soon,
+        "include": ["message.output_text.logprobs"],
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+    }  # fmt: skip
+    message = client.responses.create(**given).output[1]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs or []
+    # A token of this model is a byte.
+    assert "".join(entry.token for entry in logprobs) == message.content[0].text
+    streamed = []
+    with client.responses.stream(**given) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                assert "".join(entry.token for entry in event.logprobs) == event.delta
+                streamed += [entry.to_dict() for entry in event.logprobs]
+    assert streamed == [entry.to_dict() for entry in logprobs]
+
+
 def test_reasoning_that_is_cut_off_leaves_no_message(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     response = client.responses.create(model="tiny", input="hi", max_output_tokens=5, extra_body={"ignore_eos": True})
     [reasoning] = response.output

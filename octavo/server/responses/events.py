@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 from octavo.server.errors import ApiError
+from octavo.server.logprobs import TextLogprobs, Token
 from octavo.server.protocol import TokenLogprob
 from octavo.server.responses.protocol import (
     FunctionCallItem,
@@ -34,9 +35,21 @@ Event = dict[str, Any]
 class GrowingResponse:
     """A response and the item that is written now. Every method returns the events that tell of it."""
 
-    def __init__(self, response: ResponseObject) -> None:
-        """Takes over ``response``, which has no output yet."""
+    def __init__(
+        self,
+        response: ResponseObject,
+        logprobs: TextLogprobs | None = None,
+        shown: Callable[[list[Token]], list[TokenLogprob]] = lambda tokens: [],
+    ) -> None:
+        """Takes over ``response``, which has no output yet.
+
+        ``logprobs`` gets every token before ``add`` gets its events; ``shown`` makes its tokens part of the response.
+        """
         self.response = response
+        self._logprobs = logprobs
+        self._shown = shown
+        #: Where the text of the message that is written now ends in that of the choice.
+        self._text_end = 0
         self._number = 0
         self._open: OutputItem | None = None
 
@@ -44,13 +57,14 @@ class GrowingResponse:
         """The response has begun."""
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
-    def add(self, events: Iterable[ChatEvent], logprobs: list[TokenLogprob]) -> list[Event]:
-        """An increment of the choice; ``logprobs`` are those of its tokens."""
+    def add(self, events: Iterable[ChatEvent]) -> list[Event]:
+        """An increment of the choice."""
         found = []
         for event in events:
             if isinstance(event, ContentDelta):
-                found += self._text(event.text, logprobs)
-                logprobs = []  # they come with the first text of the increment
+                tokens = self._logprobs.take(event.end - len(event.text), event.end) if self._logprobs else []
+                found += self._text(event.text, self._shown(tokens))
+                self._text_end = event.end
             elif isinstance(event, ReasoningDelta):
                 found += self._reasoning(event.text)
             elif isinstance(event, ToolCallStart):
@@ -66,8 +80,6 @@ class GrowingResponse:
                 found += self._start(call)
             else:
                 found += self._arguments(event.text)
-        if logprobs and isinstance(self._open, OutputMessage):
-            self._open.content[0].logprobs += logprobs
         return found
 
     def end(self, usage: ResponseUsage, *, is_whole: bool) -> list[Event]:
@@ -143,6 +155,8 @@ class GrowingResponse:
         item, found = self._open, []
         if item is None:
             return []
+        if isinstance(item, OutputMessage) and self._logprobs and (rest := self._logprobs.rest(self._text_end)):
+            found += self._text("", self._shown(rest))
         if isinstance(item, FunctionCallItem):
             whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
             found.append(self._event("response.function_call_arguments.done", item, **whole))

@@ -19,7 +19,7 @@ from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
-from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs
+from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.protocol import TokenLogprob
 from octavo.server.renamed_chat import renamed_outputs
@@ -112,15 +112,17 @@ class _PendingResponse:
         return b"".join(map(encode_event, self.growing.fail(error)))
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
-        tracker: LogprobsTracker | None = None
+        logprobs: TextLogprobs | None = None
         async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
             async for choice in outputs:
                 found = []
                 if self.growing is None:
-                    self.growing = GrowingResponse(self._begun())
-                    tracker = self._tracker(choice)
+                    logprobs = self._logprobs(choice)
+                    self.growing = GrowingResponse(self._begun(), logprobs, self._shown)
                     found += self.growing.begin()
-                found += self.growing.add(choice.events, self._logprobs(tracker, choice))
+                if logprobs is not None:
+                    logprobs.add(choice.completion)
+                found += self.growing.add(choice.events)
                 if choice.finish_reason is not None:
                     ended = self.growing.end(self._usage(), is_whole=choice.finish_reason != "length")
                     self._store(self.growing.response)
@@ -180,17 +182,19 @@ class _PendingResponse:
         stored = StoredResponse(encoded, items, size, owner_of(self.request))
         self.service.responses.put(response.id, stored)
 
-    def _tracker(self, choice: ChoiceEvents) -> LogprobsTracker | None:
+    def _logprobs(self, choice: ChoiceEvents) -> TextLogprobs | None:
+        """Tells the tokens of the choice's texts apart; None if their logprobs are not requested."""
         if self.chat.top_logprobs is None:
             return None
-        skip = self.body.skip_special_tokens is not False
-        return LogprobsTracker(self.service.llm.tokenizer, choice.output.prompt_token_ids, skip_special_tokens=skip)
+        return TextLogprobs(
+            self.service.llm.tokenizer,
+            choice.output.prompt_token_ids,
+            skip_special_tokens=self.body.skip_special_tokens is not False,
+            visible_tokens=self.chat.generation.visible_tokens,
+        )
 
-    def _logprobs(self, tracker: LogprobsTracker | None, choice: ChoiceEvents) -> list[TokenLogprob]:
-        if tracker is None or self.chat.top_logprobs is None:
-            return []
-        tokens = tracker.advance(choice.completion)
-        return make_chat_logprobs(self.service.llm.tokenizer, tokens, self.chat.top_logprobs).content
+    def _shown(self, tokens: list[Token]) -> list[TokenLogprob]:
+        return make_chat_logprobs(self.service.llm.tokenizer, tokens, self.chat.top_logprobs or 0).content
 
     def _usage(self) -> ResponseUsage:
         usage = self.chat.generation.usage()

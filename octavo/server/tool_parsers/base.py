@@ -57,6 +57,8 @@ class ToolParser(ABC):
         #: Text from the beginning of what was not given yet; where the coroutine reads, and where that begins.
         self._text = ""
         self._position = self._given = 0
+        #: Characters before that.
+        self._passed = 0
         self._finished = False
         self._events: list[ChatEvent] = []
         self._num_calls = 0
@@ -68,6 +70,7 @@ class ToolParser(ABC):
         """The events of further text; ``finished``: nothing follows."""
         self._text = self._text[self._given :] + text
         self._position -= self._given
+        self._passed += self._given
         self._given = 0
         self._finished = finished
         next(self._reading, None)
@@ -108,7 +111,7 @@ class ToolParser(ABC):
             self.add_arguments(text)
         elif text := self._without_edge(text):
             self._after_call, self._has_content = False, True
-            self._events.append(ContentDelta(text))
+            self._events.append(ContentDelta(text, self._passed + self._position))
         self._in_arguments = False
 
     def _without_edge(self, text: str) -> str:
