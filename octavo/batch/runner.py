@@ -23,6 +23,7 @@ from octavo.server.app import make_app
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
+from octavo.server.run import check_plug_ins
 from octavo.server.service import Service, make_service
 
 logger = logging.getLogger("octavo")
@@ -75,6 +76,7 @@ def run_batch(
             so far are in the output, and another run goes on from there.
     """
     options.check_engine(config)
+    check_plug_ins(options)
     index = index_rows(input_file)
     results = ResultFile(output_file)
     try:

@@ -36,6 +36,7 @@ from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling
+from octavo.scheduler.policies import policy_class
 
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
@@ -74,7 +75,7 @@ class AsyncLLM(AsyncAdmin):
         """Checks the options, those of ``LLM``; nothing is loaded yet. An ``EngineConfig`` has them all.
 
         Raises:
-            ConfigError: an option is unknown or wrong.
+            ConfigError: an option is unknown or wrong, or names a class that is not there.
         """
         if not isinstance(model, EngineConfig):
             self.config = resolve_config({"model": os.fspath(model), **options})
@@ -82,6 +83,7 @@ class AsyncLLM(AsyncAdmin):
             raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
         else:
             self.config = model
+        policy_class(self.config.scheduling_policy)
         #: They get the statistics of each step, in the event loop.
         self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
         #: Set when the core has died, not when it was shut down.
@@ -107,7 +109,12 @@ class AsyncLLM(AsyncAdmin):
         stat_loggers: Sequence[StatLogger] = (),
     ) -> AsyncLLM:
         """An engine that is ready; see ``ready``."""
-        llm = cls(config, stat_loggers=stat_loggers)
+        try:
+            llm = cls(config, stat_loggers=stat_loggers)
+        except BaseException:
+            if process is not None:
+                process.kill()
+            raise
         await llm.ready(process, step_timeout=step_timeout)
         return llm
 

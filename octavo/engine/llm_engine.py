@@ -24,6 +24,7 @@ from octavo.engine.step_meter import StepMeter
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling
+from octavo.scheduler.policies import policy_class
 
 
 class LLMEngine:
@@ -84,7 +85,8 @@ class LLMEngine:
                 f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
                 "make several engines, or use octavo.data"
             )
-        prefixes = read_files(options)  # a wrong name is refused before the model is loaded
+        policy_class(options.scheduling_policy)  # wrong names are refused before the model is fetched and loaded
+        prefixes = read_files(options)
         folder = resolve_model(
             options.model,
             dtype=options.dtype,

@@ -68,6 +68,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         try:
             from octavo.server.logging import start_logging
 
+            check_plug_ins(options)
             writer = start_logging(options.log_format, options.log_level, options.log_file)
         except BaseException:
             process.kill()
@@ -85,6 +86,19 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
             return EXIT_INTERRUPTED
         finally:
             writer.stop()
+
+
+def check_plug_ins(options: ServerOptions) -> None:
+    """Finds the classes that the options name, so that a wrong one is refused before a model is loaded.
+
+    Raises:
+        ConfigError: there is no such resolver or parser.
+    """
+    from octavo.engine.adapter_folder import make_resolver
+    from octavo.server.chat_formats import ChatFormats
+
+    make_resolver(options.lora_resolver, options.lora_folder)
+    ChatFormats(options.tool_call_parser, options.reasoning_parser)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,92 @@
+"""Classes of one's own, named as ``module:Class``: where they are found, and when they are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main
+from octavo.core.errors import ConfigError
+from octavo.core.plugins import load_class
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.async_llm import AsyncLLM
+
+POLICY = """
+from octavo.scheduler.policies import Policy
+
+class LongestFirst(Policy):
+    def key(self, group):
+        return -len(group.request.prompt_token_ids)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which is not on Python's path, as for a program that pip has installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return tmp_path
+
+
+def find(name: str) -> type[object]:
+    return load_class(name, {}, object, "an_option", "object")
+
+
+def test_a_file_in_the_current_folder_is_found(folder: Path) -> None:
+    (folder / "one_of_mine.py").write_text("class Mine: pass")
+    path = list(sys.path)
+    assert find("one_of_mine:Mine").__name__ == "Mine"
+    assert sys.path == path
+
+
+def test_it_does_not_take_the_place_of_an_installed_module(folder: Path) -> None:
+    (folder / "msgspec.py").write_text("class Struct: wrong = True")
+    assert not hasattr(find("msgspec:Struct"), "wrong")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No module named 'broken_one'"),
+        ("class Other: pass", "has no attribute 'Mine'"),
+        ("class Mine(", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_with_the_reason_and_the_places(
+    folder: Path, content: str | None, reason: str
+) -> None:
+    if content is not None:
+        (folder / "broken_one.py").write_text(content)
+    sys.modules.pop("broken_one", None)
+    with pytest.raises(ConfigError, match=f"an_option 'broken_one:Mine' cannot be imported: .*{reason}") as e:
+        find("broken_one:Mine")
+    assert f"the current folder, {folder}" in str(e.value)
+
+
+def test_the_engine_process_finds_it_too(folder: Path, tiny_model: Path) -> None:
+    (folder / "policy_of_mine.py").write_text(POLICY)
+
+    async def answer() -> int:
+        async with AsyncLLM(str(tiny_model), scheduling_policy="policy_of_mine:LongestFirst") as llm:
+            outputs = [o async for o in llm.generate("a", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))]
+        return len(outputs[-1].outputs[0].token_ids)
+
+    assert asyncio.run(answer()) == 2
+
+
+@pytest.mark.parametrize("name", ["scheduling-policy", "tool-call-parser", "reasoning-parser", "lora-resolver"])
+def test_it_is_refused_before_the_model_is_looked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["serve", "no/such-model", "--port", "0", "--enable-lora", f"--{name}", "no_such:Class"]) == 2
+    assert "'no_such:Class' cannot be imported: ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_command_without_a_server_refuses_it_as_early(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "no/such-model", "Hello", "--scheduling-policy", "no_such:Class"]) == 2
+    assert "'no_such:Class' cannot be imported: ModuleNotFoundError" in capsys.readouterr().err
