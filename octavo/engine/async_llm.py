@@ -105,7 +105,7 @@ class AsyncLLM(AsyncAdmin):
             llm = cls(config, stat_loggers=stat_loggers)
         except BaseException:
             if process is not None:
-                process.kill()
+                await process.end_and_wait()
             raise
         await llm.ready(process)
         return llm
