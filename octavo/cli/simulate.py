@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli import simulate_allocators, simulate_plan, simulate_profile
+from octavo.cli import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
 from octavo.cli.cluster_flags import (
     OPTIONS,
     add_cluster_flags,
@@ -49,6 +49,7 @@ examples:
   octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
   octavo simulate allocators
+  octavo simulate preemption
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
 simulate profile' computes one. Equal calls give equal figures. {FORMS}
@@ -56,7 +57,12 @@ simulate profile' computes one. Equal calls give equal figures. {FORMS}
 
 
 #: Commands of their own after ``octavo simulate``.
-_COMMANDS = {"profile": simulate_profile, "plan": simulate_plan, "allocators": simulate_allocators}
+_COMMANDS = {
+    "profile": simulate_profile,
+    "plan": simulate_plan,
+    "allocators": simulate_allocators,
+    "preemption": simulate_preemption,
+}
 
 
 class _SimulateParser(Parser):
@@ -74,7 +80,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile|plan|allocators] [options]",
+        usage="octavo simulate [profile|plan|allocators|preemption] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )

@@ -103,7 +103,7 @@ class SimulatedEngine:
         self.max_model_len, self.blocks, self.options, in_flight = make_simulated_blocks(profile, options, make_blocks)
         self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
         if options.preemption_mode == "auto" and profile.moved:
-            self.scheduler.move_cost.observe_move(1, profile.moved * options.block_size)
+            self.scheduler.move_cost.observe_move(1, profile.swap_seconds(1, options.block_size))
         self._workers = _Workers(self)
         # The loop needs no other method of an executor than ``submit``, as no step fails.
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
@@ -293,13 +293,15 @@ class _Workers:
         if self.received and plan.blocks_to_swap_in:
             arrived = self.received.intersection([host for host, _ in plan.blocks_to_swap_in])
             self.received -= arrived
+            work.transfers -= len(arrived)
             work.moved -= len(arrived) * engine.options.block_size
         busy = work.tokens or work.moved or work.copied
         seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
         if engine.on_plan is not None:
             engine.on_plan(plan, seconds)
         self._free_at = max(self._free_at, engine.now) + seconds
-        result = StepResult(plan.step, seconds=seconds, swap_seconds=work.moved * engine.profile.moved)
+        swapping = engine.profile.swap_seconds(work.transfers, work.moved)
+        result = StepResult(plan.step, seconds=seconds, swap_seconds=swapping)
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
         return _PendingStep(self, result, sampled, self._free_at)
 

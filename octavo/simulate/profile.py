@@ -4,7 +4,7 @@ The seconds of a step are
 
     fixed + products(tokens) + chunk * chunks + sampled * rows sampled
     + context * tokens of context that decodes read + pairs * pairs of the prompts' attention
-    + moved * token slots swapped + copied * token slots copied
+    + transfer * blocks swapped + moved * token slots swapped + copied * token slots copied
 
 where ``products`` is the time of the layers' matrix products, a curve over the step's tokens: flat while reading the
 weights takes longest, then proportional to the tokens (Williams et al. 2009, "Roofline").
@@ -85,6 +85,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: Of each token slot swapped out or in, and copied on the device.
     moved: Seconds
     copied: Seconds
+    #: Of each block swapped out or in, whatever its size: what it takes to start its copies.
+    transfer: Seconds = 0.0
     #: In one process with the program that adds requests, and behind a server.
     offline: Overhead = Overhead()
     server: Overhead = Overhead()
@@ -110,12 +112,16 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if work.chunks:
             seconds += self.chunk * work.chunks + self.pairs * work.pairs
         if work.moved or work.copied:
-            seconds += self.moved * work.moved + self.copied * work.copied
+            seconds += self.swap_seconds(work.transfers, work.moved) + self.copied * work.copied
         return seconds
+
+    def swap_seconds(self, blocks: int, slots: int) -> float:
+        """The time to move so many blocks with so many token slots in all, one way."""
+        return self.transfer * blocks + self.moved * slots
 
     def scaled(self, factor: float) -> StepProfile:
         """The profile of a device on which steps take so many times as long."""
-        costs = ("fixed", "sampled", "context", "pairs", "chunk", "moved", "copied")
+        costs = ("fixed", "sampled", "context", "pairs", "chunk", "moved", "copied", "transfer")
         return msgspec.structs.replace(
             self,
             products=[(tokens, factor * seconds) for tokens, seconds in self.products],

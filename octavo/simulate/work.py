@@ -26,6 +26,8 @@ class StepWork:
     #: Token slots of the blocks that are swapped out or in, and of those that are copied on the device.
     moved: int = 0
     copied: int = 0
+    #: Blocks that are swapped out or in.
+    transfers: int = 0
 
 
 def count_work(plan: StepPlan, queues: Queues) -> tuple[StepWork, list[Sequence]]:
@@ -57,6 +59,7 @@ def count_work(plan: StepPlan, queues: Queues) -> tuple[StepWork, list[Sequence]
             if computed >= len(seq.token_ids):
                 sampled.append(seq)
         work.sampled = len(sampled)
-    work.moved = (len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)) * block_size
+    work.transfers = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+    work.moved = work.transfers * block_size
     work.copied = len(plan.blocks_to_copy) * block_size
     return work, sampled

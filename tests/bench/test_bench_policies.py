@@ -239,7 +239,7 @@ def test_all_places_and_their_tables(
         assert (line["place"], line["policy"]) == (row["place"], row["policy"])
         assert float(line["mean_latency"]) == mean["mean_latency"] and line["repeats"] == "1"
         assert float(line["latency of b"]) == mean["user_latency"]["b"]
-        cells = [tables._number(mean[name]) for name in ("seconds", "requests_per_s", "mean_latency", "p50_latency")]
+        cells = [tables.number(mean[name]) for name in ("seconds", "requests_per_s", "mean_latency", "p50_latency")]
         by_policy, by_scenario = (f"| {name} | {' | '.join(cells)} |" for name in ("tiny", row["policy"]))
         assert shown.count(by_policy) >= 1 and shown.count(by_scenario) >= 1
 
@@ -256,7 +256,7 @@ def test_drawings_and_the_report(tiny_scenario: Scenario, tmp_path: Path, capsys
     page = out.read_text()
     assert TINY.about in page and page.count("<svg") == 2
     for row in rows:
-        assert tables._number(row["mean"]["p99_latency"]) in page
+        assert tables.number(row["mean"]["p99_latency"]) in page
 
 
 def test_goodput_is_drawn_against_the_loads_of_a_family() -> None:
@@ -282,7 +282,9 @@ def test_tables_show_means_and_deviations() -> None:
         latencies = [run["mean_latency"] for run in row["runs"]]
         mean, deviation = statistics.fmean(latencies), statistics.stdev(latencies)
         assert row["mean"]["mean_latency"] == mean and row["deviation"]["mean_latency"] == deviation
-        assert f"| {tables._number(mean)} ± {tables._number(deviation)} |" in text
+        assert f"| {tables.number(mean)} ± {tables.number(deviation)} |" in text
+        goodput = [run["goodput_share"] for run in row["runs"]]
+        assert f"| {statistics.fmean(goodput):.1%} ± {statistics.stdev(goodput):.1%} |" in text
         assert (row["mean"]["tau"] is not None) == (row["policy"] == "srpt")
     assert text.count("| fcfs |") == 1 and text.count("**fcfs**") == 1 and "mean latency of a" in text
 

@@ -70,8 +70,10 @@ def test_interactive_requests_overtake_batch_work_under_static() -> None:
     assert found["static"].user_latency["batch"] < 2 * found["fcfs"].user_latency["batch"]
 
 
-def test_preemption_by_swap_beats_recompute_where_blocks_are_few() -> None:
+def test_swapping_beats_recomputing_in_the_same_memory_where_blocks_are_few() -> None:
     recompute, swap = (lab(f"few-blocks-{mode}", "fcfs")["fcfs"] for mode in ("recompute", "swap"))
+    options = [SEPARATING[f"few-blocks-{mode}"].options for mode in ("recompute", "swap")]
+    assert [o["num_gpu_blocks_override"] + o["num_host_blocks_override"] for o in options] == [192, 192]
     assert min(recompute.preemptions, swap.preemptions) > 100
     assert swap.mean_latency < 0.9 * recompute.mean_latency
 

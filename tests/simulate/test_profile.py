@@ -45,8 +45,10 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
     prompt = StepWork(tokens=12, chunks=2, pairs=50, sampled=1)
     assert profile().seconds(prompt) == pytest.approx(0.001 + 0.012 + 1e-4 + 1e-3 + 5e-7)
     assert profile().seconds(StepWork(moved=32, copied=16)) == pytest.approx(0.001 + 32e-7 + 16e-8)
-    everything = StepWork(8, 4, 100, 1, 10, 5, 16, 16)
-    assert profile().scaled(1.5).seconds(everything) == pytest.approx(1.5 * profile().seconds(everything))
+    everything = StepWork(8, 4, 100, 1, 10, 5, 16, 16, 1)
+    known = profile(transfer=1e-4)
+    assert known.seconds(everything) == pytest.approx(1e-4 + profile().seconds(everything))
+    assert known.scaled(1.5).seconds(everything) == pytest.approx(1.5 * known.seconds(everything))
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.008), (8, 0.008), (9, 0.009), (16, 0.016), (100, 0.1)])

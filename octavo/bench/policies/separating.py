@@ -62,12 +62,19 @@ def _all_at_once(count: int, inputs: Lengths, outputs: Lengths, capacity: float,
     return Workload(requests=count, inputs=inputs, outputs=outputs, seed=seed)
 
 
-def _few_blocks(mode: str) -> Scenario:
-    options = {"num_gpu_blocks_override": 192, "max_num_seqs": 32, "preemption_mode": mode, "max_model_len": 2048}
+def _few_blocks(mode: str, host_blocks: int) -> Scenario:
+    """Both modes have the same memory: on a CPU host blocks are taken from those of the device."""
+    options = {
+        "num_gpu_blocks_override": 192 - host_blocks,
+        "num_host_blocks_override": host_blocks,
+        "max_num_seqs": 32,
+        "preemption_mode": mode,
+        "max_model_len": 2048,
+    }
     make = partial(_all_at_once, 150, Uniform(16, 128), Uniform(64, 384))
     about = (
         f"150 requests at once, 16 to 128 tokens in and 64 to 384 out, in 192 blocks, which hold about twelve of them; "
-        f"preemption by {mode}"
+        f"preemption by {mode}, {host_blocks} of the blocks on the host"
     )
     return Scenario(f"few-blocks-{mode}", about, options, make)
 
@@ -219,8 +226,8 @@ def _with_deadlines(load: float) -> Scenario:
 SEPARATING: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
-        _few_blocks("recompute"),
-        _few_blocks("swap"),
+        _few_blocks("recompute", 0),
+        _few_blocks("swap", 32),
         *map(_heavy_tailed, (0.7, 0.9, 1.1)),
         _of_services("services-90", 300),
         _of_services("services-90-long", 2400),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
@@ -40,7 +41,9 @@ def _tables(
     for name in dict.fromkeys(map(group, rows)):
         lines = [row for row in rows if group(row) == name]
         titles, cells = compared(lines)
-        yield f"**{name}**\n\n" + _table([first, *titles], [[label(r), *c] for r, c in zip(lines, cells, strict=True)])
+        yield f"**{name}**\n\n" + markdown_table(
+            [first, *titles], [[label(r), *c] for r, c in zip(lines, cells, strict=True)]
+        )
 
 
 def compared(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -49,7 +52,8 @@ def compared(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return list(columns), [list(_cells(row, columns)) for row in rows]
 
 
-def _table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
     marks = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in itertools.chain((header, marks), body))
 
@@ -72,8 +76,8 @@ _SOMETIMES = {
     "tau": "tau",
     "oracle's tau": "oracle_tau",
 }
-#: Shown with their deviation; and as a share.
-_SPREAD, _SHARES = {"seconds", "mean_latency"}, {"goodput_share"}
+#: Shown as a share.
+_SHARES = {"goodput_share"}
 
 
 def _columns(means: Sequence[Figures]) -> dict[str, str]:
@@ -91,25 +95,25 @@ def _holds(mean: Figures, name: str) -> bool:
 
 
 def _cells(row: Row, columns: dict[str, str]) -> Iterable[str]:
-    mean, deviation = row.mean, row.deviation
-    spread = _SPREAD if len(row.runs) > 1 else ()
     for name in columns.values():
         kind, _, user = name.partition(":")
-        value = mean.user_latency.get(user) if kind == "user" else getattr(mean, name)
-        if value is None:
-            yield "-"
-        elif name in _SHARES:
-            yield f"{value:.1%}"
-        else:
-            yield _number(value) + (f" ± {_number(getattr(deviation, name))}" if name in spread else "")
+        values = [run.user_latency.get(user) if kind == "user" else getattr(run, name) for run in row.runs]
+        held = [value for value in values if value is not None]
+        yield spread(held, "{:.1%}".format if name in _SHARES else number) if held else "-"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three digits or more; whole numbers as such."""
     if value == int(value):
         return str(int(value))
     size = abs(value)
     return f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def spread(values: Sequence[float], cell: Callable[[float], str] = number) -> str:
+    """Their mean and, of several, the standard deviation (of a sample), each as ``cell`` writes it."""
+    mean = cell(statistics.fmean(values))
+    return f"{mean} ± {cell(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def as_json(rows: Sequence[Row], about: dict[str, str], settings: dict[str, Any]) -> bytes:
