@@ -1,23 +1,25 @@
 # Everything is installed in .venv. Each set-up step leaves a stamp file there and is repeated only after a change of
-# pyproject.toml (or of the step's script).
+# pyproject.toml (or of the step's script). The kernels are built in place, each time as far as something has changed.
 
 PYTHON ?= python3
 # Python version of the GPU machine.
 GPU_PYTHON ?= 3.12
 # Processes that run the tests in parallel, each file in one of them; each takes up to 5 GB.
 PROCESSES ?= 2
-# Further options for the GPU targets.
+# Further options for the GPU targets and for make test-all.
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
+.PHONY: help demo test test-all kernels lint format docs gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
 
 help:
 	@echo "make demo          set up, download the demo model and answer a few questions"
 	@echo "make test          set up and run the test suite"
+	@echo "make test-all      all tests that this machine can run, slow ones too (hours); lists what was skipped, and why"
+	@echo "make kernels       set up and compile the CPU kernels, as far as they have changed"
 	@echo "make lint          check style and types"
 	@echo "make format        format the code and sort the imports"
 	@echo "make docs          regenerate docs/options.md"
@@ -29,13 +31,19 @@ help:
 	@echo
 	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
 
-demo: $(VENV)/.installed
+demo: kernels
 	@$(BIN)/python scripts/demo.py
 
 # The tests start some hundred processes: none compiles the package anew, whatever is set outside.
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test kernels
 	@echo "== running the test suite"
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-ray $(VENV)/.installed-tracing kernels
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/test_all.py $(PROCESSES) $(ARGS)
+
+kernels: $(VENV)/.installed-build
+	@PYTHON=$(BIN)/python scripts/build_cpu.sh
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"
@@ -63,7 +71,7 @@ gpu-memcheck:
 gpu-bench:
 	@$(PYTHON) scripts/gpu_bench.py $(ARGS)
 
-gpu-smoke: $(VENV)/.installed-test
+gpu-smoke: $(VENV)/.installed-test kernels
 	@$(BIN)/python scripts/gpu_bench.py --smoke $(ARGS)
 
 gpu-site:
@@ -71,7 +79,7 @@ gpu-site:
 
 clean:
 	@echo "== removing $(VENV), caches and build folders"
-	@rm -rf $(VENV) .site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .site build octavo/_cpu*.so dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -88,17 +96,14 @@ $(VENV)/.torch: $(VENV)/.created pyproject.toml scripts/install_torch.py
 	@$(BIN)/python scripts/install_torch.py
 	@touch $@
 
+# Without the kernels, which are built in place: pip would compile them again each time, and say nothing of it.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "== installing octavo and its requirements"
-	@$(BIN)/python -m pip install -qq --editable .
+	@$(BIN)/python -m pip install --editable . --config-settings=wheel.cmake=false
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@echo "== installing the requirements of the tests"
-	@$(BIN)/python -m pip install -qq --editable '.[test]'
-	@touch $@
-
-$(VENV)/.installed-dev: $(VENV)/.installed-test
-	@echo "== installing the requirements of the checks"
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+# Requirements of an extra, by name: octavo itself is not installed again.
+$(VENV)/.installed-%: $(VENV)/.installed scripts/install_extras.py
+	@echo "== installing the requirements of the extra $*"
+	@$(BIN)/python scripts/install_extras.py $*
 	@touch $@

@@ -1,12 +1,42 @@
 #!/usr/bin/env bash
-# Builds octavo/_cpu in place: scripts/build_cpu.sh [cmake options]
+# Builds the CPU kernels, octavo/_cpu, in place: scripts/build_cpu.sh [cmake options]
+# What was built is kept in build/, so that only what has changed is compiled, and nothing if nothing has. Without a
+# C++ compiler nothing is built: that is said, and no error, as Octavo computes in plain torch then.
+# PYTHON: the Python to build for, which has cmake, ninja and nanobind. CXX: the compiler (CXX=none: do without).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-dir=${BUILD_DIR:-build/cpu}
-bin=$(dirname "$python")
-PATH="$(cd "$bin" && pwd):$PATH"
-cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$(command -v python)" "$@" >/dev/null
-cmake --build "$dir"
+
+compiles() {
+  # shellcheck disable=SC2086  # CXX may be several words, as in "ccache g++"
+  $1 -std=c++17 -x c++ -fsyntax-only - 2>/dev/null <<<'#include <optional>'
+}
+if [ -n "${CXX:-}" ]; then
+  compiles "$CXX" || CXX=
+else
+  for CXX in c++ g++ clang++ ""; do
+    [ -z "$CXX" ] || ! compiles "$CXX" || break
+  done
+fi
+if [ -z "$CXX" ]; then
+  echo "== no C++17 compiler was found (CXX, c++, g++, clang++): the CPU kernels are not built, and Octavo computes in" \
+    "plain torch, many times slower. After 'apt install g++' (or the like) run the same command again." >&2
+  exit 0
+fi
+
+bin=$(cd "$(dirname "$(command -v "$python")")" && pwd)
+python=$bin/$(basename "$python")
+PATH=$bin:$PATH
+export CXX PATH NINJA_STATUS='[%f/%t, %e s] '
+# A folder for each Python: CMake would go on with the version that it found first.
+dir=build/cpu-$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
+said=$(cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" "$@" 2>&1) || { echo "$said" >&2; exit 1; }
+steps=$(ninja -C "$dir" -n | grep -c '^\[') || true
+if [ "$steps" != 0 ]; then
+  echo "== compiling the CPU kernels with $CXX in $dir: $steps steps, only this once"
+  ninja -C "$dir"
+fi
 # install, not cp: overwriting a library in use would crash the process that runs it.
-install "$dir"/_cpu*.so octavo/
+for module in "$dir"/_cpu*.so; do
+  cmp --silent "$module" "octavo/${module##*/}" || install "$module" octavo/
+done

@@ -79,7 +79,7 @@ def main() -> int:
     extra = extra_options(offered, sys.platform, os.environ)
     what = offered if offered is not None and not extra else f"{wanted} {' '.join(extra)}"
     print(f"== installing torch: {what} (the largest download, some 200 MB for the CPU build)", flush=True)
-    return subprocess.run([*_pip(), "install", "-qq", *extra, wanted]).returncode
+    return subprocess.run([*_pip(), "install", *extra, wanted]).returncode
 
 
 def _pip() -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +61,9 @@ def run_part(part: str, shape: Path, tmp_path: Path, *options: str) -> tuple[int
 
 @pytest.mark.parametrize("part", ["engine", "deterministic"])
 def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, tmp_path: Path) -> None:
+    start = time.perf_counter()
     code, figures = run_part(part, tiny, tmp_path, "--bandwidth", "10", "--peak", "2")
+    elapsed = time.perf_counter() - start
     assert code == 0, figures
     network = outline(read_model_config(tiny), "bfloat16")
     weights, per_token = weight_bytes_read(network), kv_bytes_per_token(network)
@@ -74,7 +79,12 @@ def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, t
     seconds = 48 / figures["prefill 48"]["value"]
     share = figures["prefill 48, share of matrix peak"]["value"]
     assert share == pytest.approx(prefill_operations(network, 48) / seconds / 2e12)
-    assert figures["1 x (8 in, 4 out)"]["value"] > 0
+    for batch in (1, 2):
+        rate = figures[f"{batch} x (8 in, 4 out)"]
+        seconds = batch * 4 / rate["value"]
+        assert rate["formula"].startswith(f"{batch} x 4 tokens / {seconds:.3f} s")
+        elapsed -= seconds
+    assert elapsed > 0, "the batches ran one after the other, within the part"
 
 
 def test_kernels_peak_rates_and_transformers(tiny: Path, tmp_path: Path) -> None:
@@ -85,7 +95,12 @@ def test_kernels_peak_rates_and_transformers(tiny: Path, tmp_path: Path) -> None
     code, kernels = run_part("kernels", tiny, tmp_path, "--bandwidth", "10", "--peak", "2")
     assert code == 0
     assert {name.split()[0] for name in kernels} == {"linear", "attention"}
-    assert all(f["value"] > 0 for f in kernels.values())
+    for name, figure in kernels.items():
+        gb_s, tflops, us = map(float, re.findall(r"([\d.e-]+) (?:/|us a call)", figure["formula"]))
+        assert figure["value"] == pytest.approx(max(gb_s / 10, tflops / 2), rel=0.01)
+        if name.startswith("linear"):  # N x K, rows
+            operations = 2 * math.prod(map(int, re.findall(r"\d+", name)))
+            assert tflops * us * 1e6 == pytest.approx(operations, rel=0.1), "the time is printed in 0.1 us"
     (tmp_path / "figures.jsonl").unlink()
     code, theirs = run_part("transformers", tiny, tmp_path)
     assert code == 0

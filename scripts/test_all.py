@@ -1,0 +1,73 @@
+"""Runs every test that this machine can, and lists at the end what failed, what was skipped, and why.
+
+    scripts/test_all.py PROCESSES [pytest options]
+
+The default suite comes first, in so many processes; then the slow tests in one, as some of them measure time.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "test-all"
+
+
+def run(name: str, options: list[str]) -> tuple[bool, Path]:
+    """Runs pytest; whether all has passed, and the report that it wrote (JUnit's XML)."""
+    print(f"== {name}", flush=True)
+    file = FOLDER / f"{name.replace(' ', '-')}.xml"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-o", "junit_duration_report=call", f"--junitxml={file}", *options]
+    return subprocess.run(command, cwd=ROOT).returncode == 0, file
+
+
+def summary(files: list[Path]) -> str:
+    """The counts of these reports, the tests that failed, and those that were skipped, by reason."""
+    cases = [case for file in files for case in ET.parse(file).iter("testcase")]
+    failed: list[str] = []
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}".removeprefix("::")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif (skip := case.find("skipped")) is not None:
+            skipped[_reason(skip)].append(name)
+    num_skipped = sum(map(len, skipped.values()))
+    lines = [f"== {len(cases) - len(failed) - num_skipped} passed, {len(failed)} failed, {num_skipped} skipped"]
+    lines += [f"failed: {name}" for name in failed]
+    for reason, names in sorted(skipped.items(), key=lambda item: -len(item[1])):
+        places = sorted({name.split("::")[0] for name in names})
+        lines.append(f"skipped {len(names)}: {reason} ({', '.join(places)})")
+    return "\n".join(lines)
+
+
+def _reason(skip: ET.Element) -> str:
+    message = skip.get("message") or "without a reason"
+    if message == "collection skipped":  # a whole module: the text has its file, the line and the reason
+        message = str(ast.literal_eval(skip.text or "('', 0, '')")[2]).removeprefix("Skipped: ")
+    return message
+
+
+def main(processes: str, *options: str) -> int:
+    """Runs both parts; 0 if all has passed."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    parallel = ["-n", processes, "--dist", "loadfile", "--no-loadscope-reorder"]
+    done = [
+        run("default suite", [*parallel, "-m", "not slow", *options]),
+        run("slow tests", ["-m", "slow", *options]),
+    ]
+    print(summary([file for _, file in done if file.exists()]))
+    print(f"in {(time.monotonic() - start) / 60:.0f} minutes; the reports are in {FOLDER.relative_to(ROOT)}")
+    return 0 if all(passed for passed, _ in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
