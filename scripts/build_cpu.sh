@@ -9,7 +9,7 @@ python=${PYTHON:-.venv/bin/python}
 
 compiles() {
   # shellcheck disable=SC2086  # CXX may be several words, as in "ccache g++"
-  printf '#include <optional>\nint main() {}\n' | $1 -std=c++17 -x c++ -fsyntax-only - 2>/dev/null
+  $1 -std=c++17 -x c++ -fsyntax-only - 2>/dev/null <<<'#include <optional>'
 }
 if [ -n "${CXX:-}" ]; then
   compiles "$CXX" || CXX=

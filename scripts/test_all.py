@@ -7,6 +7,7 @@ The default suite comes first, in so many processes; then the slow tests in one,
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def summary(files: list[Path]) -> str:
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(name)
         elif (skip := case.find("skipped")) is not None:
-            skipped[skip.get("message") or "without a reason"].append(name)
+            skipped[_reason(skip)].append(name)
     num_skipped = sum(map(len, skipped.values()))
     lines = [f"== {len(cases) - len(failed) - num_skipped} passed, {len(failed)} failed, {num_skipped} skipped"]
     lines += [f"failed: {name}" for name in failed]
@@ -45,6 +46,13 @@ def summary(files: list[Path]) -> str:
         places = sorted({name.split("::")[0] for name in names})
         lines.append(f"skipped {len(names)}: {reason} ({', '.join(places)})")
     return "\n".join(lines)
+
+
+def _reason(skip: ET.Element) -> str:
+    message = skip.get("message") or "without a reason"
+    if message == "collection skipped":  # a whole module: the text has its file, the line and the reason
+        message = str(ast.literal_eval(skip.text or "('', 0, '')")[2]).removeprefix("Skipped: ")
+    return message
 
 
 def main(processes: str, *options: str) -> int:

@@ -54,6 +54,15 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test for a GPU, which is left out by default, is skipped where all are asked for and there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU (make gpu-test)")
+
+
 @pytest.fixture(params=[pytest.param("behaviour"), pytest.param("times", marks=pytest.mark.slow)])
 def tries(request: pytest.FixtureRequest) -> Callable[[Callable[[], dict[str, bool]]], None]:
     """Tries a measurement: by default for what does not depend on time, and in a slow test for its claims of time."""

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
@@ -31,6 +33,16 @@ NUM_THREADS = 32
 #: Processes; as many slow grammars do not yet hold up others.
 NUM_PROCESSES = 2
 OPTION = "structured_outputs_compile_seconds"
+
+
+@dataclass
+class GrammarStats:
+    """What a compiler has done so far; forms that it knew do not count."""
+
+    compiled: int = 0
+    refused: int = 0
+    #: Of its processes together.
+    seconds: float = 0.0
 
 
 class GrammarCompiler:
@@ -50,6 +62,12 @@ class GrammarCompiler:
         self._compiling: dict[str, Future[CheckAnswer]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
+        self.stats = GrammarStats()
+
+    @property
+    def num_compiling(self) -> int:
+        """Forms that are being compiled or wait for a process."""
+        return len(self._compiling)
 
     def cached(self, params: StructuredOutputsParams) -> Grammar | None:
         """The grammar of a form that was compiled before; None: it was not.
@@ -79,13 +97,14 @@ class GrammarCompiler:
         if known is not None:
             return _grammar_of(known.result())
         checker = self._checkers.get()
+        start = time.monotonic()
         try:
             answer = checker.check(params)
         except BaseException as e:
             future.set_exception(e)
             raise
         else:
-            self._keep(key, answer)
+            self._keep(key, answer, time.monotonic() - start)
             future.set_result(answer)
         finally:
             self._checkers.put(checker)
@@ -97,8 +116,11 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
         return self._cache.get(key)
 
-    def _keep(self, key: str, answer: CheckAnswer) -> None:
+    def _keep(self, key: str, answer: CheckAnswer, seconds: float) -> None:
         with self._lock:
+            self.stats.seconds += seconds
+            self.stats.compiled += answer.grammar is not None
+            self.stats.refused += answer.grammar is None
             self._cache[key] = answer
             self._bytes += _size(answer)
             while self._bytes > CACHE_BYTES:

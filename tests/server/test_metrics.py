@@ -15,10 +15,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
+from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.stat_loggers import StatusLine
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
 from octavo.server.tracing import Tracer
@@ -299,9 +301,28 @@ def test_a_token_costs_microseconds() -> None:
     once_in_three(measure)
 
 
-def test_the_dashboard_reads_metrics_that_exist() -> None:
+def test_grammars_are_counted_by_result() -> None:
     metrics = Metrics("m")
-    metrics.log(STEP)
+    names = [f"octavo_grammar_compilations_total{{result={result}}}" for result in ("compiled", "refused")]
+    assert [samples(metrics)[name] for name in names] == [0, 0]
+    compiler = metrics.grammars = GrammarCompiler()
+    compiler.compile(StructuredOutputsParams(regex="a+"))
+    compiler.compile(StructuredOutputsParams(regex="a+"))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError):
+            compiler.compile(StructuredOutputsParams(regex="a("))
+    found = samples(metrics)
+    assert [found[name] for name in names] == [1, 1], "each once, as both are kept"
+    assert found["octavo_grammar_compile_seconds_total"] == pytest.approx(compiler.stats.seconds)
+    assert found["octavo_grammars_compiling"] == 0
+
+
+def test_the_dashboard_reads_every_metric_and_none_that_does_not_exist() -> None:
+    metrics = Metrics("m")
+    groups = [GroupState(None, 10, 20, 60, 10, 3), GroupState(512, 5, 0, 4, 1, 2)]
+    drafts = SpeculationStats(10, 40, 16, [8, 5, 3, 0], 1)
+    metrics.log(msgspec.structs.replace(STEP, groups=groups, adapters=AdapterStats(), speculation=drafts))
+    RequestObserver(metrics, "adapter").update(output([1], ["stop"]))
     metrics.http_started()
     metrics.http_finished("/health", 200)
     exported = {name.split("{")[0] for name in samples(metrics)}
@@ -375,7 +396,6 @@ def test_no_status_line_when_switched_off(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_spans_of_a_request() -> None:
-    pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()

@@ -1,0 +1,124 @@
+"""Set-up from a checkout: what is installed and compiled, how often, and what ``make test-all`` says at its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.busy_machine import PATIENCE
+from tests.test_package import ROOT, script
+
+#: Programs in place of the real ones: each writes down that it was called.
+FAKES = {
+    "cmake": 'echo cmake >> "$CALLS"; mkdir -p "$4"',
+    "ninja": 'module=$2/_cpu.so; [ ! -e "$module" ] || exit 0; '
+    '[ "${3:-}" = -n ] && echo "[1/1] module" || { echo ninja >> "$CALLS"; echo built > "$module"; }',
+    "python": "echo cpython-0",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with nothing but the script that builds the kernels, and a PATH with no compiler: its ``bin``."""
+    for folder in ("scripts", "octavo", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "scripts" / "build_cpu.sh", tmp_path / "scripts")
+    for name in ("bash", "basename", "cat", "cmp", "dirname", "grep", "install", "mkdir"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    for name, body in FAKES.items():
+        add_program(tmp_path, name, body)
+    return tmp_path
+
+
+def add_program(checkout: Path, name: str, body: str) -> None:
+    file = checkout / "bin" / name
+    file.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    file.chmod(0o755)
+
+
+def build(checkout: Path, **environ: str) -> tuple[str, list[str]]:
+    """What the script says, and which programs it called."""
+    calls = checkout / "calls"
+    calls.write_text("")
+    environ = {
+        "PATH": str(checkout / "bin"),
+        "PYTHON": str(checkout / "bin" / "python"),
+        "CALLS": str(calls),
+        **environ,
+    }
+    command = ["bash", str(checkout / "scripts" / "build_cpu.sh")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr, calls.read_text().split()
+
+
+def test_the_kernels_are_compiled_once_and_as_soon_as_there_is_a_compiler(checkout: Path) -> None:
+    for _ in range(2):
+        said, calls = build(checkout)
+        assert "no C++17 compiler was found" in said and "apt install g++" in said
+        assert calls == []
+    add_program(checkout, "c++", "exit 1")
+    assert "no C++17 compiler was found" in build(checkout)[0], "one that cannot compile is none"
+    add_program(checkout, "g++", "exit 0")
+    assert "no C++17 compiler was found" in build(checkout, CXX="none")[0], "unless another is asked for"
+    said, calls = build(checkout)
+    assert "compiling the CPU kernels with g++" in said and "1 steps" in said
+    assert calls == ["cmake", "ninja"]
+    assert (checkout / "octavo" / "_cpu.so").read_text() == "built\n"
+    said, calls = build(checkout)
+    assert (said, calls) == ("", ["cmake"])
+
+
+def test_a_build_that_fails_says_why_and_is_no_success(checkout: Path) -> None:
+    add_program(checkout, "c++", "exit 0")
+    add_program(checkout, "cmake", "echo no nanobind; exit 1")
+    with pytest.raises(AssertionError, match="no nanobind"):
+        build(checkout)
+
+
+def test_extras_are_installed_by_name_without_the_package() -> None:
+    requirements = script("install_extras").requirements
+    names = [requirement.split(">")[0] for requirement in requirements(["dev", "tracing", "ray"])]
+    assert {"cmake", "nanobind", "pytest", "ruff", "opentelemetry-sdk", "ray[data]"} <= set(names)
+    assert not any(name.startswith("octavo") for name in names)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_all_set_up_steps_together_install_the_package_once_and_leave_the_kernels_to_one_build(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "demo", "test", "test-all", "lint", f"VENV={tmp_path}/venv"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    lines = done.stdout.splitlines()
+    installs = [line for line in lines if "pip install" in line]
+    assert len(installs) == 1 and "--editable . --config-settings=wheel.cmake=false" in installs[0]
+    assert sum("scripts/build_cpu.sh" in line for line in lines) == 1
+    extras = [line.split()[-1] for line in lines if "install_extras.py" in line]
+    assert sorted(extras) == ["build", "dev", "ray", "test", "tracing"]
+
+
+def test_what_failed_and_what_was_skipped_is_listed_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.parametrize('i', [1, 2])\n"
+        "def test_late(i): pytest.skip('needs a GPU')\n"
+    )
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
+    report = tmp_path / "report.xml"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={tmp_path}", f"--junitxml={report}", tmp_path],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+        stdout=subprocess.DEVNULL,
+        timeout=PATIENCE,
+    )
+    assert script("test_all").summary([report]).splitlines() == [
+        "== 1 passed, 1 failed, 3 skipped",
+        "failed: test_some::test_bad",
+        "skipped 2: needs a GPU (test_some)",
+        "skipped 1: could not import 'no_such_module': No module named 'no_such_module' (test_module)",
+    ]
