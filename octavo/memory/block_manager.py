@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_group import Demand, KVGroup, Write
 from octavo.memory.moves import Moves
 from octavo.memory.pinned_prefixes import PinnedPrefixes
-from octavo.memory.prefix_cache import PrefixMatch, check_room, find_match
+from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch, check_room, find_match
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 
 
@@ -403,12 +403,12 @@ class BlockManager:
         """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed."""
         return find_match([group.cache for group in self.groups], token_ids, chain)
 
-    def cost(self, match: PrefixMatch) -> int:
-        """Available blocks that ``adopt`` would use, in the group where it uses the most.
+    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``).
 
         The copy of a partly matching block is not included: ``grow`` makes it.
         """
-        return max(group.cache.cost(hits) for group, hits in zip(self.groups, match.hits, strict=True))
+        return max(group.cache.cost(hits, released) for group, hits in zip(self.groups, match.hits, strict=True))
 
     def adopt(self, seq_id: int, match: PrefixMatch) -> None:
         """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.

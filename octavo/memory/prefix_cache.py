@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from octavo.memory.block_pool import BlockPool, OutOfBlocksError
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex, KnownBlock
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_chain import PrefixChain
+
+NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
 
 
 def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
@@ -162,10 +165,14 @@ class PrefixCache:
         on_host, host_count = self._on_host.find_partial(chain.digests[index], content, suits)
         return (on_host, host_count) if host_count > device_count else (on_device, device_count)
 
-    def cost(self, hits: Sequence[KnownBlock | None]) -> int:
-        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in."""
-        device = self._device
-        return sum(hit.pool is not device or device.references(hit.block) == 0 for hit in hits if hit is not None)
+    def cost(self, hits: Sequence[KnownBlock | None], released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in.
+
+        ``released``: how many references to a block do not count, as they will be dropped before.
+        """
+        device, dropped = self._device, released.get
+        known = [hit for hit in hits if hit is not None]
+        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in known)
 
     def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
         """Device blocks with the content of the hits, each with a new reference; their cost must be available.

@@ -32,6 +32,7 @@ from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.step import Step
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
 from tests.scheduler.fake_adapters import FakeAdapters
@@ -674,6 +675,27 @@ class Engine:
             answer.pooled = update.extra.pooled
         if update.finish_reason is not None:
             answer.reasons[update.index], answer.error = update.finish_reason, update.error
+
+
+def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:
+    """Checks that a waiting group for which others are preempted is admitted in the same step; lists these groups."""
+    schedule, preempt = scheduler.schedule, scheduler._displacement.preempt_for_waiting
+    found: list[SequenceGroup] = []
+
+    def recording(step: Step) -> SequenceGroup | None:
+        group = preempt(step)
+        found.extend([group] if group is not None else [])
+        return group
+
+    def checking() -> StepPlan:
+        before = len(found)
+        plan = schedule()
+        assert all(group.status is SequenceStatus.RUNNING for group in found[before:]), "preempted in vain"
+        return plan
+
+    scheduler._displacement.preempt_for_waiting = recording  # type: ignore[method-assign]
+    scheduler.schedule = checking  # type: ignore[method-assign]
+    return found
 
 
 def check_accounting(engine: Engine) -> None:

@@ -30,6 +30,7 @@ from tests.scheduler.fake_worker import (
     check_nothing_held,
     hypotheses_alone,
     tokens_alone,
+    watch_displacement,
 )
 
 MAX_STEPS = 3000
@@ -174,6 +175,7 @@ class Run:
             grammars=FakeGrammars(self.grammar_rng.choice([0, 0, 1, 3])),
             drafter=Guessing(case.seed) if case.drafts else None,
         )
+        watch_displacement(self.engine.scheduler)
         #: Adapters that requests name, and those of them whose loads fail now.
         self.refs = [*map(lora, "ABCDE"), *map(prompt_adapter, "PQR")]
         # Sometimes there are so few candidates that beams become fewer.
