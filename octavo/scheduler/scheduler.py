@@ -320,6 +320,8 @@ class Scheduler:
                 self._end_with_error(group, message, adapter_failed=True)
         if result.compiled_grammars or result.grammar_errors:
             self._end_grammar_waits(result)
+        for group, message in self.queues.take_policy_failures():
+            self._end_with_error(group, message)
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
@@ -337,7 +339,6 @@ class Scheduler:
         """
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
-        outputs = EngineCoreOutputs(groups=self._pop_pending_outputs())
         decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
         groups = {g.group_id: g for g in [s.group for s in decoding] + step.prefill_groups + step.swapped_groups}
         if self.adapters is not None:
@@ -347,9 +348,8 @@ class Scheduler:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
-                self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                outputs.groups.append(GroupOutput(group_id, group.status.value, message))
-        return outputs
+                self._end_with_error(group, message)
+        return EngineCoreOutputs(groups=self._pop_pending_outputs())
 
     def _pop_pending_outputs(self) -> list[GroupOutput]:
         pending, self._pending_outputs = self._pending_outputs, []
