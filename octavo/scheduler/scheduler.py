@@ -84,13 +84,11 @@ class Scheduler:
         self._results = Results(self.queues, max_model_len, self._drafting)
         self.adapters = adapters
         self._loading = AdapterLoading(self.queues, adapters) if adapters is not None else None
-        self._num_stages = num_stages
+        self._num_stages, self._clock = num_stages, clock
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
-        self._clock = clock
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
-        self._last_prompt_latency = 0.0
-        self._last_update = 0.0
+        self._last_prompt_latency = self._last_update = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -291,12 +289,14 @@ class Scheduler:
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
             f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
-        self._end_with_error(group, message, outgrown=True)
+        self._fail(group, message, outgrown=True)
 
-    def _end_with_error(self, group: SequenceGroup, message: str, **kind: bool) -> None:
-        """``kind``: a flag of ``GroupOutput``."""
+    def _fail(
+        self, group: SequenceGroup, message: str, *, outgrown: bool = False, adapter_failed: bool = False
+    ) -> None:
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message, **kind))
+        output = GroupOutput(group.group_id, group.status.value, message, None, outgrown, adapter_failed)
+        self._pending_outputs.append(output)
 
     def _count_totals(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
@@ -317,11 +317,11 @@ class Scheduler:
         outputs = self._results.update(step, result)
         if self._loading is not None:
             for group, message in self._loading.update(result):
-                self._end_with_error(group, message, adapter_failed=True)
+                self._fail(group, message, adapter_failed=True)
         if result.compiled_grammars or result.grammar_errors:
             self._end_grammar_waits(result)
         for group, message in self.queues.take_policy_failures():
-            self._end_with_error(group, message)
+            self._fail(group, message)
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
@@ -330,7 +330,7 @@ class Scheduler:
         for group in ready:
             self.queues.end_grammar_wait(group)
         for group, message in failed:
-            self._end_with_error(group, message)
+            self._fail(group, message)
 
     def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends with an error every group of a plan that could not be executed; the others continue.
@@ -348,7 +348,7 @@ class Scheduler:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
-                self._end_with_error(group, message)
+                self._fail(group, message)
         return EngineCoreOutputs(groups=self._pop_pending_outputs())
 
     def _pop_pending_outputs(self) -> list[GroupOutput]:

@@ -107,7 +107,7 @@ def fits_without(engine: Engine, group_ids: set[int]) -> bool:
             scheduler._preemption.preempt(scheduler.queues.groups[group_id], at)
         return scheduler.queues.groups[9]
 
-    scheduler._displacement.preempt_for_waiting = preempt  # type: ignore[method-assign]
+    scheduler._displacement.preempt_for_waiting = preempt  # type: ignore[method-assign, assignment]
     scheduler.schedule()
     running = {g.group_id for g in scheduler.queues.running}
     return running >= {9, *staying}
