@@ -173,7 +173,7 @@ class CacheOptions(OptionPart):
     shared_prefix: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
         None,
         description="File of text that many prompts begin with, such as a system prompt as the chat template renders "
-        "it; several in a list, or by repeating the flag. Its whole KV cache blocks are computed at start and stay in "
+        "it; several in a list, or by repeating the flag. Its KV cache blocks are computed at start and stay in "
         "the prefix cache.",
     )
 

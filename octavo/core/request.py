@@ -191,7 +191,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     cache_salt: str = ""
     #: The adapter that the network runs with.
     adapter: AdapterRef | None = None
-    #: Of a shared prefix, which samples nothing: the name under which its whole blocks are pinned once computed.
+    #: Of a shared prefix, which samples nothing: the name under which its blocks are pinned once computed.
     pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []

@@ -265,7 +265,7 @@ class LLM:
         >>> name = llm.add_shared_prefix(system_prompt)
         >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
 
-        The text is tokenized as a prompt's beginning is. Only whole blocks are shared, by requests without a
+        The text is tokenized as a prompt's beginning is. All of its tokens are shared, by requests without a
         ``cache_salt``. The answers are the same as without it.
 
         Returns:
@@ -274,7 +274,7 @@ class LLM:
         Raises:
             ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
                 ``max_model_len`` tokens.
-            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            InvalidRequestError: it is no prompt, or too long.
             EngineStateError: the engine sleeps.
         """
         return self.llm_engine.add_shared_prefix(prompt, name)

@@ -266,7 +266,7 @@ class LLMEngine:
         Raises:
             ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
                 ``max_model_len`` tokens.
-            InvalidRequestError: it is no prompt, too long, or shorter than a block.
+            InvalidRequestError: it is no prompt, or too long.
             EngineStateError: requests are unfinished, or the engine sleeps.
             WorkerError: it could not be computed.
         """

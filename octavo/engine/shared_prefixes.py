@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
+from octavo.core.errors import ConfigError, WorkerError
 from octavo.core.outputs import RequestOutput
 from octavo.core.request import SequenceStatus
 from octavo.core.sampling_params import SamplingParams
@@ -19,9 +19,8 @@ class SharedPrefix:
     """A prefix whose KV cache blocks are pinned: a prompt that begins with its tokens does not compute them."""
 
     name: str
-    #: The tokens of its whole blocks. Those of the text after them are not shared.
     token_ids: tuple[int, ...]
-    #: KV cache blocks of these tokens.
+    #: KV cache blocks of these tokens; the last one may be partly filled.
     num_blocks: int
 
 
@@ -61,7 +60,7 @@ class SharedPrefixes:
 
         Raises:
             ConfigError: the prefix cache is off, or the name is in use.
-            InvalidRequestError: it is no prompt, longer than ``max_model_len``, or shorter than a block.
+            InvalidRequestError: it is no prompt, or longer than ``max_model_len``.
         """
         if not self._options.enable_prefix_caching:
             raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
@@ -69,14 +68,9 @@ class SharedPrefixes:
             name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._known) + 2)) if n not in self._known)
         if name in self._known:
             raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
-        tokens, size = self._process(name, prompt).prompt_token_ids, self._options.block_size
-        count = len(tokens) // size
-        if not count:
-            raise InvalidRequestError(
-                f"shared prefix {name!r} has {len(tokens)} tokens, less than a block of {size}: only whole blocks are "
-                "shared"
-            )
-        prefix = self._known[name] = SharedPrefix(name, tuple(tokens[: count * size]), count)
+        tokens = self._process(name, prompt).prompt_token_ids
+        count = -(-len(tokens) // self._options.block_size)
+        prefix = self._known[name] = SharedPrefix(name, tuple(tokens), count)
         return prefix
 
     def remove(self, name: str) -> None:

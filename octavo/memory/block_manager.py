@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_group import Demand, KVGroup, Write
 from octavo.memory.moves import Moves
 from octavo.memory.pinned_prefixes import PinnedPrefixes
-from octavo.memory.prefix_cache import PrefixMatch, check_room, find_match
+from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch, check_room, find_match
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 
 
@@ -220,14 +220,12 @@ class BlockManager:
         """
         if not all(group.could_hold(demand, num_seqs) for group in self.groups):
             return AllocStatus.NEVER
-        wanted = demand + reserved
-        fits = all(group.has_room(wanted, num_seqs, group.watermark_blocks) for group in self.groups)
-        return AllocStatus.OK if fits else AllocStatus.LATER
+        fit = all(group.has_room(demand + reserved, num_seqs, group.watermark_blocks) for group in self.groups)
+        return AllocStatus.OK if fit else AllocStatus.LATER
 
     def fits(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> bool:
         """Whether the blocks are available now; as ``can_allocate``, without the watermark."""
-        wanted = demand + reserved
-        return all(group.has_room(wanted, num_seqs) for group in self.groups)
+        return all(group.has_room(demand + reserved, num_seqs) for group in self.groups)
 
     @property
     def max_chunk(self) -> int:
@@ -405,12 +403,12 @@ class BlockManager:
         """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed."""
         return find_match([group.cache for group in self.groups], token_ids, chain)
 
-    def cost(self, match: PrefixMatch) -> int:
-        """Available blocks that ``adopt`` would use, in the group where it uses the most.
+    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``).
 
         The copy of a partly matching block is not included: ``grow`` makes it.
         """
-        return max(group.cache.cost(hits) for group, hits in zip(self.groups, match.hits, strict=True))
+        return max(group.cache.cost(hits, released) for group, hits in zip(self.groups, match.hits, strict=True))
 
     def adopt(self, seq_id: int, match: PrefixMatch) -> None:
         """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
@@ -463,15 +461,17 @@ class BlockManager:
         registration.count = num_full
 
     def pin(self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, max_tokens: int) -> AllocStatus:
-        """Pins the full blocks of a sequence that has computed these tokens, until ``pinned.remove(name)``.
+        """Pins the blocks of a sequence that has computed these tokens and no others, until ``pinned.remove(name)``.
 
         Returns:
-            LATER if the prefix cache was reset since the sequence began, NEVER if a sequence of ``max_tokens`` tokens
-            would not fit beside the pinned blocks; nothing is pinned then.
+            LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence of
+            ``max_tokens`` tokens would not fit beside the pinned blocks; nothing is pinned then.
         """
-        if self._num_registered(seq_id) == _NEVER_REGISTER:
-            return AllocStatus.LATER
         chain, beside = self.chain(token_ids, context), self.demand(self.blocks_for(max_tokens), 1)
+        chain.extend(token_ids, self.blocks_for(len(token_ids)))  # with the last block, however far it is filled
+        never = self._num_registered(seq_id) == _NEVER_REGISTER
+        if never or not all(group.can_pin(chain, seq_id, len(token_ids)) for group in self.groups):
+            return AllocStatus.LATER
         return AllocStatus.OK if self.pinned.add(name, chain, seq_id, token_ids, beside) else AllocStatus.NEVER
 
     def reset_prefix_cache(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,7 +18,9 @@ _MAX_COMPARED_CHILDREN = 8
 
 
 class KnownBlock(msgspec.Struct, eq=False, gc=False):
-    """A full block in the prefix cache, with the digests of its content and of the block before it (``parent``).
+    """A block in the prefix cache, with the digests of its content and of the block before it (``parent``).
+
+    It is full, or the last one of a shared prefix: then ``content`` is shorter, and it is nobody's parent.
 
     There is one for every block of a full cache, so the garbage collector is not to visit them: nothing that it refers
     to refers to it.
@@ -65,6 +67,8 @@ class ContentIndex:
         #: The newest child of each digest. A child may stay after its parent is evicted, and is found again once the
         #: parent is added.
         self._newest_child = _ByDigest[KnownBlock]()
+        #: The pinned children of each digest, which are always compared.
+        self._pinned: dict[bytes, list[KnownBlock]] = {}
 
     def find(self, digest: bytes) -> KnownBlock | None:
         """The block with this digest."""
@@ -136,14 +140,37 @@ class ContentIndex:
                 return child
         return None
 
-    def find_partial(self, parent: bytes, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
-        """The recent child of ``parent`` with the longest common prefix with ``content``, and its length in tokens."""
+    def find_partial(
+        self, parent: bytes, content: Sequence[object], suits: Callable[[bytes], bool]
+    ) -> tuple[KnownBlock | None, int]:
+        """The child of ``parent`` with the longest common prefix with ``content``, and its length in tokens.
+
+        Only pinned and recent children whose digest ``suits`` are compared.
+        """
         best, longest = None, 0
-        for child in islice(self._newest_first(parent), _MAX_COMPARED_CHILDREN):
+        recent = islice(self._newest_first(parent), _MAX_COMPARED_CHILDREN)
+        for child in chain(self._pinned.get(parent, ()), recent):
             count = common_prefix(child.content, content)
-            if count > longest:
+            if count > longest and suits(child.digest):
                 best, longest = child, count
         return best, longest
+
+    def pin(self, block: int) -> None:
+        """``BlockPool.pin`` of a block of the index."""
+        if not self._pool.is_pinned(block):
+            known = self._known(block)
+            self._pinned.setdefault(known.parent, []).append(known)
+        self._pool.pin((block,))
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Ends one ``pin`` of each."""
+        self._pool.unpin(blocks)
+        for block in blocks:
+            if not self._pool.is_pinned(block):
+                known = self._known(block)
+                self._pinned[known.parent].remove(known)
+                if not self._pinned[known.parent]:
+                    del self._pinned[known.parent]
 
     def clear(self) -> None:
         """Removes all blocks that are not pinned."""

@@ -268,13 +268,23 @@ class KVGroup:
                 content = chain.content(token_ids, index * size, index * size + size)
                 self.cache.add(chain, index, table[index], content)
 
+    def can_pin(self, chain: PrefixChain, seq_id: int, num_tokens: int) -> bool:
+        """Whether the sequence still has the blocks that ``pin`` pins, or the prefix cache those outside its window."""
+        table = self.tables[seq_id]
+        return all(table[i] != NO_BLOCK or self.cache.is_on_device(chain, i) for i in self._pinned(chain, num_tokens))
+
     def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int]) -> list[int]:
-        """Pins in the prefix cache what the token after the chain reads of the sequence's blocks; returns them."""
+        """Pins in the prefix cache what tokens after the full ones of the sequence's blocks read; returns them."""
         table, size = self.tables[seq_id], self.block_size
         return [
             self.cache.pin(chain, index, table[index], chain.content(token_ids, index * size, index * size + size))
-            for index in range(first_block_read(len(chain) * size, self.window, size), len(chain))
+            for index in self._pinned(chain, len(token_ids))
         ]
+
+    def _pinned(self, chain: PrefixChain, num_tokens: int) -> range:
+        # A look-up finds the full blocks first, and then the one after them: it needs the window at their end.
+        full = num_tokens // self.block_size * self.block_size
+        return range(first_block_read(full, self.window, self.block_size), len(chain))
 
     # --- swapping ---------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from octavo.memory.prefix_chain import PrefixChain
 class PinnedPrefixes:
     """Owns the pins of shared prefixes (Kwon et al. 2023, section 4.4): by name, their blocks in each KV group.
 
-    A pinned block is found like any block of the prefix cache. It is never evicted or written, stays when the cache is
-    reset, and counts as pinned alone, whether sequences share it or not. In a group with an attention window, these are
-    the blocks in the window of the token after the prefix: only a prompt with the whole prefix finds them.
+    A pinned block is found like any block of the prefix cache, the last one even if it is partly filled: a sequence
+    that shares that one writes into a copy. It is never evicted or written, stays when the cache is reset, and counts
+    as pinned alone, whether sequences share it or not. In a group with an attention window, these are the blocks in the
+    window at the end of the full ones, and the last: only a prompt with the whole prefix finds them.
     """
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
@@ -28,7 +29,7 @@ class PinnedPrefixes:
         return f"{first.num_unpinned} blocks{beside}"
 
     def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: Demand) -> bool:
-        """Pins the blocks of the chain, all of which the sequence ``seq_id`` has computed.
+        """Pins the blocks of the tokens, which the sequence ``seq_id`` has computed; the chain has them all.
 
         Returns:
             False, and nothing is pinned, if a sequence with the demand ``beside`` would not fit beside the pins.
@@ -47,7 +48,7 @@ class PinnedPrefixes:
     def remove(self, name: str) -> None:
         """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""
         for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
-            group.device.unpin(blocks)
+            group.cache.unpin(blocks)
 
     def clear(self) -> None:
         """Releases all prefixes."""

@@ -1,16 +1,19 @@
-"""The prefix cache: full blocks are kept after their sequence ends, and reused by sequences with the same prefix."""
+"""The prefix cache: blocks are kept after their sequence ends, and reused by sequences with the same prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from octavo.memory.block_pool import BlockPool, OutOfBlocksError
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex, KnownBlock
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_chain import PrefixChain
+
+NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
 
 
 def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
@@ -22,8 +25,8 @@ class PrefixCache:
     """Owns the cached content of one KV group's blocks, and allocates its blocks, evicting content where needed.
 
     There are two levels: content evicted on the device may move to a spare host block, where it is still found. Only
-    full blocks are cached, and a cached block is never written. A digest names the same tokens in all groups; each
-    group's cache maps it to that group's block.
+    full blocks and the ends of shared prefixes are cached, and a cached block is never written. A digest names the same
+    tokens in all groups; each group's cache maps it to that group's block.
     """
 
     def __init__(
@@ -76,23 +79,31 @@ class PrefixCache:
     # --- content ----------------------------------------------------------------------------------------------------
 
     def add(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> None:
-        """Adds a full, computed block as block ``index`` of the chain, unless its content is cached already."""
+        """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
         self._on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
     def pin(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> int:
-        """Adds a full, computed block as ``add`` does, and pins it; returns the block that is pinned.
+        """Adds a computed block as ``add`` does, and pins it; returns the block that is pinned.
 
-        That is another one with this content if it is pinned already. One that is not gives way: a step in flight may
-        still have to move its content there.
+        That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``. One that is not
+        pinned gives way otherwise: a step in flight may still have to move its content there.
         """
         known = self._on_device.find(chain.digests[index + 1])
-        if known is not None and self._device.is_pinned(known.block):
+        if known is not None and (block == NO_BLOCK or self._device.is_pinned(known.block)):
             block = known.block
         elif known is not None and known.block != block:
             self.forget(known.block)
         self.add(chain, index, block, content)
-        self._device.pin((block,))
+        self._on_device.pin(block)
         return block
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Ends one ``pin`` of each: they are cached as any others."""
+        self._on_device.unpin(blocks)
+
+    def is_on_device(self, chain: PrefixChain, index: int) -> bool:
+        """Whether block ``index`` of the chain is cached on the device."""
+        return self._on_device.find(chain.digests[index + 1]) is not None
 
     def forget(self, block: int) -> None:
         """Removes a device block, which may be written then."""
@@ -137,22 +148,31 @@ class PrefixCache:
                 hits.clear()
         return [None] * index + hits[::-1]
 
-    def find_partial(self, chain: PrefixChain, index: int, content: Sequence[object]) -> tuple[KnownBlock | None, int]:
-        """The cached block with the longest common prefix with the content after ``index`` blocks, and its length."""
+    def find_partial(
+        self, chain: PrefixChain, index: int, content: Sequence[object], suits: Callable[[bytes], bool]
+    ) -> tuple[KnownBlock | None, int]:
+        """The cached block with the longest common prefix with the content after ``index`` blocks, and its length.
+
+        ``suits`` says of a digest whether it does.
+        """
         if not content:
             return None, 0
         if index < len(chain):  # the last block of the sequence may be cached as a whole
             whole = self.find(chain.digests[index + 1])
-            if whole is not None:
+            if whole is not None and suits(whole.digest):
                 return whole, len(content)
-        on_device, device_count = self._on_device.find_partial(chain.digests[index], content)
-        on_host, host_count = self._on_host.find_partial(chain.digests[index], content)
+        on_device, device_count = self._on_device.find_partial(chain.digests[index], content, suits)
+        on_host, host_count = self._on_host.find_partial(chain.digests[index], content, suits)
         return (on_host, host_count) if host_count > device_count else (on_device, device_count)
 
-    def cost(self, hits: Sequence[KnownBlock | None]) -> int:
-        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in."""
-        device = self._device
-        return sum(hit.pool is not device or device.references(hit.block) == 0 for hit in hits if hit is not None)
+    def cost(self, hits: Sequence[KnownBlock | None], released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in.
+
+        ``released``: how many references to a block do not count, as they will be dropped before.
+        """
+        device, dropped = self._device, released.get
+        known = [hit for hit in hits if hit is not None]
+        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in known)
 
     def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
         """Device blocks with the content of the hits, each with a new reference; their cost must be available.
@@ -217,14 +237,11 @@ def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: Prefi
         hits, end = _find_common_prefix(caches, chain, end)
     start = end * size
     content = chain.content(token_ids, start, min(start + size, usable))
-    partial, count = caches[0].find_partial(chain, end, content)
+    others = caches[1:]
+    partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
     if partial is not None:
-        same = [partial, *(cache.find(partial.digest) for cache in caches[1:])]
-        if None in same:
-            count = 0
-        else:
-            for found, hit in zip(hits, same, strict=True):
-                found.append(hit)
+        for found, cache in zip(hits, caches, strict=True):
+            found.append(cache.find(partial.digest))
     return PrefixMatch(start + count, len(token_ids), hits, end, chain)
 
 

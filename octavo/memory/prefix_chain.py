@@ -50,7 +50,10 @@ class PrefixChain:
         return len(self.digests) - 1
 
     def extend(self, token_ids: list[int], num_blocks: int) -> None:
-        """Computes the digests of the first ``num_blocks`` blocks; one hash for each that has none yet."""
+        """Computes the digests of the first ``num_blocks`` blocks; one hash for each that has none yet.
+
+        The last one may be partly filled, of tokens without features: fewer bytes than of any full block are hashed.
+        """
         digests, size, features = self.digests, self.block_size, self.features
         for start in range(len(self) * size, num_blocks * size, size):
             content = array("q", token_ids[start : start + size]).tobytes()

@@ -51,6 +51,7 @@ class _Heads:
     def first(self) -> SequenceGroup | None:
         """The first of all heads."""
         heap = self._heap
+        compared = set[str]()  # each once, as in ``LaneQueue``
         while heap:
             entry = heap[0]
             name = entry[3]
@@ -63,8 +64,9 @@ class _Heads:
                 self.discard(name)
                 continue
             key = self._key(head)
-            if entry[:2] == (key, head.arrival):
+            if entry[:2] == (key, head.arrival) or name in compared:
                 return head
+            compared.add(name)
             # The head has left its lane, or its key has grown.
             self._listed[name] = entry = (key, head.arrival, next(self._numbers), name)
             heapq.heapreplace(heap, entry)

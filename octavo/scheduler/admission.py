@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import AllocStatus
 from octavo.memory.kv_group import Demand
+from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch
 from octavo.memory.prefix_chain import PrefixChain
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import (
     Step,
@@ -27,8 +28,8 @@ _ONE_BLOCK = Demand(1)
 class Admission:
     """Admits groups in order. One that does not fit yet is not overtaken, but short prompts pass long ones."""
 
-    def __init__(self, options: SchedulerOptions, queues: Queues, preemption: Preemption) -> None:
-        self._options, self._queues, self._preemption = options, queues, preemption
+    def __init__(self, options: SchedulerOptions, queues: Queues) -> None:
+        self._options, self._queues = options, queues
         self._blocks = queues.blocks
 
     def rejection_reason(self, group: SequenceGroup) -> str | None:
@@ -113,20 +114,14 @@ class Admission:
     def admit_waiting(self, group: SequenceGroup, step: Step) -> bool:
         """Admits a waiting group (new, or preempted by recompute) with its cached prefix; False if it does not fit."""
         blocks = self._blocks
-        if not self._within_max_num_seqs(group) or self.has_tokens_in_flight(group):
+        if self.has_tokens_in_flight(group):
             return False
         reserved = self._reserved(step)
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # the common case needs no prefix cache lookup
         first = group.seqs[0]
-        match = None
-        if self._may_use_prefix_cache(group):
-            match = blocks.match(self._tokens_to_match(group), self._prefix_chain(group))
-        needed = blocks_still_needed(blocks, group)
-        if match is not None:
-            # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
-            needed = replace(needed, blocks=needed.blocks + min(0, blocks.cost(match) - match.num_full))
-        if not self._fits(group, needed, reserved):
+        match = self.match(group)
+        if not self._fits(group, self.needed(group, match), reserved):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
         if not prompt_chunks(self._blocks, group, step.budget, self._options) and not _awaits_sharing(group):
@@ -141,10 +136,15 @@ class Admission:
         self._schedule_admitted(group, step)
         return True
 
+    def admit_preempting(self, group: SequenceGroup, step: Step) -> None:
+        """Admits the waiting group for which others were preempted, with the tokens that are held back for it."""
+        step.budget += step.held_back
+        self.admit_waiting(group, step)
+
     def admit_swapped(self, group: SequenceGroup, step: Step) -> bool:
         """Swaps a group in and schedules it in this step; False if it does not fit."""
         blocks = self._blocks
-        if not self._within_max_num_seqs(group) or len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
+        if len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
         for_next_tokens = len(group.seqs) if self._queues.running else 0
         needed = Demand(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
@@ -189,15 +189,39 @@ class Admission:
     def _needed_by_prompts(self) -> Demand:
         return sum((blocks_still_needed(self._blocks, g) for g in self._queues.prefilling), Demand())
 
-    def _within_max_num_seqs(self, group: SequenceGroup) -> bool:
-        return self._queues.num_running_seqs + group.num_seqs <= self._options.max_num_seqs
-
     def _fits(self, group: SequenceGroup, needed: Demand, reserved: Demand) -> bool:
-        num_seqs = self._queues.num_running_seqs + group.num_seqs
+        return self.fits_beside(group, needed, reserved, self._queues.num_running_seqs)
+
+    def fits(self, group: SequenceGroup) -> bool:
+        """Whether a waiting group could be admitted now, as far as blocks and ``max_num_seqs`` are concerned."""
+        return self._fits(group, self.needed(group, self.match(group)), self._needed_by_prompts())
+
+    def fits_beside(self, group: SequenceGroup, needed: Demand, reserved: Demand, num_running_seqs: int) -> bool:
+        """Whether a waiting group that needs these blocks fits beside so many sequences and what they need."""
+        num_seqs = num_running_seqs + group.num_seqs
+        if num_seqs > self._options.max_num_seqs:
+            return False
         # A group that runs alone may use the watermark too; otherwise one as long as the pool would never run.
-        if not self._queues.running:
+        if not num_running_seqs:
             return self._blocks.fits(needed, reserved, num_seqs)
         return self._blocks.can_allocate(needed, reserved, num_seqs) is AllocStatus.OK
+
+    def match(self, group: SequenceGroup) -> PrefixMatch | None:
+        """What the prefix cache has of a waiting group; None if it may not use it."""
+        if not self._may_use_prefix_cache(group):
+            return None
+        return self._blocks.match(self._tokens_to_match(group), self._prefix_chain(group))
+
+    def needed(
+        self, group: SequenceGroup, match: PrefixMatch | None, released: Mapping[int, int] = NO_REFERENCES
+    ) -> Demand:
+        """What a waiting group needs beside the match, by default as blocks are referred to now (see ``cost``)."""
+        needed = blocks_still_needed(self._blocks, group)
+        if match is None:
+            return needed
+        # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
+        saved = min(0, self._blocks.cost(match, released) - match.num_full)
+        return replace(needed, blocks=needed.blocks + saved)
 
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
         """Logprobs of the prompt need the logits of all its tokens, so nothing of it is taken from the cache."""
@@ -222,35 +246,6 @@ class Admission:
         else:
             group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)
         return group.chain
-
-    # --- displacing running groups ----------------------------------------------------------------------------------
-
-    def preempt_for_waiting(self, step: Step) -> SequenceGroup | None:
-        """Preempts running groups for the first waiting group if the policy says it displaces them.
-
-        Returns that group if any was preempted.
-        """
-        queues = self._queues
-        group = self.next_group(step.now)
-        if group is None or group.status is SequenceStatus.SWAPPED:
-            return None
-        displaces, order = queues.policy.displaces, queues.order(group)
-        while queues.running and not self._would_fit(group):
-            lower = [
-                g for g in queues.running if displaces(group, g) and queues.order(g) > order and not g.awaits_result
-            ]
-            if not lower:
-                break
-            victim = self._preemption.choose_victim(lower, step.now)
-            if queues.has_aged(victim, step.now) and victim is not queues.running[-1]:
-                break  # later ones would go on before it
-            self._preemption.preempt(victim, step)
-        return group if step.blocked_on_memory else None
-
-    def _would_fit(self, group: SequenceGroup) -> bool:
-        return self._within_max_num_seqs(group) and self._fits(
-            group, blocks_still_needed(self._blocks, group), self._needed_by_prompts()
-        )
 
 
 def _awaits_sharing(group: SequenceGroup) -> bool:

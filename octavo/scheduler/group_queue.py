@@ -124,6 +124,8 @@ class LaneQueue(GroupQueue):
         """As ``GroupQueue``."""
         super().__init__(policy, aging_limit)
         self._lanes: dict[Hashable, _Lane] = {}
+        #: By group id, where each is, whatever the policy would say now.
+        self._names: dict[int, Hashable] = {}
 
     def push(self, group: SequenceGroup) -> None:
         """As ``GroupQueue``."""
@@ -131,7 +133,8 @@ class LaneQueue(GroupQueue):
         self._stamps[group.group_id] = self._pushes
         entry = (group.arrival, group.arrival, self._pushes, group)
         heapq.heappush(self._by_arrival, entry)
-        lane = self._lanes.setdefault(self._policy.lane(group), _Lane())
+        name = self._names[group.group_id] = self._policy.lane(group)
+        lane = self._lanes.setdefault(name, _Lane())
         heapq.heappush(lane.groups, entry)
         if self._first(lane.groups) is group:
             self._list(lane)
@@ -139,7 +142,7 @@ class LaneQueue(GroupQueue):
     def remove(self, group: SequenceGroup) -> None:
         """As ``GroupQueue``."""
         super().remove(group)
-        name = self._policy.lane(group)
+        name = self._names.pop(group.group_id)
         lane = self._lanes[name]
         if self._first(lane.groups) is None:
             del self._lanes[name]
@@ -160,15 +163,17 @@ class LaneQueue(GroupQueue):
     def first_by_key(self) -> SequenceGroup | None:
         """As ``Ordered``."""
         heap = self._by_key
+        compared = set[int]()  # each once: a key may be another one whenever it is asked for
         while heap:
             entry = heap[0]
-            lane = self._lanes.get(self._policy.lane(entry[3]))
+            lane = self._lanes.get(self._names.get(entry[3].group_id))
             if lane is None or lane.listed is not entry:
                 heapq.heappop(heap)
                 continue
             current = self._entry_of(lane)
-            if current[0] == entry[0]:
+            if current[0] == entry[0] or id(lane) in compared:
                 return entry[3]
+            compared.add(id(lane))
             lane.listed = current
             heapq.heapreplace(heap, current)
         return None

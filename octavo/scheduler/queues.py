@@ -14,7 +14,7 @@ from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.policies import FirstComeFirstServed, load_policy
+from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
 from octavo.speculation.speculator import Speculator
 
 #: A queue of groups that wait or are swapped.
@@ -140,6 +140,12 @@ class Queues:
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
         self.policy.on_arrival(group)
+
+    def take_policy_failures(self) -> list[tuple[SequenceGroup, str]]:
+        """Unfinished groups about which the user's policy has raised, and what; each once."""
+        if not isinstance(self.policy, GuardedPolicy):
+            return []
+        return [(g, why) for g, why in self.policy.take_failures() if self.groups.get(g.group_id) is g]
 
     def waiting_queue(self, group: SequenceGroup) -> AnyQueue:
         """The queue in which this group waits."""

@@ -59,17 +59,17 @@ class Results:
         updates.append(GroupOutput(group.group_id, group.status.value, error))
 
     def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
-        """Pins the prompt's whole blocks; how its group ends, and why if they cannot be."""
+        """Pins the prompt's blocks; how its group ends, and why if they cannot be."""
         blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
         status = blocks.pin(name, group.seqs[0].seq_id, tokens, group.context, self._max_model_len)
         if status is AllocStatus.NEVER:
             return SequenceStatus.FINISHED_IGNORED, (
-                f"its {len(tokens) // blocks.block_size} blocks would leave too few for a request of max_model_len="
+                f"its {blocks.blocks_for(len(tokens))} blocks would leave too few for a request of max_model_len="
                 f"{self._max_model_len} tokens, which needs {blocks.blocks_for(self._max_model_len)} of the "
                 f"{blocks.pinned.capacity}; shorten the prefix, lower max_model_len or give the KV cache more memory"
             )
         if status is AllocStatus.LATER:
-            return SequenceStatus.FINISHED_ERROR, "the prefix cache was reset while it was computed; add it again"
+            return SequenceStatus.FINISHED_ERROR, "blocks of it were lost while it was computed; add it again"
         return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_tokens(

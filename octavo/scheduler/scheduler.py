@@ -16,6 +16,7 @@ from octavo.memory.block_manager import AllocStatus, BlockManager
 from octavo.scheduler.adapter_loading import AdapterLoading
 from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.displacement import Displacement
 from octavo.scheduler.drafting import Drafting
 from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
@@ -72,24 +73,22 @@ class Scheduler:
             speculator=speculator,
             grammars=grammars,
         )
-        self._speculator = speculator
-        self._stats = SchedulerStats()
+        self._speculator, self._stats = speculator, SchedulerStats()
         self._drafting: Drafting | None = None
         if speculator is not None:
             self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead and num_stages == 1)
         self._preemption = Preemption(options, self.queues, self._stats)
-        self._admission = Admission(options, self.queues, self._preemption)
+        self._admission = Admission(options, self.queues)
+        self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
         self._results = Results(self.queues, max_model_len, self._drafting)
         self.adapters = adapters
         self._loading = AdapterLoading(self.queues, adapters) if adapters is not None else None
-        self._num_stages = num_stages
+        self._num_stages, self._clock = num_stages, clock
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
-        self._clock = clock
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
-        self._last_prompt_latency = 0.0
-        self._last_update = 0.0
+        self._last_prompt_latency = self._last_update = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -190,7 +189,7 @@ class Scheduler:
         self.queues.reorder(step.now)
         if self.adapters is not None:
             self.adapters.place_pinned()
-        preempting = self._admission.preempt_for_waiting(step) if self._displaces else None
+        preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
         if self.options.batching == "prefill_first":
             self._schedule_prefill_first(step, preempting)
         else:
@@ -230,14 +229,14 @@ class Scheduler:
         """Decodes first, then prompt chunks and newly admitted groups; ``preempting`` has preempted others."""
         self._schedule_running(step)
         if preempting is not None:
-            self._admission.admit_waiting(preempting, step)
+            self._admission.admit_preempting(preempting, step)
         elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
             self._admission.schedule_waiting(step)
 
     def _schedule_prefill_first(self, step: Step, preempting: SequenceGroup | None) -> None:
         """Whole prompts; without any, the running groups, then swapped ones."""
         if preempting is not None:
-            self._admission.admit_waiting(preempting, step)
+            self._admission.admit_preempting(preempting, step)
         elif self._passed_delay(step.now):
             while step.budget > 0 and (group := self._next_waiting(step.now)) is not None:
                 if not self._admission.admit_waiting(group, step):
@@ -290,8 +289,14 @@ class Scheduler:
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
             f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
+        self._fail(group, message, outgrown=True)
+
+    def _fail(
+        self, group: SequenceGroup, message: str, *, outgrown: bool = False, adapter_failed: bool = False
+    ) -> None:
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message, outgrown=True))
+        output = GroupOutput(group.group_id, group.status.value, message, None, outgrown, adapter_failed)
+        self._pending_outputs.append(output)
 
     def _count_totals(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
@@ -312,12 +317,11 @@ class Scheduler:
         outputs = self._results.update(step, result)
         if self._loading is not None:
             for group, message in self._loading.update(result):
-                self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                self._pending_outputs.append(
-                    GroupOutput(group.group_id, group.status.value, message, adapter_failed=True)
-                )
+                self._fail(group, message, adapter_failed=True)
         if result.compiled_grammars or result.grammar_errors:
             self._end_grammar_waits(result)
+        for group, message in self.queues.take_policy_failures():
+            self._fail(group, message)
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
@@ -326,8 +330,7 @@ class Scheduler:
         for group in ready:
             self.queues.end_grammar_wait(group)
         for group, message in failed:
-            self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-            self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, message))
+            self._fail(group, message)
 
     def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends with an error every group of a plan that could not be executed; the others continue.
@@ -336,10 +339,8 @@ class Scheduler:
         """
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
-        outputs = EngineCoreOutputs(groups=self._pop_pending_outputs())
         decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
-        scheduled = [s.group for s in decoding] + step.prefill_groups
-        groups = {g.group_id: g for g in scheduled + step.swapped_groups}
+        groups = {g.group_id: g for g in [s.group for s in decoding] + step.prefill_groups + step.swapped_groups}
         if self.adapters is not None:
             self.adapters.repeat(plan)
         self.queues.grammars.repeat(plan)
@@ -347,9 +348,8 @@ class Scheduler:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
-                self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-                outputs.groups.append(GroupOutput(group_id, group.status.value, message))
-        return outputs
+                self._fail(group, message)
+        return EngineCoreOutputs(groups=self._pop_pending_outputs())
 
     def _pop_pending_outputs(self) -> list[GroupOutput]:
         pending, self._pending_outputs = self._pending_outputs, []

@@ -56,6 +56,8 @@ class Step:
     blocked_on_memory: bool = False
     #: Whether a group was ended because it does not fit all blocks.
     ended: bool = False
+    #: Of ``budget``, tokens of the group that others were preempted for; taken from it until that group is admitted.
+    held_back: int = 0
     num_prompt_tokens: int = 0
 
 

@@ -62,7 +62,7 @@ def test_a_shared_prefix_is_computed_by_every_replica(tiny_model: Path) -> None:
         outputs = await asyncio.gather(
             *(last(llm, str(i), f"a system prompt for all, {i}", SamplingParams(max_tokens=2)) for i in range(4))
         )
-        assert [replica.blocks_pinned for replica in await llm.replica_stats()] == [5, 5]
+        assert [replica.blocks_pinned for replica in await llm.replica_stats()] == [6, 6]
         return [output.metrics.num_cached_tokens for output in outputs if output.metrics]
 
     assert min(run(tiny_model, scenario, data_parallel_routing="round_robin")) >= 20

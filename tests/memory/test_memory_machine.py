@@ -414,7 +414,13 @@ class MemoryMachine(RuleBasedStateMachine):
             self.manager.pinned.remove(name)
             del self.pinned[name]
         for sequence in self.pick([pick], self.can_pin):
-            count = sequence.computed // self.block_size * self.block_size
+            count = sequence.computed
+            last, rest = divmod(count, self.block_size)
+            # A prompt ends in a block of its own, as at least its last token is computed.
+            if rest and any(g.device.is_kept(g.tables[sequence.seq_id][last]) for g in self.manager.groups):
+                count -= rest
+            if not count:
+                continue
             tokens = sequence.token_ids[:count]
             before = [group.device.num_pinned for group in self.manager.groups]
             status = self.manager.pin(name, sequence.seq_id, tokens, sequence.salt, 2 * self.block_size)
@@ -424,11 +430,12 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert [group.device.num_pinned for group in self.manager.groups] == before
 
     def can_pin(self, sequence: Sequence) -> bool:
-        """Whether its full blocks are computed and held, as at the end of a prompt."""
+        """Whether its blocks are computed and held, and no step writes to them, as at the end of a prompt."""
         count = sequence.computed // self.block_size
         return (
             self.prefix_caching
-            and count > 0
+            and sequence.computed > 0
+            and sequence.after is None
             and not (sequence.swapped or sequence.arrives or sequence.features)
             and all(g.window is None or g.holds_window_at(sequence.seq_id, count) for g in self.manager.groups)
         )
@@ -492,8 +499,11 @@ class MemoryMachine(RuleBasedStateMachine):
         for name, prefix in self.pinned.items():
             found = self.look_up([*prefix.token_ids, 2], prefix.salt, [])
             assert found.num_tokens == prefix.computed
-            for hits, pinned in zip(found.hits, self.manager.pinned._blocks[name], strict=True):
-                assert [hit.block for hit in hits if hit is not None][-len(pinned) :] == pinned
+            for group, hits in zip(self.manager.groups, found.hits, strict=True):
+                blocks = [hit.block for hit in hits if hit is not None]
+                pinned = self.manager.pinned._blocks[name][group.number]
+                full = len(pinned) - (prefix.computed % self.block_size > 0)
+                assert blocks[-len(pinned) :][:full] == pinned[:full]  # its end may be found in another block, too
             self.check_cached([*prefix.token_ids, 2], prefix.salt, [])
 
     def check_cached(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:

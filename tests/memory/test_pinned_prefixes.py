@@ -83,6 +83,72 @@ def test_prefixes_that_begin_alike_share_blocks_until_the_last_is_released() -> 
         pin(blocks, "b", PREFIX)
 
 
+def test_the_partly_filled_end_of_a_prefix_is_pinned_and_copied_before_it_is_written() -> None:
+    blocks = make(8)
+    prefix = [*PREFIX, 20, 21]
+    assert pin(blocks, "system", prefix, max_tokens=16) is AllocStatus.OK
+    assert counts(blocks) == (0, 5, 0, 3)
+    end = blocks.pinned._blocks["system"][0][-1]
+    for seq_id, rest in enumerate(([30], [31, 32, 33])):
+        tokens = [*prefix, *rest]
+        match = blocks.match(tokens, blocks.chain(tokens, ""))
+        assert match.num_tokens == len(prefix)
+        blocks.adopt(seq_id, match)
+        assert blocks.grow([(seq_id, match.num_tokens, len(tokens))]) is not None
+        assert blocks.take_moves().copy == [(end, blocks.table(seq_id)[2])]
+    assert counts(blocks) == (3, 2, 0, 3), "two copies, and a block behind one of them"
+    blocks.free(0)
+    blocks.free(1)
+    blocks.pinned.remove("system")
+    assert counts(blocks) == (0, 5, 3, 0)
+    assert compute(blocks, 2, [*prefix, 9]) == 10, "once released, it is cached as any other"
+
+
+def test_a_short_prefix_is_found_whatever_other_prompts_began_with_since() -> None:
+    blocks = make(50)
+    assert pin(blocks, "short", [7, 8]) is AllocStatus.OK
+    for seq_id in range(20):
+        compute(blocks, seq_id, [7, 50 + seq_id, 1, 1, 1])
+    assert compute(blocks, 20, [7, 8, 9]) == 2
+    blocks.pinned.remove("short")
+    for seq_id in range(21):
+        blocks.free(seq_id)
+    blocks.reset_prefix_cache()
+    assert counts(blocks) == (0, 50, 0, 0)
+
+
+def test_equal_ends_of_prefixes_are_pinned_once() -> None:
+    blocks = make(8)
+    prefix = [*PREFIX, 20, 21]
+    pin(blocks, "a", prefix)
+    pin(blocks, "b", prefix)
+    pin(blocks, "c", [*prefix, 22])
+    assert counts(blocks)[3] == 4
+    blocks.pinned.remove("a")
+    assert compute(blocks, 0, [*prefix, 9]) == 10
+    blocks.pinned.remove("b")
+    assert counts(blocks)[3] == 3
+    assert compute(blocks, 1, [*prefix, 22, 23]) == 11
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("length", [17, 18, 19])
+def test_of_windowed_layers_the_partly_filled_end_is_pinned_however_the_prompt_was_cut(chunk: int, length: int) -> None:
+    blocks = make([GroupBlocks(12), GroupBlocks(12, window=3)], max_num_batched_tokens=16)
+    prefix = list(range(length))
+    blocks.adopt(0, blocks.match(prefix, blocks.chain(prefix, "")))
+    for computed in range(0, length, chunk):
+        end = min(computed + chunk, length)
+        assert blocks.grow([(0, computed, end)]) is not None
+        blocks.register(0, prefix, end, "")
+    assert blocks.pin("system", 0, prefix, "", 16) is AllocStatus.OK
+    blocks.free(0)
+    assert [group.device.num_pinned for group in blocks.groups] == [5, 2]
+    blocks.reset_prefix_cache()
+    longer = [*prefix, 90]
+    assert blocks.match(longer, blocks.chain(longer, "")).num_tokens == length
+
+
 def test_a_prefix_must_leave_room_for_one_sequence() -> None:
     blocks = make()
     assert pin(blocks, "all but one", PREFIX, max_tokens=17) is AllocStatus.NEVER

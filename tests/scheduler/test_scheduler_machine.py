@@ -30,6 +30,7 @@ from tests.scheduler.fake_worker import (
     check_nothing_held,
     hypotheses_alone,
     tokens_alone,
+    watch_displacement,
 )
 
 MAX_STEPS = 3000
@@ -174,6 +175,7 @@ class Run:
             grammars=FakeGrammars(self.grammar_rng.choice([0, 0, 1, 3])),
             drafter=Guessing(case.seed) if case.drafts else None,
         )
+        watch_displacement(self.engine.scheduler)
         #: Adapters that requests name, and those of them whose loads fail now.
         self.refs = [*map(lora, "ABCDE"), *map(prompt_adapter, "PQR")]
         # Sometimes there are so few candidates that beams become fewer.
@@ -227,7 +229,7 @@ class Run:
 
     def share_prefix(self) -> None:
         """Pins a prefix, or releases one that is pinned."""
-        rng, size = self.pin_rng, self.case.block_size
+        rng = self.pin_rng
         if rng.random() >= self.pin_rate:
             return
         name = rng.choice("ab")
@@ -238,9 +240,9 @@ class Run:
         if known is not None and rng.random() < 0.5:
             del self.pinned[name]
             return
-        count = rng.randint(1, max(1, min(20, self.case.max_model_len) // size))
-        prompt = rng.choice(self.prefixes)[: count * size]
-        if len(prompt) % size == 0 and len(prompt) <= self.case.max_model_len:
+        count = rng.randint(1, max(1, min(20, self.case.max_model_len)))
+        prompt = rng.choice(self.prefixes)[:count]
+        if len(prompt) <= self.case.max_model_len:
             task = Generate(SamplingParams(max_tokens=0), 0, [])
             group_id = 1000 + self.pin_rng.randrange(10**9)
             request = EngineCoreRequest(
@@ -275,9 +277,7 @@ class Run:
                 assert name not in blocks.pinned._blocks
                 continue
             longer = [*tokens, 1]
-            assert blocks.match(
-                longer, blocks.chain(longer, request.cache_context)
-            ).num_full * blocks.block_size >= len(tokens)
+            assert blocks.match(longer, blocks.chain(longer, request.cache_context)).num_tokens >= len(tokens)
 
     def disturb(self) -> None:
         """Aborts a group, or ends a sequence that has sampled, now and then."""

@@ -12,6 +12,7 @@ A policy is a class with one method. Write one in a module of your own and name 
 from __future__ import annotations
 
 from octavo.core.config import SchedulerOptions
+from octavo.core.errors import ConfigError
 from octavo.core.plugins import load_class
 from octavo.scheduler.policies.base import Policy as Policy
 from octavo.scheduler.policies.classic import (
@@ -25,6 +26,7 @@ from octavo.scheduler.policies.classic import (
 )
 from octavo.scheduler.policies.deadline import EarliestDeadlineFirst
 from octavo.scheduler.policies.fair import FairShare
+from octavo.scheduler.policies.guard import GuardedPolicy as GuardedPolicy
 from octavo.scheduler.policies.mlfq import MultiLevelFeedback
 from octavo.scheduler.policies.srpt import ShortestRemaining
 from octavo.scheduler.policies.victims import VICTIMS as VICTIMS
@@ -54,7 +56,15 @@ def policy_class(name: str) -> type[Policy]:
 def load_policy(name: str, options: SchedulerOptions | None = None) -> Policy:
     """A new policy of this name, or of ``module:Class``, under these options (by default those of the engine).
 
+    That of a user is guarded: what it raises later ends one request, not the engine.
+
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or it cannot be made.
     """
-    return policy_class(name).from_options(options or SchedulerOptions())
+    found = policy_class(name)
+    if ":" not in name:
+        return found.from_options(options or SchedulerOptions())
+    try:
+        return GuardedPolicy(name, found.from_options(options or SchedulerOptions()))
+    except Exception as e:
+        raise ConfigError(f"scheduling_policy {name!r} cannot be made: {type(e).__name__}: {e}") from e

@@ -1,0 +1,129 @@
+"""Running groups that are preempted for a waiting one: enough of them, no more than needed, or none."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import pytest
+
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.step import Step
+from tests.scheduler.fake_worker import Engine, watch_displacement
+from tests.scheduler.test_scenarios import finish, make, request, step
+from tests.scheduler.virtual_engine import Job, VirtualEngine
+
+BATCHING = pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+STATIC = {"scheduling_policy": "static", "priority_preemption": True, "preemption_mode": "recompute"}
+
+
+@BATCHING
+def test_nothing_is_preempted_for_a_group_that_would_not_fit_then(batching: str) -> None:
+    engine = make(blocks=10, batching=batching, **STATIC)  # type: ignore[arg-type]
+    engine.add(request(1, 22, priority=0, max_tokens=4))
+    engine.add(request(2, 5, priority=5, max_tokens=4))
+    step(engine)
+    engine.add(request(3, 17, priority=1, max_tokens=4))
+    assert step(engine) == {1: 1, 2: 1}
+    assert engine.queues == ([3], [1, 2], [])
+    finish(engine)
+    assert engine.scheduler.stats().preemptions_by_recompute == 0
+
+
+@BATCHING
+def test_a_cached_prefix_of_running_groups_counts(batching: str) -> None:
+    shared = [*range(500, 516)]  # four blocks
+    engine = make(blocks=10, batching=batching, prefix_caching=True, **STATIC)  # type: ignore[arg-type]
+    engine.add(request(1, shared, priority=0, max_tokens=8))
+    step(engine)
+    engine.add(request(2, 13, priority=5, max_tokens=8))
+    step(engine)
+    assert engine.queues[1] == [1, 2]
+    engine.add(request(3, [*shared, *range(9)], priority=1, max_tokens=2))
+    step(engine)  # seven blocks, four of them those of 1: with those of 2 it fits
+    assert engine.queues == ([2], [1, 3], [])
+    finish(engine)
+
+
+@BATCHING
+def test_those_that_are_not_needed_are_spared(batching: str) -> None:
+    engine = make(blocks=16, batching=batching, **STATIC)  # type: ignore[arg-type]
+    for group_id, prompt in [(1, 5), (2, 29), (3, 5), (4, 5)]:
+        engine.add(request(group_id, prompt, priority=group_id, max_tokens=8))
+    step(engine)
+    step(engine)
+    engine.add(request(5, 25, priority=0, max_tokens=2))
+    step(engine)  # seven blocks: without 2 there are nine, without 3 and 4 not enough
+    assert engine.queues == ([2], [5, 1, 3, 4], [])
+    finish(engine)
+
+
+@BATCHING
+@pytest.mark.parametrize("victim", ["last", "least_computed", "most_blocks"])
+def test_the_preempted_are_enough_and_none_of_them_could_stay(batching: str, victim: str) -> None:
+    """Against all sets of groups that could be preempted, each tried on a copy of the engine."""
+    displaced = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        engine = make(
+            blocks=rng.randint(14, 24),
+            prefix_caching=rng.random() < 0.5,
+            batching=batching,
+            preemption_victim=victim,
+            max_num_seqs=rng.choice([5, 12]),
+            max_num_batched_tokens=400,
+            watermark=rng.choice([0.0, 0.1]),
+            **STATIC,  # type: ignore[arg-type]
+        )
+        prefix = [*range(900, 908)]
+        for group_id in range(1, 6):
+            prompt = [*prefix[: rng.choice([0, 8])], *range(100 * group_id, 100 * group_id + rng.randint(1, 20))]
+            engine.add(request(group_id, prompt, priority=rng.randint(1, 3), n=rng.choice([1, 1, 2]), max_tokens=20))
+        for _ in range(rng.randint(2, 4)):
+            step(engine)
+        engine.add(request(9, [*prefix, *range(rng.randint(1, 40))], max_tokens=2))
+        before = copy.deepcopy(engine)
+        candidates = [g.group_id for g in engine.scheduler.queues.running if g.priority > 0]
+        engine.step()
+        gone = set(candidates) - {g.group_id for g in engine.scheduler.queues.running}
+        if not before.scheduler._admission.fits(before.answers[9].group):
+            sets = [{*s} for n in range(1, len(candidates) + 1) for s in itertools.combinations(candidates, n)]
+            enough = [s for s in sets if fits_without(before, s)]
+            assert (gone in enough) if enough else not gone, f"seed {seed}: {gone}, enough: {enough}"
+            assert not any(s < gone for s in enough), f"seed {seed}: {gone}, enough: {enough}"
+            displaced += bool(gone)
+    assert displaced
+
+
+def fits_without(engine: Engine, group_ids: set[int]) -> bool:
+    """Whether group 9 is admitted in the next step of a copy if these are preempted, and no further one is."""
+    engine = copy.deepcopy(engine)
+    scheduler = engine.scheduler
+    staying = {g.group_id for g in scheduler.queues.running} - group_ids
+
+    def preempt(at: Step) -> SequenceGroup | None:
+        for group_id in group_ids:
+            scheduler._preemption.preempt(scheduler.queues.groups[group_id], at)
+        return scheduler.queues.groups[9]
+
+    scheduler._displacement.preempt_for_waiting = preempt  # type: ignore[method-assign, assignment]
+    scheduler.schedule()
+    running = {g.group_id for g in scheduler.queues.running}
+    return running >= {9, *staying}
+
+
+@BATCHING
+@pytest.mark.parametrize("policy", ["srpt", "deadline", "mlfq"])
+def test_under_every_policy_that_displaces_the_waiting_group_runs_at_once(policy: str, batching: str) -> None:
+    rng = random.Random(7)
+    engine = VirtualEngine(policy, blocks=40, options={"max_num_seqs": 4, "batching": batching, "aging_limit": None})
+    displaced = watch_displacement(engine.scheduler)
+    for i in range(120):
+        target = rng.choice([None, 0.3]) if policy == "deadline" else None
+        length = rng.choice([3, 200])
+        engine.add(Job(engine.now, [i + 1] * rng.randint(1, 150), length, user=f"user {length}", ttft_target=target))
+        for _ in range(rng.randint(1, 12)):
+            engine.step()
+    engine.serve([])
+    assert displaced
