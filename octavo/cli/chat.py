@@ -24,8 +24,10 @@ from octavo.cli.engine_flags import (
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.adapters import LoRARequest
+from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
+from octavo.loader.builtin import BUILTIN
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
@@ -88,6 +90,7 @@ def run(arguments: Arguments) -> int:
         params = read_sampling_params(arguments, DEFAULTS)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
+    _refuse_base_model(config)
     from octavo.engine.model_files import find_files
 
     files = find_files(config)
@@ -108,6 +111,17 @@ def run(arguments: Arguments) -> int:
         else:
             conversation.ask(message)
     return EXIT_FAILED if conversation.failures else 0
+
+
+def _refuse_base_model(config: EngineConfig) -> None:
+    """Refuses a built-in model that answers no questions, before it is fetched."""
+    model = BUILTIN.get(config.model)
+    if model is not None and model.is_base and config.chat_template is None:
+        chats = ", ".join(name for name, other in BUILTIN.items() if not other.is_base)
+        raise ConfigError(
+            f"{model.name} is a base model: it continues texts ('octavo generate {model.name} ...') and answers no "
+            f"questions; take a chat model, such as {chats}, or give a template of your own (--chat-template FILE)"
+        )
 
 
 def _check(files: ModelFiles, params: SamplingParams) -> None:
