@@ -55,8 +55,12 @@ async def measure(
 
     Returns:
         The outcomes in the order of the requests, and the processor time of this process in seconds.
+
+    Raises:
+        ConfigError: there is no server.
     """
     try:
+        await client.connect()
         if warmup:
             await closed_loop(client, warmup, clients or 8, lambda: None)
         cpu = time.process_time()

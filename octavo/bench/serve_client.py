@@ -22,6 +22,8 @@ from octavo.core.errors import ConfigError
 ERROR_BYTES = 4_096
 #: Longest event in bytes.
 EVENT_BYTES = 16 << 20
+#: Seconds in which a server has to accept the first connection.
+CONNECT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class Client:
         self._chat = endpoint == "chat"
         self._body = body
         self._timeout = timeout
+        self._url = base_url
         base = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "User-Agent": "octavo-bench"}
         if api_key:
@@ -86,6 +89,22 @@ class Client:
             self._poster = Poster(f"{base}/v1/{'chat/completions' if self._chat else 'completions'}", headers)
         except ValueError as e:
             raise ConfigError(f"cannot send requests to {base_url!r}: {e}") from None
+
+    async def connect(self) -> None:
+        """Looks whether there is a server, so that a run without one ends before its first request.
+
+        Raises:
+            ConfigError: no connection can be made.
+        """
+        try:
+            async with asyncio.timeout(min(self._timeout, CONNECT_SECONDS)):
+                await self._poster.connect()
+        except OSError as e:  # includes TimeoutError
+            reason = str(e) or f"no answer within {CONNECT_SECONDS:g} s"
+            raise ConfigError(
+                f"there is no server at {self._url} ({reason}): start one in another terminal ('octavo serve MODEL') "
+                "and wait until it says 'serving'; or name its address with --base-url"
+            ) from None
 
     async def send(self, request: Request, due: float | None = None) -> Outcome:
         """Sends a request and reads the response; failures of the server go into the outcome."""

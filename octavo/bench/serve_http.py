@@ -64,9 +64,20 @@ class Poster:
                 except CutOffError:
                     if connection.responded:
                         raise
+        return await self._exchange(await self._new_connection(), request, on_body)
+
+    async def connect(self) -> None:
+        """Makes a connection, which the first request takes.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._idle.append(await self._new_connection())
+
+    async def _new_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls or None)
-        return await self._exchange(connection, request, on_body)
+        return connection
 
     def close(self) -> None:
         """Closes idle connections."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from octavo.bench.serve_workload import Request
 
 EXAMPLE = f"""\
+It needs a server that runs: start one in another terminal, and wait until it says "serving":
+  octavo serve smollm2-135m
+
 examples:
   octavo bench serve --model smollm2-135m --concurrency 16 --num-requests 200
   octavo bench serve --model smollm2-135m --request-rate 4 --goodput ttft:500,tpot:60 --json -
@@ -50,7 +53,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo bench serve",
         usage="octavo bench serve --model NAME [options]",
-        description="Sends requests to a server over HTTP, streaming, and reports latencies, rates and errors.",
+        description="Sends requests to a running server over HTTP, streaming, and reports latencies, rates and errors.",
         epilog=EXAMPLE,
     )
     target = parser.add_argument_group("server")

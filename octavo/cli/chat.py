@@ -24,11 +24,14 @@ from octavo.cli.engine_flags import (
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.adapters import LoRARequest
+from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
+from octavo.loader.builtin import BUILTIN
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.model_files import ModelFiles
 
 #: No limit but the context length; less random than the full distribution of a small model.
 DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
@@ -84,12 +87,17 @@ def run(arguments: Arguments) -> int:
     lora = read_lora(arguments)
     config = read_engine_config(arguments, take_model(arguments))
     try:
-        read_sampling_params(arguments, DEFAULTS)  # refuses wrong ones before a model is loaded
+        params = read_sampling_params(arguments, DEFAULTS)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
+    _refuse_base_model(config)
+    from octavo.engine.model_files import find_files
+
+    files = find_files(config)
+    _check(files, params)
     from octavo.engine.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_config(config)
+    engine = LLMEngine.from_files(files)
     if lora is not None:
         engine.add_lora(lora)
     params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
@@ -103,6 +111,33 @@ def run(arguments: Arguments) -> int:
         else:
             conversation.ask(message)
     return EXIT_FAILED if conversation.failures else 0
+
+
+def _refuse_base_model(config: EngineConfig) -> None:
+    """Refuses a built-in model that answers no questions, before it is fetched."""
+    model = BUILTIN.get(config.model)
+    if model is not None and model.is_base and config.chat_template is None:
+        chats = ", ".join(name for name, other in BUILTIN.items() if not other.is_base)
+        raise ConfigError(
+            f"{model.name} is a base model: it continues texts ('octavo generate {model.name} ...') and answers no "
+            f"questions; take a chat model, such as {chats}, or give a template of your own (--chat-template FILE)"
+        )
+
+
+def _check(files: ModelFiles, params: SamplingParams) -> None:
+    """Refuses, before the model is loaded, one that has no chat template, and a form that no answer can have.
+
+    Raises:
+        ConfigError: see above.
+    """
+    from octavo.engine.chat_template import choose_template
+
+    try:
+        choose_template(files.tokenizer.chat_templates, None, has_tools=False)
+        if params.structured_outputs is not None:
+            files.inputs().grammar(params.structured_outputs)
+    except InvalidRequestError as e:
+        raise ConfigError(f"{files.options.model}: {e}") from None
 
 
 class Conversation:

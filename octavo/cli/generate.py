@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,12 +22,14 @@ from octavo.cli.engine_flags import (
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
-from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WorkerError
+from octavo.core.adapters import LoRARequest
+from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.model_files import ModelFiles
 
 #: The default of SamplingParams, 16 tokens, cuts most sentences short.
 DEFAULTS = {"max_tokens": DefaultMaxTokens(128)}
@@ -92,18 +94,15 @@ def run(arguments: Arguments) -> int:
     with ExitStack() as stack:
         json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
         start = time.monotonic()
-        from octavo.engine.llm_engine import LLMEngine
+        from octavo.engine.model_files import find_files
 
-        engine = LLMEngine.from_config(config)
-        if lora is not None:
-            engine.add_lora(lora)
-        defaults = engine.inputs.default_sampling
-        for job in jobs:
-            job.take_defaults({name: defaults[name] for name in defaults.keys() - arguments.group(PREFIX).keys()})
+        files = find_files(config)
+        _check(files, jobs, arguments.group(PREFIX))
+        engine = None if all(job.error for job in jobs) else _load(files, lora)
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
         growing = json_out is None and _can_grow(jobs)
-        for job, output in show_growing(engine, jobs[0]) if growing else complete(engine, jobs):
+        for job, output in _run(engine, jobs, growing):
             figures.count(job, output)
             if growing:
                 _print_error(job)
@@ -116,6 +115,31 @@ def run(arguments: Arguments) -> int:
             _write_line(json_out, {"summary": figures.as_json()})
     print(figures.as_text(), file=sys.stderr)
     return EXIT_FAILED if figures.failed else 0
+
+
+def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any]) -> None:
+    """Gives the jobs the model's defaults of parameters that are not ``given``, and checks them before it is loaded."""
+    inputs = files.inputs()
+    defaults = {name: value for name, value in files.default_sampling.items() if name not in given}
+    for job in jobs:
+        job.take_defaults(defaults)
+        job.check(inputs)
+
+
+def _load(files: ModelFiles, lora: LoRARequest | None) -> LLMEngine:
+    from octavo.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_files(files)
+    if lora is not None:
+        engine.add_lora(lora)
+    return engine
+
+
+def _run(engine: LLMEngine | None, jobs: list[Job], growing: bool) -> Iterator[tuple[Job, RequestOutput | None]]:
+    """The outputs of the jobs; without an engine there is nothing that could be served."""
+    if engine is None:
+        return ((job, None) for job in jobs)
+    return show_growing(engine, jobs[0]) if growing else complete(engine, jobs)
 
 
 def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput | None]]:
@@ -167,9 +191,8 @@ def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
     if job.error is not None:
         return
     try:
-        prompt = job.prompt if job.messages is None else engine.tokenizer.encode_chat(job.messages)
-        engine.add_request(str(job.index), prompt, job.params, **job.claims, streaming=streaming)
-    except (InvalidRequestError, TokenizerError) as e:
+        engine.add_request(str(job.index), job.tokenized, job.params, **job.claims, streaming=streaming)
+    except InvalidRequestError as e:
         job.error = str(e)
 
 

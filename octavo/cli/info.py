@@ -16,6 +16,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
+from octavo.loader.builtin import BUILTIN
 
 EXAMPLE = """\
 examples:
@@ -196,11 +197,12 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     network = outline(config, dtype, None, options.kv_cache_dtype)
     return {
         "name": options.model,
+        "description": BUILTIN[options.model].description if options.model in BUILTIN else None,
         "folder": str(folder),
         "architecture": config.architecture,
         "checkpoint_dtype": config.checkpoint_dtype,
         "quantization": None if config.quantization is None else config.quantization.name,
-        "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
+        "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None,
         "parameters": num_parameters(network),
         "active_parameters": num_active_parameters(network),
         "context_length": config.max_position,
@@ -240,42 +242,53 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
 def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for name, value in facts.items():
-        label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}:"
+        label = name.removesuffix("_bytes").replace("_", " ")
         if name == "gpus":
             for i, gpu in enumerate(value):
                 lines += [f"{indent}gpu {i}:", *_as_lines(gpu, indent + "  ")]
-            continue
-        if name == "memory_limits":
-            for limit in value:
-                text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
-                lines.append(f"{indent}{'memory limit:':<22} {text}")
-            continue
-        if name == "problems":
-            for problem in value:
-                lines.append(f"{indent}{problem['tensor'] or 'checkpoint'}: {problem['problem']}")
+        elif name == "problems":
+            lines += [f"{indent}{problem['tensor'] or 'checkpoint'}: {problem['problem']}" for problem in value]
             lines += [] if value else [f"{indent}no problems found"]
-            continue
-        if name == "kv_groups":
-            for group in value:
-                kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
-                size = readable_size(group["kv_bytes_per_token"])
-                lines.append(f"{indent}{'kv cache:':<22} {group['layers']} layers keep {kept}, {size} each")
-            continue
-        if name == "memory_bytes":
-            value = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
-        elif name == "cores":
-            value = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
-        elif name.endswith("_bytes"):
-            value = readable_size(value)
-        elif isinstance(value, list):
-            value = " ".join(value) or "-"
-        elif value is None:
-            value = "-"
-        if isinstance(value, dict):
-            lines += [label, *_as_lines(value, indent + "  ")]
+        elif isinstance(value, dict) and name not in _IN_ONE_LINE:
+            lines += [f"{indent}{label}:", *_as_lines(value, indent + "  ")]
         else:
-            lines.append(f"{label:<22} {value}")
+            lines += [f"{f'{indent}{head}:':<22} {text}" for head, text in _values(name, label, value)]
     return lines
+
+
+#: Facts of several numbers.
+_IN_ONE_LINE = ("memory_bytes", "cores")
+
+
+def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
+    """What a fact is called and its value as text, a line each."""
+    if name == "memory_limits":
+        return [
+            (
+                "memory limit",
+                f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}",
+            )
+            for limit in value
+        ]
+    if name == "kv_groups":
+        return [("kv cache", _kept(group)) for group in value]
+    if value is None:
+        text = "-"
+    elif name == "memory_bytes":
+        text = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
+    elif name == "cores":
+        text = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
+    elif name.endswith("_bytes"):
+        text = readable_size(value)
+    else:
+        text = (" ".join(value) or "-") if isinstance(value, list) else str(value)
+    return [(label, text)]
+
+
+def _kept(group: dict[str, Any]) -> str:
+    """What layers of a kind keep of the tokens."""
+    kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
+    return f"{group['layers']} layers keep {kept}, {readable_size(group['kv_bytes_per_token'])} each"
 
 
 def readable_size(number: float) -> str:

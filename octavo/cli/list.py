@@ -8,6 +8,7 @@ import msgspec
 
 from octavo.cli.info import readable_size
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.loader.builtin import BUILTIN
 from octavo.loader.cache import CachedModel, cache_dir, cached_models
 
 EXAMPLE = """\
@@ -43,10 +44,16 @@ def run(arguments: Arguments) -> int:
     width = max((len(model.name) for model in models), default=0)
     for model in models:
         kind = f"{model.kind} ({model.dtype})" if model.dtype else model.kind
-        print(f"{model.name:<{width}}  {kind:<20}  {readable_size(model.size):>10}  {model.folder}")
+        kind += ", base model" if _is_base(model) else ""
+        print(f"{model.name:<{width}}  {kind:<32}  {readable_size(model.size):>10}  {model.folder}")
     total = readable_size(sum(model.size for model in models))
     print(f"{total} in {len(models)} folders of {cache_dir()}")
     return 0
+
+
+def _is_base(model: CachedModel) -> bool:
+    """Whether it is a built-in one that continues texts and answers no questions."""
+    return model.name in BUILTIN and BUILTIN[model.name].is_base
 
 
 def as_json(model: CachedModel) -> dict[str, Any]:
@@ -55,6 +62,7 @@ def as_json(model: CachedModel) -> dict[str, Any]:
         "name": model.name,
         "kind": model.kind,
         "dtype": model.dtype,
+        "base_model": _is_base(model),
         "size_bytes": model.size,
         "folder": str(model.folder),
     }

@@ -8,13 +8,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
+from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.input_processor import InputProcessor
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
@@ -39,6 +43,26 @@ class Job:
     claims: Mapping[str, Any] = field(default_factory=dict)
     #: Parameters of its own, from a JSON line.
     own: frozenset[str] = frozenset()
+    #: Its tokens, once ``check`` has made them.
+    token_ids: list[int] = field(default_factory=list)
+
+    def check(self, inputs: InputProcessor) -> None:
+        """Makes its tokens and checks it as the engine will; ``error`` is set if it cannot be served."""
+        if self.error is not None:
+            return
+        claims = {name: value for name, value in self.claims.items() if name != "lora_request"}
+        try:
+            prompt = self.prompt if self.messages is None else inputs.tokenizer.encode_chat(self.messages)
+            self.token_ids = inputs.process(str(self.index), prompt, self.params, **claims).prompt_token_ids
+        except (InvalidRequestError, TokenizerError) as e:
+            self.error = str(e)
+
+    @property
+    def tokenized(self) -> TokensPrompt:
+        """Its tokens, with its text if it is one."""
+        if isinstance(self.prompt, str) and self.messages is None:
+            return {"prompt_token_ids": self.token_ids, "prompt": self.prompt}
+        return {"prompt_token_ids": self.token_ids}
 
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Takes the model's defaults for the parameters that it has not of its own."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import ConfigError
+from octavo.loader.builtin import BUILTIN
 
 EXAMPLE = """\
-example:
+examples:
   octavo pull smollm2-135m
-"""
+  octavo pull HuggingFaceTB/SmolLM2-360M-Instruct
+
+built-in models:
+""" + "".join(f"  {model.name:<13} {model.description}\n" for model in BUILTIN.values())
 
 
 def make_parser() -> Parser:
@@ -27,5 +33,8 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
     from octavo.loader.resolve import pull
 
-    print(pull(arguments.words[0], progress=True))
+    name = arguments.words[0]
+    print(pull(name, progress=True))
+    if name in BUILTIN and BUILTIN[name].is_base:
+        print(f"octavo: {name} is a base model: it continues texts and answers no questions", file=sys.stderr)
     return 0

@@ -67,6 +67,11 @@ IDLE_OPTIONS = (
     IdleOption("max_prompt_adapters", _without_prompt_adapters, _PROMPT_ADAPTERS),
     IdleOption("max_prompt_adapter_token", _without_prompt_adapters, _PROMPT_ADAPTERS),
     IdleOption(
+        "chat_template",
+        lambda options, _: options.skip_tokenizer_init,
+        "conversations need the tokenizer that skip_tokenizer_init leaves out",
+    ),
+    IdleOption(
         "structured_outputs_compile_seconds",
         lambda options, _: options.skip_tokenizer_init,
         "structured output needs the tokenizer that skip_tokenizer_init leaves out",

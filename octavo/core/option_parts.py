@@ -43,6 +43,10 @@ class ModelOptions(OptionPart):
         description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
         "stop strings and bad words are refused. Clients of the server find the ids among the logprobs (logprobs: 0).",
     )
+    chat_template: str | None = Field(
+        None,
+        description="File of a chat template (jinja) for conversations, in place of the model's own.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

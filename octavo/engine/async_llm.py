@@ -25,6 +25,7 @@ from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.adapters import make_registry
 from octavo.engine.async_admin import AsyncAdmin
+from octavo.engine.chat_template import read_chat_template
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
@@ -126,7 +127,8 @@ class AsyncLLM(AsyncAdmin):
                 return
             process = process or CoreProcess()
             try:
-                prefixes = read_files(self.config)  # a wrong name is refused before the model is loaded
+                prefixes = read_files(self.config)  # wrong files are refused before the model is looked for
+                read_chat_template(self.config.chat_template)
                 await self._load(process)
             except BaseException:
                 await process.end_and_wait()

@@ -20,7 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
 #: Longest text that a template may write, in characters.
@@ -55,6 +55,24 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
         ) from None
 
 
+def read_chat_template(path: str | None) -> str | None:
+    """The template in the file that the option ``chat_template`` names; None if it names none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        TokenizerError: it is not a valid template.
+    """
+    if path is None:
+        return None
+    try:
+        template = Path(path).expanduser().read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read chat_template {path}: {reason}") from None
+    template_variables(template)
+    return template
+
+
 def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_tools: bool) -> str:
     """The template that a request uses.
 
@@ -75,7 +93,8 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_too
     if templates:
         raise InvalidRequestError(f"the model has several chat templates; name one: {', '.join(sorted(templates))}")
     raise InvalidRequestError(
-        "the model has no chat template (it may be a base model); give one, or send a plain prompt"
+        "the model has no chat template (it may be a base model): send a plain prompt, or start with the file of a "
+        "template (option chat_template, --chat-template FILE)"
     )
 
 

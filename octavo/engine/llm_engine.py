@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.adapters import LoRARequest, PromptAdapterRequest, one_adapter
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, memory_errors
+from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
@@ -18,14 +18,12 @@ from octavo.core.stats import SchedulerStats
 from octavo.engine.adapters import make_registry
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.model_files import ModelFiles, find_files
 from octavo.engine.output_processor import OutputProcessor, check_increments
-from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes, read_files
+from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
-from octavo.engine.tokenizer import Tokenizer, find_tokenizer
-from octavo.loader.resolve import resolve_model
-from octavo.models.config import default_sampling
-from octavo.scheduler.policies import policy_class
+from octavo.engine.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -86,24 +84,15 @@ class LLMEngine:
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
-        if options.data_parallel_size > 1:
-            raise ConfigError(
-                f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
-                "make several engines, or use octavo.data"
-            )
-        policy_class(options.scheduling_policy)  # wrong names are refused before the model is fetched and loaded
-        prefixes = read_files(options)
-        folder = resolve_model(
-            options.model,
-            dtype=options.dtype,
-            revision=options.revision,
-            weights=options.load_format != "dummy",
-        )
+        return cls.from_files(find_files(options), stat_loggers)
+
+    @classmethod
+    def from_files(cls, files: ModelFiles, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
+        """Reads the weights of a model that was found; see ``from_config``."""
         with memory_errors():
-            tokenizer = find_tokenizer(options, folder)
-            defaults = default_sampling(options.generation_config, folder)
-            engine = cls(EngineCore(options, folder), tokenizer, stat_loggers, defaults)
-        for text, name in prefixes:
+            core = EngineCore(files.options, files.folder)
+            engine = cls(core, files.tokenizer, stat_loggers, files.default_sampling)
+        for text, name in files.prefixes:
             engine.add_shared_prefix(text, name)
         return engine
 

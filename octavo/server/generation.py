@@ -309,10 +309,11 @@ def _fitted(
     param = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
     # Clients look for the first words, which are those of the OpenAI API.
     message = f"this model's maximum context length is {limit} tokens, but the prompt has {longest}"
-    if named:
+    if named and longest < limit:
         message += f" and {param} asks for {needed} more; lower it, or leave it out for as many as fit"
-    if not named:
+    else:
         param = "prompt" if hasattr(body, "prompt") else "messages"
+        message += f" tokens, which leaves no room for an answer; shorten the {param}"
     raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -321,10 +321,15 @@ def test_connections_are_used_again_and_replaced_when_the_server_closed_them(
     assert server.connections == 7
 
 
-def test_no_server_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m", "--num-requests", "2"]
-    assert main(words) == 1
-    assert "connect: 2" in capsys.readouterr().out
+def test_without_a_server_the_run_ends_before_it_begins_and_says_how_to_start_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # An open loop of hours: each request would fail at its time.
+    words = ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m", "--request-rate", "0.01"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "there is no server at http://127.0.0.1:9 (" in said.err and "octavo serve MODEL" in said.err
+    assert said.out == ""
 
 
 def test_chunks_are_counted_where_usage_is_missing(server: FakeServer, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ def clean_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in os.environ:
         if name.startswith("OCTAVO_") and name != "OCTAVO_CACHE":
             monkeypatch.delenv(name)
-    logger = logging.getLogger("octavo")
+    logger, startup = logging.getLogger("octavo"), logging.getLogger("octavo.startup")
     before = logger.handlers, logger.level
     yield
     logger.handlers, logger.level = before
+    startup.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

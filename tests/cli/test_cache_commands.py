@@ -47,6 +47,7 @@ def test_list_shows_each_model_of_the_cache_with_its_size(octavo: Run, capsys: C
             "name": "my-bf",
             "kind": "converted",
             "dtype": "float32",
+            "base_model": False,
             "size_bytes": 5,
             "folder": str(cache / "models" / f"my-bf-float32-{DIGEST}"),
         },
@@ -54,6 +55,7 @@ def test_list_shows_each_model_of_the_cache_with_its_size(octavo: Run, capsys: C
             "name": "tiny",
             "kind": "downloaded",
             "dtype": None,
+            "base_model": False,
             "size_bytes": 1000,
             "folder": str(cache / "builtin" / f"tiny-{DIGEST}"),
         },
@@ -61,6 +63,7 @@ def test_list_shows_each_model_of_the_cache_with_its_size(octavo: Run, capsys: C
             "name": "tiny",
             "kind": "converted",
             "dtype": "bfloat16",
+            "base_model": False,
             "size_bytes": 3000,
             "folder": str(cache / "models" / f"tiny-bfloat16-{DIGEST}"),
         },
@@ -69,6 +72,22 @@ def test_list_shows_each_model_of_the_cache_with_its_size(octavo: Run, capsys: C
     out = capsys.readouterr().out
     assert "2.93 KiB" in out
     assert out.splitlines()[-1].startswith("3.911 KiB in 3 folders")
+
+
+def test_a_base_model_is_said_to_be_one(
+    octavo: Run, capsys: Capture, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / f"models/gemma3-270m-bfloat16-{DIGEST}").mkdir()
+    assert octavo("list") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gemma3-270m")]
+    assert "converted (bfloat16), base model" in line
+    monkeypatch.setattr("octavo.loader.resolve.pull", lambda name, progress: cache)
+    assert octavo("pull", "gemma3-270m") == 0
+    assert "gemma3-270m is a base model" in capsys.readouterr().err
+    # A conversation is refused before anything is fetched.
+    assert octavo("chat", "gemma3-270m") == 2
+    said = capsys.readouterr().err
+    assert "gemma3-270m is a base model" in said and "such as smollm2-135m" in said
 
 
 def test_an_empty_cache_is_no_error(octavo: Run, capsys: Capture, tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -403,6 +404,65 @@ def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refuse
     assert len(line["outputs"][0]["token_ids"]) == 56
     assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
     assert "max_tokens (57) does not fit" in capsys.readouterr().err
+
+
+@pytest.fixture
+def without_weights(tiny_model: Path, tmp_path: Path) -> Path:
+    """The model without weights, which shows what is refused before they are read."""
+    return shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "flags", "says"),
+    [
+        ([""], [], "the prompt is empty"),
+        (["Hello"], ["--regex", "a("], "structured_outputs.regex: unclosed group"),
+        (["Hello"], ["--max-tokens", "1000"], "max_tokens (1000) does not fit"),
+        (["x" * 300], [], "the prompt has 300 tokens, but prompt and output together may have at most 256"),
+        (["", ""], [], "octavo: error: prompt 2: the prompt is empty"),
+        (["Hello"], ["--chat", "--chat-template", "none.jinja"], "cannot read chat_template none.jinja: No such file"),
+    ],
+)
+def test_prompts_that_cannot_be_served_are_refused_before_weights_are_read(
+    octavo: Run, capsys: Capture, without_weights: Path, prompts: list[str], flags: list[str], says: str
+) -> None:
+    assert octavo("generate", without_weights, *prompts, *flags) != 0
+    assert says in capsys.readouterr().err
+
+
+def test_a_conversation_without_a_template_is_refused_before_weights_are_read(
+    octavo: Run, capsys: Capture, without_weights: Path
+) -> None:
+    (without_weights / "chat_template.jinja").unlink()
+    for words in (("generate", without_weights, "--chat", "Hello"), ("chat", without_weights)):
+        assert octavo(*words) != 0
+        assert "no chat template (it may be a base model)" in (said := capsys.readouterr().err)
+        assert "--chat-template FILE" in said
+    template = without_weights / "mine.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    assert octavo("chat", without_weights, "--chat-template", template, "--regex", "a(") == 2
+    assert "structured_outputs.regex: unclosed group" in capsys.readouterr().err
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_models(
+    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
+    words = ("generate", tiny_model, *GREEDY, "--json", "-", "--chat", "Hello")
+    assert octavo(*words, "--chat-template", template) == 0
+    line, _ = json_lines(capsys.readouterr().out)
+    assert octavo("generate", tiny_model, *GREEDY, "--json", "-", "<Hello>") == 0
+    plain, _ = json_lines(capsys.readouterr().out)
+    assert line["prompt_token_ids"] == plain["prompt_token_ids"]
+    template.write_text("{% for %}")
+    assert octavo(*words, "--chat-template", template) == 2
+    assert "the chat template is not valid jinja: line 1" in capsys.readouterr().err
+
+
+def test_a_server_refuses_a_wrong_template_before_the_model_is_looked_for(octavo: Run, capsys: Capture) -> None:
+    assert octavo("serve", "no/such-model", "--port", "0", "--chat-template", "none.jinja") == 2
+    assert "cannot read chat_template none.jinja: No such file" in capsys.readouterr().err
 
 
 def test_what_the_engine_got_is_said_if_asked_for(

