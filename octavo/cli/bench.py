@@ -7,7 +7,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
-from octavo.cli import bench_calibrate, bench_grammar, bench_kernels, bench_policies, bench_serve, bench_speculation
+from octavo.cli import (
+    bench_allocators,
+    bench_calibrate,
+    bench_grammar,
+    bench_kernels,
+    bench_policies,
+    bench_serve,
+    bench_speculation,
+)
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.cli.records import show
@@ -27,11 +35,12 @@ KINDS = (
     "calibrate",
     "simulation",
     "grammar",
+    "allocators",
     "policies",
     "serve",
 )
 #: Kinds with a parser of their own.
-OWN_PARSERS = {"policies": bench_policies, "serve": bench_serve}
+OWN_PARSERS = {"allocators": bench_allocators, "policies": bench_policies, "serve": bench_serve}
 
 EXAMPLE = """\
 examples:
@@ -47,6 +56,7 @@ examples:
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
   octavo bench grammar smollm2-135m --batches 1,64
+  octavo bench allocators smollm2-135m --cases short,long
   octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
 
@@ -65,13 +75,14 @@ simulation workloads on the engine, by the clock, and the same simulated with a 
 grammar    structured output: time of masks for ten schemas of growing size, throughput of batches whose requests all
            have a schema against none, and what a schema adds to the time to the first token; --batches, --output-len
            and --rounds count
+allocators paged against contiguous KV caches: octavo bench allocators --help
 policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 """
 
 
 class _BenchParser(Parser):
-    """Passes arguments after ``serve`` or ``policies`` to the parser of that kind, which has other options."""
+    """Passes arguments after a kind of ``OWN_PARSERS`` to the parser of that kind, which has other options."""
 
     def read(self, argv: Sequence[str]) -> Arguments:
         if not argv or argv[0] not in OWN_PARSERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,10 +10,11 @@ import msgspec
 from octavo.cli.cluster_flags import OPTIONS, add_cluster_flags, add_profile_flags, make_spec
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.errors import ConfigError
 from octavo.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
-    from octavo.simulate.cluster.plan import Plan, Tried
+    from octavo.simulate.cluster.plan import TrafficPlan, Tried
 
 EXAMPLE = f"""\
 examples:
@@ -20,7 +22,8 @@ examples:
     --output-len chat --ttft-limit 200 --tpot-limit 10
   octavo simulate plan --trace azure.csv --ttft-limit 500 --share 0.95 --router prefix --json plan.json
 
-Each number of replicas that is tried is simulated as 'octavo simulate --replicas N' does it. {FORMS}
+Each number of replicas that is tried is simulated as 'octavo simulate --replicas N' does it. Where requests arrive at a
+rate and --num-requests is left out, they are as many as it takes: until twice as many need no other number. {FORMS}
 """
 
 
@@ -36,6 +39,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--share", type=float, default=0.99, metavar="X", help="of requests that must keep the limits (0.99)")
     add("--most", type=int, default=1024, metavar="N", help="replicas to try at most (1024)")
+    add("--repeats", type=int, default=3, metavar="N", help="seeds, from --seed on; the most that one needs counts (3)")
     add_json_flag(parser)
     add_cluster_flags(parser, sized=False)
     add_workload_flags(parser)
@@ -45,18 +49,29 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints the table and the answer, or JSON; 1 if no number suffices."""
-    from octavo.simulate.cluster.plan import plan_replicas
+    from octavo.simulate.cluster.plan import plan_traffic
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
+    if not 1 <= arguments.repeats <= 1000:
+        raise ConfigError(f"--repeats must be from 1 to 1000, not {arguments.repeats}")
     options = read_engine_config(arguments, "none")
     spec = make_spec(arguments, "1", options.seed)
     load = make_workload(arguments, options.seed)
+    has_rate = load.arrivals is not None and load.arrivals.mean_rate < math.inf
     show = arguments.json is None
     if show:
         print(f"{'replicas':>8} {'good':>8} {'goodput/s':>10} {'per replica':>11} {'ttft p99':>9} {'tpot p99':>9} busy")
-    plan = plan_replicas(
-        spec, options, load, share=arguments.share, most=arguments.most, on_tried=_print if show else _ignore
+    plan = plan_traffic(
+        spec,
+        options,
+        load,
+        repeats=arguments.repeats,
+        settle=arguments.num_requests is None and load.trace is None and has_rate,
+        share=arguments.share,
+        most=arguments.most,
+        on_plan=_print_heading if show else _ignore,
+        on_tried=_print if show else _ignore,
     )
     if show:
         print(_answer(plan))
@@ -64,6 +79,10 @@ def run(arguments: Arguments) -> int:
         with json_stream(arguments.json) as stream:
             stream.write(msgspec.json.encode(plan).decode() + "\n")
     return 0 if plan.replicas is not None else EXIT_FAILED
+
+
+def _print_heading(requests: int, seed: int) -> None:
+    print(f"{requests} requests, seed {seed}", flush=True)
 
 
 def _print(t: Tried) -> None:
@@ -74,13 +93,19 @@ def _print(t: Tried) -> None:
     )
 
 
-def _ignore(tried: Tried) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
-def _answer(plan: Plan) -> str:
-    if plan.replicas is not None:
-        return f"{plan.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits"
+def _answer(found: TrafficPlan) -> str:
+    plan = found.plans[-1]
+    if found.replicas is not None:
+        each = ", ".join(str(p.replicas) for p in found.plans)
+        unsettled = "; half as many requests needed another number" if found.settled is False else ""
+        return (
+            f"{found.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
+            f"by seed: {each}, of {found.requests} requests each{unsettled}"
+        )
     assert plan.good_alone is not None
     if plan.good_alone < plan.share:
         return (

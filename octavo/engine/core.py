@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ POLICY_OPTIONS = frozenset(
 
 class EngineCore(StepLoop):
     """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
+
+    #: Called as ``BlockManager`` is, again by ``restart``: the lab compares it with other managers.
+    make_blocks: Callable[..., BlockManager] = BlockManager
 
     def __init__(self, options: EngineConfig, folder: Path, replica: int = 0) -> None:
         """Loads the model in ``folder`` and makes its KV cache; ``replica``: see ``make_executor``.
@@ -129,7 +132,7 @@ class EngineCore(StepLoop):
     ) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
-        self.blocks = BlockManager(
+        self.blocks = self.make_blocks(
             sizes,
             options.block_size,
             max_num_batched_tokens=options.token_budget * _steps_in_flight(options),

@@ -35,8 +35,10 @@ def test_a_plan_prints_what_was_tried_and_the_answer(tmp_path: Path, capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert main([*call, "--json", str(file)]) == 0
     plan = json.loads(file.read_text())
-    assert lines[-1].startswith(f"{plan['replicas']} replicas")
-    assert len(lines) == 2 + len(plan["tried"])
+    assert lines[-2].startswith(f"{plan['replicas']} replicas") and lines[-1].endswith("of 60 requests each")
+    assert plan["requests"] == 60 and plan["seeds"] == [0, 1, 2] and plan["settled"] is None
+    assert plan["replicas"] == max(each["replicas"] for each in plan["plans"])
+    assert len(lines) == 3 + sum(1 + len(each["tried"]) for each in plan["plans"])
     assert main(["simulate", "plan", *WORDS, "--ttft-limit", "0.001", "--most", "2"]) == 1
     assert "even alone" in capsys.readouterr().out
 

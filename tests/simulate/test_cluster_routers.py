@@ -12,7 +12,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
 from octavo.simulate.cluster.cluster import Cluster
 from octavo.simulate.cluster.figures import ClusterFigures
-from octavo.simulate.cluster.plan import plan_replicas
+from octavo.simulate.cluster.plan import plan_replicas, plan_traffic
 from octavo.simulate.cluster.replica import Replica
 from octavo.simulate.cluster.routers import Router, RouterSettings
 from octavo.simulate.cluster.run import simulate_cluster
@@ -125,6 +125,43 @@ def test_the_plan_is_the_least_number_that_keeps_the_limits() -> None:
     assert by_number[plan.replicas].goodput == enough.goodput
     assert not by_number[plan.replicas - 1].enough
     assert plan == plan_replicas(spec, OPTIONS, load, share=0.95)
+
+
+def test_wherever_it_starts_the_plan_is_the_same_number() -> None:
+    load = Workload(requests=40, arrivals=parse_arrivals("poisson", 60, None), inputs=Uniform(10, 200), seed=4)
+    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.3))
+    plans = [plan_replicas(spec, OPTIONS, load, start=start) for start in (1, 2, 3, 7, 12, 2000)]
+    assert len({plan.replicas for plan in plans}) == 1
+    for plan in plans:
+        tried = {t.replicas: t.enough for t in plan.tried}
+        assert plan.replicas is not None and tried[plan.replicas] and not tried[plan.replicas - 1]
+
+
+def test_requests_double_until_no_more_replicas_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.simulate.cluster.plan._FIRST", 20)
+    load = Workload(
+        requests=20, arrivals=parse_arrivals("poisson", 40, None), inputs=Constant(100), outputs=Constant(40)
+    )
+    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.5))
+    begun: list[tuple[int, int]] = []
+    found = plan_traffic(spec, OPTIONS, load, settle=True, on_plan=lambda *of: begun.append(of))
+    assert found.settled and found.requests > 20 and found.seeds == [0, 1, 2]
+    assert begun[-3:] == [(found.requests, seed) for seed in range(3)]
+    assert [count for count, seed in begun if seed == 0] == [20 << i for i in range(len(begun) - 2)]
+    assert found.replicas == max(plan.replicas or 0 for plan in found.plans)
+    short = plan_replicas(spec, OPTIONS, load)
+    assert short.replicas is not None and short.replicas < found.replicas, "a queue has no time to grow in so few"
+
+
+def test_arrivals_that_vary_are_planned_for_over_whole_periods() -> None:
+    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=10.0))
+    load = Workload(requests=9, arrivals=parse_arrivals("steps:10,20,180"), inputs=Constant(1), outputs=Constant(1))
+    begun: list[int] = []
+    plan_traffic(spec, OPTIONS, load, settle=True, repeats=1, on_plan=lambda count, _: begun.append(count))
+    assert begun == [4000, 8000]
+    day = replace(load, arrivals=parse_arrivals("day:1,9"))
+    with pytest.raises(ConfigError, match="864000 requests: say how many"):
+        plan_traffic(spec, OPTIONS, day, settle=True)
 
 
 def test_a_limit_that_one_request_alone_misses_has_no_plan() -> None:

@@ -22,19 +22,24 @@ class BuddyAllocator:
                 self._free[order].add(start)
                 start += 1 << order
 
-    @property
-    def largest(self) -> int:
-        """Length of the longest extent that there could be, if all were free."""
-        return 1 << (self.size.bit_length() - 1) if self.size else 0
-
     def extents(self) -> tuple[dict[int, int], dict[int, int]]:
         """The lengths of the allocated and of the free extents, by first address."""
         free = {start: 1 << order for order, starts in enumerate(self._free) for start in starts}
         return {start: 1 << order for start, order in self._allocated.items()}, free
 
-    def can_allocate(self, length: int) -> bool:
-        """Whether an extent of at least this length is free."""
-        return any(self._free[order_of(length) :])
+    def can_allocate(self, *lengths: int) -> bool:
+        """Whether extents of at least these lengths are free, all of them together."""
+        if len(lengths) == 1:
+            return any(self._free[order_of(lengths[0]) :])
+        taken = []
+        for length in sorted(lengths, reverse=True):
+            start = self.allocate(length)
+            if start is None:
+                break
+            taken.append(start)
+        for start in taken:
+            self.free(start)
+        return len(taken) == len(lengths)
 
     def allocate(self, length: int) -> int | None:
         """Takes the lowest of the shortest free extents that hold this length, halved while a half does.

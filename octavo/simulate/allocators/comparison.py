@@ -16,7 +16,7 @@ import msgspec
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.simulate.allocators.census import Census, Slots
-from octavo.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks
+from octavo.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks, reserving
 from octavo.simulate.engine import SimulatedEngine, run
 from octavo.simulate.figures import RunFigures
 from octavo.simulate.profile import StepProfile
@@ -126,7 +126,7 @@ class Measured:
 def measure(setting: Setting, allocator: str, load: Workload, census: Census | None = None) -> Measured:
     """Runs the load with the allocator; ``census`` counts its steps."""
     recorder = Recorder()
-    engine = make_engine(setting, allocator, load, on_gap=recorder.gaps.add)
+    engine = make_engine(setting, allocator, on_gap=recorder.gaps.add)
     if census is not None:
         engine.on_plan = functools.partial(census.observe, engine)
     run(engine, load, recorder.ended, recorder.sample)
@@ -136,14 +136,13 @@ def measure(setting: Setting, allocator: str, load: Workload, census: Census | N
     return Measured(math.fsum(each) / len(each), ends[len(ends) * 9 // 10], recorder.figures(engine))
 
 
-def make_engine(setting: Setting, allocator: str, load: Workload, **options: Any) -> SimulatedEngine:
-    """An engine for this load with the allocator; ``options``: see ``SimulatedEngine``."""
+def make_engine(setting: Setting, allocator: str, **options: Any) -> SimulatedEngine:
+    """An engine with the allocator; ``options``: see ``SimulatedEngine``."""
     if allocator != "paged":
-        reservation, context = RESERVATIONS[allocator], setting.profile.max_model_len
-        # Sequence ids are those of requests, in order of arrival.
-        slots = [reservation(item.input_len, item.output_len, context) for item in load]
-        options["make_blocks"] = functools.partial(ContiguousBlocks, reserve=slots.__getitem__)
-    return SimulatedEngine(setting.profile, setting.options, **options)
+        reserve = reserving(allocator, setting.profile.max_model_len, lambda: engine.scheduler.queues)
+        options["make_blocks"] = functools.partial(ContiguousBlocks, reserve=reserve)
+    engine = SimulatedEngine(setting.profile, setting.options, **options)
+    return engine
 
 
 def find_curve(setting: Setting, allocator: str, limit: float) -> tuple[float, list[Point]]:

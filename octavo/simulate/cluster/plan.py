@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -15,10 +16,14 @@ from octavo.simulate.cluster.run import simulate_cluster
 from octavo.simulate.cluster.spec import MOST_REPLICAS, ClusterSpec, Limits, stated_limits
 from octavo.simulate.engine import SimulatedEngine
 from octavo.simulate.profile import StepProfile
+from octavo.workloads.arrivals import Day, Steps
 from octavo.workloads.items import WorkItem
+from octavo.workloads.workload import Workload
 
 #: Requests that are tried alone where no number of replicas suffices.
 _MOST_ALONE = 2000
+#: Requests of a plan that may choose how many: at first, unless a period of the arrivals has more, and at most.
+_FIRST, _MOST = 1000, 256_000
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,85 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     good_alone: float | None = None
 
 
+class TrafficPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer for a traffic: the most that any seed needs."""
+
+    #: None: for some seed none of at most ``most`` is enough.
+    replicas: int | None
+    #: Requests of each simulation of ``plans``, one for each seed.
+    requests: int
+    seeds: list[int]
+    plans: list[Plan]
+    #: Whether half as many requests had the same answer; None if their number was given.
+    settled: bool | None
+
+
+def plan_traffic(
+    spec: ClusterSpec,
+    options: EngineConfig,
+    load: Workload,
+    *,
+    repeats: int = 3,
+    settle: bool = False,
+    share: float = 0.99,
+    most: int = 1024,
+    on_plan: Callable[[int, int], None] = lambda requests, seed: None,
+    on_tried: Callable[[Tried], None] = lambda tried: None,
+) -> TrafficPlan:
+    """Finds the least number of replicas for a load under several seeds; see ``plan_replicas``.
+
+    A queue that grows shows only after a while, so a short run needs too few. With ``settle`` the number of requests
+    is doubled, from at least two periods of arrivals that vary, until twice as many need no other number of replicas.
+
+    Args:
+        spec: see ``plan_replicas``; ``options``, ``share``, ``most`` and ``on_tried`` too.
+        options: see there.
+        load: the traffic; its seed and those after it count.
+        repeats: how many seeds.
+        settle: whether requests are as many as it takes, whatever ``load`` has; it must have arrivals with a rate.
+        share: see there.
+        most: see there.
+        on_plan: called before each plan with its number of requests and its seed.
+        on_tried: see there.
+
+    Raises:
+        ConfigError: see there; or two periods of the arrivals have too many requests.
+    """
+
+    def plan(requests: int, seed: int, start: int) -> Plan:
+        on_plan(requests, seed)
+        items = replace(load, requests=requests, seed=seed)
+        return plan_replicas(spec, options, items, share=share, most=most, start=start, on_tried=on_tried)
+
+    count, settled = (_first(load), False) if settle else (len(load), None)
+    found = plan(count, load.seed, 1)
+    while settle and found.replicas is not None and not settled and 2 * count <= _MOST:
+        before, count = found.replicas, 2 * count
+        found = plan(count, load.seed, before)
+        settled = found.replicas == before
+    plans, seeds = [found], [load.seed]
+    while found.replicas is not None and len(plans) < repeats:
+        seeds.append(seeds[-1] + 1)
+        found = plan(count, seeds[-1], found.replicas)
+        plans.append(found)
+    needed = [p.replicas for p in plans if p.replicas is not None]
+    enough = max(needed) if len(needed) == len(plans) else None
+    return TrafficPlan(replicas=enough, requests=count, seeds=seeds, plans=plans, settled=settled)
+
+
+def _first(load: Workload) -> int:
+    """Requests to begin with."""
+    arrivals = load.arrivals
+    period = arrivals.period if isinstance(arrivals, Day) else 0.0
+    if isinstance(arrivals, Steps):
+        period = arrivals.seconds * len(arrivals.rates)
+    rate = arrivals.mean_rate if arrivals is not None else math.inf
+    count = max(_FIRST, math.ceil(2 * period * rate)) if period else _FIRST
+    if count > _MOST:
+        raise ConfigError(f"two periods of these arrivals have {count} requests: say how many with num_requests")
+    return count
+
+
 def plan_replicas(
     spec: ClusterSpec,
     options: EngineConfig,
@@ -53,12 +137,13 @@ def plan_replicas(
     *,
     share: float = 0.99,
     most: int = 1024,
+    start: int = 1,
     on_tried: Callable[[Tried], None] = lambda tried: None,
 ) -> Plan:
     """Finds the least number of replicas with which at least ``share`` of the requests meet ``spec.limits``.
 
-    Doubles the number until it is enough, then bisects: the number before the answer was tried, and is not enough.
-    That more replicas are not worse is assumed for the others.
+    Moves away from ``start`` in steps that double until one number is enough and another is not, then bisects: the
+    number before the answer was tried, and is not enough. That more replicas are not worse is assumed for the others.
 
     Args:
         spec: the cluster, with the profile of its first replica for all.
@@ -66,6 +151,7 @@ def plan_replicas(
         items: each iteration gives the same.
         share: of all requests, those that fail included.
         most: replicas to try at most.
+        start: to try first: near the answer it saves simulations.
         on_tried: called with each number that was tried.
 
     Raises:
@@ -86,9 +172,15 @@ def plan_replicas(
         on_tried(tried[count])
         return tried[count].enough
 
-    misses, count = 0, 1
-    while not enough(count):
-        misses, count = count, min(2 * count, most)
+    misses, count, step = 0, min(start, most), 1
+    if enough(count):
+        while count - step > 0 and enough(count - step):
+            count, step = count - step, 2 * step
+        misses = max(0, count - step)
+    else:
+        misses = count
+        while misses < most and not enough(count := min(misses + step, most)):
+            misses, step = count, 2 * step
         if misses == most:
             alone = _good_alone(spec, profile, options, items)
             return Plan(replicas=None, share=share, most=most, tried=_in_order(tried), good_alone=alone)

@@ -10,6 +10,7 @@ import pytest
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.memory.block_manager import AllocStatus
+from octavo.memory.kv_group import Demand
 from octavo.simulate.allocators.census import Slots, count_slots
 from octavo.simulate.allocators.comparison import ALLOCATORS, Setting, make_engine, make_setting
 from octavo.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks
@@ -31,7 +32,7 @@ def setting(lengths: list[tuple[int, int]], context: int, slots: int) -> Setting
 def started(allocator: str, given: Setting, **options: Any) -> SimulatedEngine:
     """An engine with all requests waiting."""
     load = Workload(requests=len(given.lengths), trace=given.lengths)
-    engine = make_engine(given, allocator, load, **options)
+    engine = make_engine(given, allocator, **options)
     for number, item in enumerate(load):
         engine.add(number, item)
     return engine
@@ -125,3 +126,35 @@ def test_what_contiguous_memory_cannot_do_is_refused() -> None:
         ContiguousBlocks(4, 16, reserve=[16].__getitem__, prefix_caching=True)
     with pytest.raises(ValueError, match="outgrows its 16 reserved slots"):
         ContiguousBlocks(4, 16, reserve=[16].__getitem__).grow([(0, 0, 17)])
+
+
+def test_a_request_of_several_sequences_needs_an_extent_for_each() -> None:
+    blocks = ContiguousBlocks(8, 16, reserve=dict.fromkeys(range(10), 32).__getitem__)
+    three = blocks.demand(3, seq_ids=[0], own_blocks=2)
+    assert three.blocks == 6 and blocks.can_allocate(three) is AllocStatus.OK
+    assert blocks.can_allocate(three, three) is AllocStatus.LATER, "what is reserved is not free"
+    assert blocks.can_allocate(Demand() + three, Demand()) is AllocStatus.OK
+    assert blocks.can_allocate(blocks.demand(3, seq_ids=[0], own_blocks=4)) is AllocStatus.NEVER
+    assert blocks.grow([(9, 0, 5)]) and blocks.can_allocate(three) is AllocStatus.OK
+    assert blocks.grow([(8, 0, 5)]) and blocks.can_allocate(three) is AllocStatus.LATER
+
+
+def test_a_fork_copies_what_its_parent_has_into_an_extent_of_its_own() -> None:
+    blocks = ContiguousBlocks(8, 16, reserve={0: 48, 1: 48}.__getitem__)
+    blocks.grow([(0, 0, 20)])
+    blocks.fork(0, 1)
+    changes = blocks.grow([(0, 20, 21), (1, 20, 21)])
+    assert changes is not None and [(c.seq_id, c.index, len(c.blocks)) for c in changes] == [(1, 0, 4)]
+    copies = blocks.take_moves().copy
+    assert [source for source, _ in copies] == blocks.table(0) and [t for _, t in copies] == blocks.table(1)
+    assert blocks.num_used == 8 and not set(blocks.table(0)) & set(blocks.table(1))
+    blocks.free(0)
+    assert blocks.num_used == blocks.buddy.num_free == 4
+
+
+def test_a_fork_continues_in_the_extent_of_a_parent_that_has_ended() -> None:
+    blocks = ContiguousBlocks(4, 16, reserve={0: 48, 1: 48}.__getitem__)
+    blocks.grow([(0, 0, 20)])
+    blocks.fork(0, 1)
+    blocks.free(0)
+    assert blocks.grow([(1, 20, 21)]) and not blocks.take_moves().copy and blocks.num_used == 4
