@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
+# Steps install into one environment.
+.NOTPARALLEL:
 .PHONY: help demo test test-all kernels lint format docs gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
 
 help:

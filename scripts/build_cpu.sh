@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU kernels, octavo/_cpu, in place: scripts/build_cpu.sh [cmake options]
 # What was built is kept in build/, so that only what has changed is compiled, and nothing if nothing has. Without a
-# C++ compiler nothing is built: that is said, and no error, as Octavo computes in plain torch then.
+# C++ compiler or Python's headers nothing is built: that is said, and no error, as Octavo computes in plain torch then.
 # PYTHON: the Python to build for, which has cmake, ninja and nanobind. CXX: the compiler (CXX=none: do without).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,9 +18,13 @@ else
     [ -z "$CXX" ] || ! compiles "$CXX" || break
   done
 fi
-if [ -z "$CXX" ]; then
-  echo "== no C++17 compiler was found (CXX, c++, g++, clang++): the CPU kernels are not built, and Octavo computes in" \
-    "plain torch, many times slower. After 'apt install g++' (or the like) run the same command again." >&2
+header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+lacks=
+[ -e "$header" ] || lacks="there is no $header; after 'apt install python3-dev'"
+[ -n "$CXX" ] || lacks="no C++17 compiler was found (CXX, c++, g++, clang++); after 'apt install g++'"
+if [ -n "$lacks" ]; then
+  echo "== the CPU kernels are not compiled, without which Octavo computes in plain torch, many times slower:" \
+    "$lacks (or the like) run the same command again" >&2
   exit 0
 fi
 
@@ -33,7 +37,7 @@ dir=build/cpu-$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
 said=$(cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" "$@" 2>&1) || { echo "$said" >&2; exit 1; }
 steps=$(ninja -C "$dir" -n | grep -c '^\[') || true
 if [ "$steps" != 0 ]; then
-  echo "== compiling the CPU kernels with $CXX in $dir: $steps steps, only this once"
+  echo "== compiling the CPU kernels with $CXX in $dir: $steps steps, kept for the next time"
   ninja -C "$dir"
 fi
 # install, not cp: overwriting a library in use would crash the process that runs it.

@@ -18,7 +18,7 @@ FAKES = {
     "cmake": 'echo cmake >> "$CALLS"; mkdir -p "$4"',
     "ninja": 'module=$2/_cpu.so; [ ! -e "$module" ] || exit 0; '
     '[ "${3:-}" = -n ] && echo "[1/1] module" || { echo ninja >> "$CALLS"; echo built > "$module"; }',
-    "python": "echo cpython-0",
+    "python": 'case "$2" in *include*) echo "${0%/*}" ;; *) echo cpython-0 ;; esac',
 }
 
 
@@ -32,6 +32,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     for name, body in FAKES.items():
         add_program(tmp_path, name, body)
+    (tmp_path / "bin" / "Python.h").touch()
     return tmp_path
 
 
@@ -66,6 +67,10 @@ def test_the_kernels_are_compiled_once_and_as_soon_as_there_is_a_compiler(checko
     assert "no C++17 compiler was found" in build(checkout)[0], "one that cannot compile is none"
     add_program(checkout, "g++", "exit 0")
     assert "no C++17 compiler was found" in build(checkout, CXX="none")[0], "unless another is asked for"
+    (checkout / "bin" / "Python.h").unlink()
+    said, calls = build(checkout)
+    assert "Python.h; after 'apt install python3-dev'" in said and calls == []
+    (checkout / "bin" / "Python.h").touch()
     said, calls = build(checkout)
     assert "compiling the CPU kernels with g++" in said and "1 steps" in said
     assert calls == ["cmake", "ninja"]

@@ -6,8 +6,10 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 import types
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +421,31 @@ def test_spans_of_a_request() -> None:
     assert (spans["octavo.prefill"].end_time - spans["octavo.prefill"].start_time) / 1e9 == pytest.approx(0.4, abs=1e-3)
     assert abs(request.end_time - time.time_ns()) < 10e9
     assert all(span.parent.span_id == request.context.span_id for name, span in spans.items() if span is not request)
+
+
+def test_spans_reach_a_collector() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra tracing (make test-all)")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracer = Tracer("m", f"http://127.0.0.1:{server.server_port}/v1/traces")
+        observer, done = RequestObserver(Metrics("m")), output([1], ["stop"], finished_time=time.monotonic())
+        observer.update(done)
+        tracer.record(done, observer)
+        tracer.shutdown()
+        server.shutdown()
+    [(path, body)] = received
+    assert path == "/v1/traces" and b"octavo.request" in body
 
 
 def test_tracing_without_opentelemetry_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
