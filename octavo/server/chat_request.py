@@ -99,10 +99,8 @@ class Chat:
                 async for _, output in outputs:
                     yield [self._events(output, completion) for completion in generation.choices(output)]
         except InvalidRequestError:
-            if self._form_has_tools and (
-                error := await blame_tool(generation.service, generation.request, self._tools)
-            ):
-                raise error from None
+            if self._form_has_tools:
+                await blame_tool(generation.service, generation.request, self._tools)
             raise
 
     async def finish(self) -> list[ChoiceEvents]:
