@@ -41,15 +41,6 @@ class GrammarCompiler:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def cached(self, params: StructuredOutputsParams) -> Grammar | None:
-        """The grammar of a form that was compiled before; None: it was not.
-
-        Raises:
-            InvalidRequestError: as ``compile``.
-        """
-        answer = self._look_up(digest(params))
-        return None if answer is None else _grammar_of(answer)
-
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a form; the first time, this takes from a millisecond to the limit.
 

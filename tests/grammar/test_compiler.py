@@ -16,6 +16,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.digest import digest
 from octavo.sandbox import process
 from octavo.sandbox.pool import Sandbox
 from tests.busy_machine import PATIENCE
@@ -70,11 +71,10 @@ def test_a_slow_grammar_holds_up_no_other(compiler: GrammarCompiler) -> None:
 
 def test_a_form_is_compiled_once(compiler: GrammarCompiler) -> None:
     form = StructuredOutputsParams(regex="once")
-    assert compiler.cached(form) is None
     with ThreadPoolExecutor(8) as threads:
         grammars = list(threads.map(compiler.compile, [form] * 16))
     assert len({id(grammar) for grammar in grammars}) == 1
-    assert compiler.cached(StructuredOutputsParams(regex="once")) is grammars[0]
+    assert compiler.compile(StructuredOutputsParams(regex="once")) is grammars[0]
     other = compiler.compile(StructuredOutputsParams(regex="once", begin_after=[7]))
     assert other.key != grammars[0].key and other.begin_after == [7]
 
@@ -90,7 +90,7 @@ def test_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCo
     forms = [StructuredOutputsParams(regex=f"{i}" * 300) for i in range(10)]
     for form in forms:
         compiler.compile(form)
-    assert [compiler.cached(form) is not None for form in forms] == [False] * 5 + [True] * 5
+    assert [digest(form) in compiler._cache for form in forms] == [False] * 5 + [True] * 5
 
 
 def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
