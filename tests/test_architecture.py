@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "octavo"
 ORDER = (
     "core",
     "workloads",
+    "sandbox",
     "grammar",
     "kernels",
     "layers",
@@ -36,7 +37,8 @@ ORDER = (
 #: Rooms that may import less than what lies below them.
 ONLY = {
     "workloads": {"core"},
-    "grammar": {"core"},
+    "sandbox": {"core"},
+    "grammar": {"core", "sandbox"},
     "sampling": {"core", "grammar", "kernels"},
     "memory": {"core"},
     "speculation": {"core"},
@@ -49,6 +51,7 @@ ONLY = {
 WITHOUT_TORCH = {
     "core",
     "workloads",
+    "sandbox",
     "grammar",
     "memory",
     "speculation",

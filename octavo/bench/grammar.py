@@ -149,7 +149,7 @@ def _measure_schema(
 ) -> MaskFigures:
     schema, rng = make_schema(properties), random.Random(seed)
     form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    grammar = inputs.grammar(form)
+    grammar = inputs.grammars.compile(form)
     start = time.perf_counter()
     compiled = CompiledGrammar(compile_grammar(grammar.source, tokenizer), tokenizer)
     compile_seconds = time.perf_counter() - start

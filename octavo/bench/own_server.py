@@ -52,6 +52,7 @@ def running_server(options: EngineConfig) -> Iterator[str]:
         "max_queued_requests": _MOST_WAITING,
         "max_queued_tokens": _MOST_WAITING,
         "request_timeout": REQUEST_TIMEOUT,
+        "sandbox_seconds_per_client": _MOST_WAITING,
     }
     with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
         folder = Path(name)

@@ -36,6 +36,7 @@ SERVER_OPTIONS: dict[str, Any] = {
     "max_queued_requests": _NO_LIMIT,
     "max_queued_tokens": _NO_LIMIT,
     "request_timeout": float(_NO_LIMIT),
+    "sandbox_seconds_per_client": float(_NO_LIMIT),
     "log_requests": False,
 }
 

@@ -25,6 +25,14 @@ class InvalidRequestError(OctavoError, ValueError):
     """A prompt or its sampling parameters cannot be served; only this request fails."""
 
 
+class ClientLimitError(OctavoError, RuntimeError):
+    """A client has used up what this server gives to one; ``retry_after``: seconds until it may go on."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class ModelNotFoundError(OctavoError, FileNotFoundError):
     """The name given for a model is no folder, no file, no built-in name and no reachable hub id."""
 

@@ -89,6 +89,8 @@ class StepPlan(msgspec.Struct):
     awaits_adapter: bool = False
     #: Keys of grammars that the workers forget.
     grammars_to_drop: list[str] = []
+    #: Keys of grammars that no request waits for any more: one whose compilation has not begun is reported as an error.
+    grammars_to_cancel: list[str] = []
     #: Grammars that the workers begin to compile, beside this step and those after it; as with adapters, a result says
     #: when one is compiled, and after a step that failed drops and compilations may come again.
     grammars_to_compile: list[Grammar] = []

@@ -93,6 +93,12 @@ class ServerOptions(BaseModel):
         ge=1,
         description="Most tokens in the prompts that wait for their first token; further ones are answered 429.",
     )
+    sandbox_seconds_per_client: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds of processor time within a minute that one client's new schemas, grammars and chat "
+        "templates may take (a client is an API key, or an address where no key is needed); 429 beyond.",
+    )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
     )
@@ -151,7 +157,9 @@ class ServerOptions(BaseModel):
         "does, or served without it, and the name is logged once.",
     )
     trust_request_chat_template: bool = Field(
-        False, description="Let requests bring a chat template of their own (chat_template); it runs in a sandbox."
+        False,
+        description="Let requests bring a chat template of their own (chat_template); it runs in a process with limits "
+        "of time and memory.",
     )
     tool_call_parser: str = Field(
         "auto",

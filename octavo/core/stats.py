@@ -53,6 +53,17 @@ class AdapterStats(msgspec.Struct, array_like=True, gc=False):
     longest_seconds: float = 0.0
 
 
+class GrammarStats(msgspec.Struct):
+    """What compiling the grammars of requests has come to; forms that were known do not count."""
+
+    compiled: int = 0
+    refused: int = 0
+    #: Of processor time.
+    seconds: float = 0.0
+    #: Requests whose form is being compiled, or waits for it.
+    waiting: int = 0
+
+
 class SpeculationStats(msgspec.Struct, array_like=True):
     """Totals of speculative decoding since the engine started."""
 

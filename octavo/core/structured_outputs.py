@@ -12,6 +12,10 @@ from octavo.core.errors import InvalidRequestError
 
 #: The fields of ``StructuredOutputsParams`` that say a form.
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+#: How messages of workers begin that are about the form which a request asks for: it exceeds the limits of the parser
+#: with the model's vocabulary, or in the course of an output.
+UNUSABLE = "the grammar cannot be used: "
+TOO_COSTLY = "the grammar became too costly: "
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -260,6 +260,7 @@ class AsyncLLM(AsyncAdmin):
         prompt_adapter_request: PromptAdapterRequest | None = None,
         prediction: str | Sequence[int] | None = None,
         visible_tokens: frozenset[int] = frozenset(),
+        client: str = "",
         streaming: bool = True,
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
@@ -269,10 +270,11 @@ class AsyncLLM(AsyncAdmin):
         ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
         ``user``, ``ttft_target``, ``tpot_target``, ``lora_request``, ``prompt_adapter_request``,
         ``prediction``: see ``LLMEngine.add_request``. ``visible_tokens``: special tokens that are part of the text
-        although others are not.
+        although others are not. ``client``: who asks; clients take turns with what has to be compiled.
 
         Raises:
             InvalidRequestError: the request cannot be served.
+            ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
             AdapterError: its adapter cannot be used.
             EngineDeadError: the engine has died or is being shut down.
             EngineStateError: the engine is sleeping.
@@ -293,6 +295,7 @@ class AsyncLLM(AsyncAdmin):
             lora_request=one_adapter(lora_request, prompt_adapter_request),
             prediction=prediction,
             visible_tokens=visible_tokens,
+            client=client,
         )
 
     async def _submit(
@@ -304,6 +307,7 @@ class AsyncLLM(AsyncAdmin):
         *,
         lora_request: LoRARequest | None,
         prediction: str | Sequence[int] | None,
+        client: str = "",
         **keywords: Any,
     ) -> RequestStream:
         """``keywords`` as of ``InputProcessor.process``."""
@@ -315,7 +319,7 @@ class AsyncLLM(AsyncAdmin):
         prompt = await self._tokenize(prompt)
         if isinstance(prediction, str) and len(prediction) >= LONG_TEXT:
             [prediction] = await asyncio.to_thread(self.tokenizer.encode_batch, [prediction], False)
-        await self._compile_grammar(params)
+        await self._compile_grammar(params, client)
         # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         adapter = None if lora_request is None else await self._find_adapter(lora_request)
         if request_id in self._outputs:
@@ -348,15 +352,12 @@ class AsyncLLM(AsyncAdmin):
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**given, "prompt_token_ids": ids}
 
-    async def _compile_grammar(self, params: SamplingParams | BeamSearchParams) -> None:
-        """Compiles the grammar of structured output in a thread, if it is new, so that ``process`` finds it."""
+    async def _compile_grammar(self, params: SamplingParams | BeamSearchParams, client: str) -> None:
+        """Compiles the grammar of structured output, if it is new, so that ``process`` finds it."""
         wanted = params.structured_outputs if isinstance(params, SamplingParams) else None
         if wanted is not None:
             params.validate()  # fields may have been assigned
-            if self.inputs.grammars.cached(wanted) is None:
-                await asyncio.get_running_loop().run_in_executor(
-                    self.inputs.grammars.threads, self.inputs.grammar, wanted
-                )
+            await self.inputs.grammars.compile_for(client, wanted)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""

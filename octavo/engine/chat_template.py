@@ -154,6 +154,33 @@ def render_chat(
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
+def render_and_compare(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    others: Sequence[Sequence[Mapping[str, Any]]],
+    options: Mapping[str, Any],
+) -> tuple[str, list[bool]]:
+    """What a template writes of a conversation, and whether it writes the same of each other one.
+
+    Args:
+        template: its text.
+        messages: the conversation.
+        others: conversations that the template may refuse.
+        options: keywords of ``render_chat``.
+
+    Raises:
+        InvalidRequestError, TokenizerError: as ``render_chat``.
+    """
+    text = render_chat(template, messages, **options)
+    same = []
+    for other in others:
+        try:
+            same.append(render_chat(template, other, **options) == text)
+        except InvalidRequestError:
+            same.append(False)
+    return text, same
+
+
 class _ExpressionError(InvalidRequestError):
     """An expression of the template failed."""
 
@@ -174,7 +201,7 @@ def _written(template: str, values: Mapping[str, Any]) -> str:
     except jinja2.exceptions.SecurityError as e:
         raise TokenizerError(f"the chat template was stopped: {e}") from e
     except Exception as e:  # an expression of the template may raise anything
-        raise _ExpressionError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
+        raise _ExpressionError(f"the chat template refuses this conversation: {str(e) or type(e).__name__}") from e
     return "".join(pieces)
 
 

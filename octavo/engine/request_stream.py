@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from octavo.core.errors import OctavoError
@@ -67,16 +67,16 @@ class RequestStream:
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """Prompt tokens of the requests of which nothing has been computed yet, by group."""
+    """Prompt tokens of the requests of which nothing has been computed yet, by group or another name."""
 
-    lengths: dict[int, int] = field(default_factory=dict)
+    lengths: dict[Hashable, int] = field(default_factory=dict)
     tokens: int = 0
 
-    def add(self, group_id: int, length: int) -> None:
+    def add(self, group_id: Hashable, length: int) -> None:
         """A request with a prompt of this length waits."""
         self.lengths[group_id] = length
         self.tokens += length
 
-    def remove(self, group_id: int) -> None:
+    def remove(self, group_id: Hashable) -> None:
         """It waits no more; nothing happens if it did not."""
         self.tokens -= self.lengths.pop(group_id, 0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.grammar.check import CheckAnswer, CheckRequest
 from octavo.grammar.digest import MAX_BYTES, digest
 from octavo.grammar.json_schema import Schema, SchemaError
 from octavo.grammar.limits import parser_limits
@@ -17,6 +19,19 @@ from octavo.grammar.schema_search import endless, locate
 from octavo.grammar.sources import choice_source, grammar_source, json_source, read_schema, read_tags, tags_source
 
 NOTHING = "no text has this form"
+
+
+def check(content: bytes) -> bytes:
+    """``make_grammar`` for the sandbox, from a ``CheckRequest`` to a ``CheckAnswer``.
+
+    Both are JSON, which has integers of any size.
+    """
+    request = msgspec.json.decode(content, type=CheckRequest)
+    try:
+        answer = CheckAnswer(make_grammar(request.params, frozenset(request.special_tokens), request.vocab_size))
+    except InvalidRequestError as e:
+        answer = CheckAnswer(error=str(e))
+    return msgspec.json.encode(answer)
 
 
 def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = (), vocab_size: int = 0) -> Grammar:

@@ -74,6 +74,7 @@ _SINGLE = ("additionalProperties", "additionalItems", "items")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _TEXTS = frozenset({"$ref", "pattern", "format"})
+_WITH_NUMBERS = _COUNTS | _NUMBERS | {"const", "enum"}
 
 
 #: Characters of a path in messages.
@@ -169,6 +170,8 @@ def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> N
             "without control characters that JSON spells as numbers",
             value,
         )
+    if keyword in _WITH_NUMBERS:
+        _expect(field, place, not _has_large_number(value), "made of numbers of less than 2^63", value)
     if keyword == "minProperties" and value > len(schema.get("required", ())) + 1:
         raise SchemaError(field, place, f"minProperties is supported {SUPPORTED[keyword]}, as names may come twice")
 
@@ -193,6 +196,18 @@ def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:
 def _expect(field: str, place: str, right: bool, what: str, value: object) -> None:
     if not right:
         raise SchemaError(field, place, f"must be {what}, not {value!r:.100}")
+
+
+def _has_large_number(value: Any) -> bool:
+    """Whether there is a number in a value that llguidance takes for another: it has integers of 64 bits."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (int, float)) and abs(value) >= 1 << 63:
+            return True
+        if isinstance(value, (list, dict)):
+            waiting += value if isinstance(value, list) else value.values()
+    return False
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:

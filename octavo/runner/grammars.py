@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from octavo.core.config import EngineConfig
@@ -11,7 +11,7 @@ from octavo.core.errors import OctavoError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import AnyTask, Generate
-from octavo.core.structured_outputs import Grammar
+from octavo.core.structured_outputs import UNUSABLE, Grammar
 from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
 from octavo.loader.tokenizer_backend import load_backend
 from octavo.sampling.grammar_mask import CompiledGrammar
@@ -44,7 +44,11 @@ class GrammarStore:
         """Does what the plan says of grammars, and adds to the result what is known since the last one."""
         for key in plan.grammars_to_drop:
             self._compiled.pop(key, None)
-            self._compiling.pop(key, None)
+            if (compiling := self._compiling.pop(key, None)) is not None:
+                compiling.cancel()
+        for key in plan.grammars_to_cancel:
+            if key in self._compiling:
+                self._compiling[key].cancel()
         for grammar in plan.grammars_to_compile:
             if grammar.key in self._compiled or not self._samples:
                 result.compiled_grammars.append(grammar.key)
@@ -61,7 +65,9 @@ class GrammarStore:
             try:
                 self._compiled[key] = self._compiling.pop(key).result()
             except (GrammarError, OctavoError) as e:
-                result.grammar_errors[key] = f"the grammar cannot be used: {e}"
+                result.grammar_errors[key] = f"{UNUSABLE}{e}"
+            except CancelledError:
+                result.grammar_errors[key] = "no request waited for the grammar"
             except Exception as e:
                 result.grammar_errors[key] = f"the grammar could not be compiled: {type(e).__name__}: {e}"
             else:

@@ -12,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from octavo.core.request import Generate
+from octavo.core.structured_outputs import TOO_COSTLY
 from octavo.grammar.matcher import GrammarTokenizer
 from octavo.kernels.sampling import mask_words, pack_mask
 from octavo.sampling.logits_processors import RowError, SequenceProcessor
@@ -95,8 +96,10 @@ class GrammarMask(SequenceProcessor):
         taken = tokens[: count + 1]
         if not self._eos.isdisjoint(taken) and self.matcher.is_accepting():
             self._ended = True
+        elif self.matcher.is_error():
+            raise RowError(TOO_COSTLY + self.matcher.get_error())
         elif count < len(tokens):
-            raise RowError(f"the output has left its grammar at token {tokens[count]}: {self.matcher.get_error()}")
+            raise RowError(f"the output has left its grammar at token {tokens[count]}")
 
     def forced_tokens(self, token_ids: NDArray[np.int32]) -> list[int]:
         """The tokens that must follow, none if there is a choice; they count as consumed.
@@ -147,7 +150,7 @@ class GrammarMasks:
         allowed = self._compute([*bound.values()])
         for (i, grammar), bits in zip(bound.items(), allowed, strict=True):
             if grammar.matcher.is_error():
-                failed[i] = f"the grammar became too costly: {grammar.matcher.get_error()}"
+                failed[i] = TOO_COSTLY + grammar.matcher.get_error()
                 continue
             others = masks.get(i)
             if grammar.ignores_eos:

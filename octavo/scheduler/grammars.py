@@ -17,6 +17,8 @@ MAX_IDLE = 128
 class _Entry:
     grammar: Grammar
     ready: bool = False
+    #: Whether the workers were told that no group waits for it.
+    cancelled: bool = False
     #: Unfinished groups with it.
     num_groups: int = 0
     #: Those of them that wait until it is compiled, by group id, in order of arrival.
@@ -37,6 +39,7 @@ class Grammars:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._compile: list[Grammar] = []
         self._drop: list[str] = []
+        self._cancel: list[str] = []
         self.num_waiting = self.num_compiling = 0
 
     def acquire(self, group: SequenceGroup, grammar: Grammar) -> bool:
@@ -63,8 +66,21 @@ class Grammars:
         entry.num_groups -= 1
         if entry.waiting.pop(group.group_id, None) is not None:
             self.num_waiting -= 1
-        if not entry.num_groups and entry.ready:
+        if entry.num_groups:
+            return
+        if entry.ready:
             self._keep_idle(grammar.key)
+        elif grammar in self._compile:
+            self._compile.remove(grammar)
+            self._forget(entry)
+        else:
+            entry.cancelled = True
+            self._cancel.append(grammar.key)
+
+    def _forget(self, entry: _Entry) -> list[SequenceGroup]:
+        """One that is not compiled; the groups that have waited for it."""
+        del self._entries[entry.grammar.key]
+        return self._end_wait(entry)
 
     def _keep_idle(self, key: str) -> None:
         self._idle[key] = None
@@ -79,6 +95,8 @@ class Grammars:
             plan.grammars_to_drop, self._drop = self._drop, []
         if self._compile:
             plan.grammars_to_compile, self._compile = self._compile, []
+        if self._cancel:
+            plan.grammars_to_cancel, self._cancel = self._cancel, []
 
     def repeat(self, plan: StepPlan) -> None:
         """Tells the workers again what a plan that failed told them, as far as it still holds (see ``Adapters``)."""
@@ -101,9 +119,12 @@ class Grammars:
             entry = self._entries.get(key)
             if entry is None or entry.ready:
                 continue
-            del self._entries[key]
             self._drop.append(key)  # of several workers, some may have compiled it
-            failed += [(group, message) for group in self._end_wait(entry)]
+            if entry.cancelled and entry.waiting:  # groups that came after it was cancelled
+                entry.cancelled = False
+                self._compile.append(entry.grammar)
+            else:
+                failed += [(group, message) for group in self._forget(entry)]
         return ready, failed
 
     def _end_wait(self, entry: _Entry) -> list[SequenceGroup]:

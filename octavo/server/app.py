@@ -40,7 +40,7 @@ _WITH_BODY = {
     413: "The body is too large.",
     503: "The engine has died, the server shuts down, or the response took too long.",
 }
-_BUSY = {429: "The queue is full; Retry-After gives the seconds to wait."}
+_BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 
 
 def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 
-from octavo.engine.chat_template import template_variables
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.reasoning_parsers import ReasoningParser, find_reasoning_parser, load_reasoning_parser
@@ -31,31 +31,26 @@ class ChatFormats:
         named = reasoning_parser not in (_AUTO, _NONE)
         self._reasoning_parser = load_reasoning_parser(reasoning_parser) if named else None
 
-    def tool_parser(self, template: str) -> type[ToolParser] | None:
-        """The parser for answers to prompts of a chat template; None: calls are not told from content."""
-        return _tool_parser(template) if self.finds_tools else self._tool_parser
+    def tool_parser(self, template: str, variables: Set[str]) -> type[ToolParser] | None:
+        """The parser for answers to prompts of a chat template; None: calls are not told from content.
+
+        ``variables``: those that the template reads.
+        """
+        if not self.finds_tools:
+            return self._tool_parser
+        found = find_tool_parser(template)
+        if found is None and not {"tools", "custom_tools"} & variables:
+            return Hermes  # the prompt describes this format
+        return found
 
     def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
         """The same for reasoning; None: it is not told from content."""
-        return _reasoning_parser(template) if self._finds_reasoning else self._reasoning_parser
+        return find_reasoning_parser(template) if self._finds_reasoning else self._reasoning_parser
 
-    def call_format(self, template: str) -> CallFormat:
+    def call_format(self, template: str, variables: Set[str]) -> CallFormat:
         """How calls are written where it has to be said in words."""
-        parser = self.tool_parser(template)
+        parser = self.tool_parser(template, variables)
         return (None if parser is None else parser.call_format(template)) or HERMES
-
-
-@functools.lru_cache(maxsize=32)
-def _tool_parser(template: str) -> type[ToolParser] | None:
-    found = find_tool_parser(template)
-    if found is None and not {"tools", "custom_tools"} & template_variables(template):
-        return Hermes  # the prompt describes this format
-    return found
-
-
-@functools.lru_cache(maxsize=32)
-def _reasoning_parser(template: str) -> type[ReasoningParser] | None:
-    return find_reasoning_parser(template)
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.tool_messages import CallFormat
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.middleware import client_of
 from octavo.server.service import Service
 from octavo.server.tool_parsers.grammar import CallGrammar, closed, json_rule
 from octavo.server.tools import RequestTools
@@ -78,26 +79,17 @@ def _rule(answer: StructuredOutputsParams) -> str:
     )
 
 
-async def check_form(service: Service, tools: RequestTools, form: StructuredOutputsParams) -> None:
-    """Compiles the grammar of a form that has schemas of tools, in a thread.
+async def blame_tool(service: Service, request: Request, tools: RequestTools) -> None:
+    """Finds the tool because of which the form that has the schemas of all cannot be compiled.
 
     Raises:
-        ApiError: 400, naming the tool whose schema cannot be followed.
-        InvalidRequestError: the form of the answer cannot.
+        ApiError: 400, naming it; nothing if each schema alone can be followed.
     """
-    inputs = service.llm.inputs
-    run = asyncio.get_running_loop().run_in_executor
-    if inputs.grammars.cached(form) is not None:
-        return
-    try:
-        await run(inputs.grammars.threads, inputs.grammar, form)
-    except InvalidRequestError:
-        for name, schema in tools.callable.items():
-            alone = StructuredOutputsParams(json=closed(schema))
-            try:
-                await run(inputs.grammars.threads, inputs.grammar, alone)
-            except InvalidRequestError as e:
-                place = f"tools[{tools.places[name]}].function.parameters"
-                message = str(e).replace("structured_outputs.json", place, 1)
-                raise ApiError(400, message, param="tools", code="invalid_value") from None
-        raise
+    for name, schema in tools.callable.items():
+        alone = StructuredOutputsParams(json=closed(schema))
+        try:
+            await service.llm.inputs.grammars.compile_for(client_of(request), alone)
+        except InvalidRequestError as e:
+            place = f"tools[{tools.places[name]}].function.parameters"
+            message = str(e).replace("structured_outputs.json", place, 1)
+            raise ApiError(400, message, param="tools", code="invalid_value") from None

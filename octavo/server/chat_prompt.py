@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.engine.chat_template import template_variables
+from starlette.requests import Request
+
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.chat_formats import visible_tokens
 from octavo.server.errors import unsupported
 from octavo.server.formats import read_form
-from octavo.server.prompts import THINKING_VARIABLES, chosen_template, render_chat
+from octavo.server.prompts import THINKING_VARIABLES, render_chat
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
 from octavo.server.tool_parsers.base import ToolParser
 from octavo.server.tool_parsers.json_calls import Hermes
@@ -35,16 +37,18 @@ class ChatPrompt:
     form_begins_after: list[int]
 
 
-async def make_chat_prompt(service: Service, body: ChatCompletionRequest, tools: RequestTools) -> ChatPrompt:
+async def make_chat_prompt(
+    service: Service, request: Request, body: ChatCompletionRequest, tools: RequestTools
+) -> ChatPrompt:
     """Renders the conversation of a request and chooses the parsers of its answer.
 
     Raises:
         ApiError, InvalidRequestError: the conversation cannot be rendered; the message names the field.
     """
-    text = await render_chat(service, body.messages, body, tools.shown)
-    template = chosen_template(service, body, has_tools=tools.shown is not None)
+    template = await choose(service, request, body, has_tools=tools.shown is not None)
+    text = await render_chat(service, template, body.messages, body, tools.shown)
     tool_parser, call_format = _calls(service, body, tools, template)
-    reasoning = service.formats.reasoning_parser(template)
+    reasoning = service.formats.reasoning_parser(template.text)
     state, begins_after = Thinking.AFTER, list[int]()
     if reasoning is not None:
         state = reasoning.state_after(text, continues=body.continue_final_message is True)
@@ -64,12 +68,12 @@ async def make_chat_prompt(service: Service, body: ChatCompletionRequest, tools:
 
 
 def _calls(
-    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: str
+    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate
 ) -> tuple[type[ToolParser] | None, CallFormat | None]:
     if tools.choice == "none":
         return None, None
-    parser = service.formats.tool_parser(template)
-    form = None if parser is None else parser.call_format(template)
+    parser = service.formats.tool_parser(template.text, template.variables)
+    form = None if parser is None else parser.call_format(template.text)
     if form is None and tools.choice in ("required", "named"):
         parser, form = Hermes, HERMES  # calls that have to be are written as a grammar is known for
     if parser is None and service.formats.finds_tools and body.parse_tool_calls is not False:
@@ -92,7 +96,7 @@ async def _before_form(
     tools: RequestTools,
     reasoning: type[ReasoningParser],
     state: Thinking,
-    template: str,
+    template: RequestTemplate,
     text: str,
 ) -> tuple[str, Thinking, list[int]]:
     """The prompt, where its answer begins, and the tokens after which the form of the answer binds.
@@ -118,11 +122,11 @@ async def _thinks(
     body: ChatCompletionRequest,
     tools: RequestTools,
     reasoning: type[ReasoningParser],
-    template: str,
+    template: RequestTemplate,
 ) -> bool:
     """Whether the model reasons first although its prompt does not open it: one that the template can turn off does."""
-    known = [name for name in THINKING_VARIABLES if name in template_variables(template)]
+    known = [name for name in THINKING_VARIABLES if name in template.variables]
     if not known or any((body.chat_template_kwargs or {}).get(name) is False for name in known):
         return False
-    off = await render_chat(service, body.messages, body, tools.shown, **dict.fromkeys(known, False))
+    off = await render_chat(service, template, body.messages, body, tools.shown, **dict.fromkeys(known, False))
     return reasoning.state_after(off) is Thinking.AFTER

@@ -27,11 +27,12 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
 from octavo.server.chat_formats import special_tokens
-from octavo.server.chat_forms import answer_form, check_form
+from octavo.server.chat_forms import answer_form, blame_tool
 from octavo.server.chat_output import ChatEvent, ChatParser, ReasoningDelta, ToolCallStart
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
 from octavo.server.errors import ApiError, unsupported
@@ -80,6 +81,8 @@ class Chat:
     _tools: RequestTools
     _tool_parser: type[ToolParser] | None
     _reasoning: tuple[type[ReasoningParser], Thinking] | None
+    #: Whether the form of the answer is made of the schemas of tools.
+    _form_has_tools: bool
     #: Of each choice that has begun.
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
     _calling: set[int] = field(default_factory=set)
@@ -90,9 +93,15 @@ class Chat:
         Raises:
             ApiError, InvalidRequestError: as ``Generation.outputs``.
         """
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for _, output in outputs:
-                yield [self._events(output, completion) for completion in self.generation.choices(output)]
+        generation = self.generation
+        try:
+            async with aclosing(generation.outputs()) as outputs:
+                async for _, output in outputs:
+                    yield [self._events(output, completion) for completion in generation.choices(output)]
+        except InvalidRequestError:
+            if self._form_has_tools:
+                await blame_tool(generation.service, generation.request, self._tools)
+            raise
 
     async def finish(self) -> list[ChoiceEvents]:
         """The whole choices of a chat that is not streamed.
@@ -148,7 +157,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     top = _top_logprobs(body)
     check_tools(service, body.tools or [])
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    prompt = await make_chat_prompt(service, body, tools)
+    prompt = await make_chat_prompt(service, request, body, tools)
     # The chat template adds the special tokens itself.
     [token_ids] = await encode(service, [prompt.text], add_special_tokens=body.add_special_tokens is True)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -167,28 +176,27 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     )
     generation.visible_tokens = prompt.visible_tokens
     generation.prediction = await read_prediction(service, body.prediction)
-    await _constrain(service, generation.params, prompt, tools)
-    return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning)
+    has_tools = _constrain(service, generation.params, prompt, tools)
+    return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning, has_tools)
 
 
-async def _constrain(
+def _constrain(
     service: Service, params: SamplingParams | BeamSearchParams, prompt: ChatPrompt, tools: RequestTools
-) -> None:
-    """Gives the parameters the form of the answer."""
+) -> bool:
+    """Gives the parameters the form of the answer; whether it is made of the schemas of tools."""
     if isinstance(params, BeamSearchParams):
         if tools.choice in ("required", "named") or tools.strict:
             message = "tools with use_beam_search must not be strict, and tool_choice must be none or auto"
             raise unsupported("tool_choice", message)
-        return
+        return False
     asked = params.structured_outputs
     form = answer_form(tools, prompt.call_format, special_tokens(service.llm.tokenizer), asked)
     if form is None:
-        return
-    if prompt.form_begins_after:
-        form = msgspec.structs.replace(form, begin_after=prompt.form_begins_after)
-    if form is not asked and form.grammar is not None:
-        await check_form(service, tools, form)
+        return False
     params.structured_outputs = form
+    if prompt.form_begins_after:
+        params.structured_outputs = msgspec.structs.replace(form, begin_after=prompt.form_begins_after)
+    return form is not asked
 
 
 def _top_logprobs(body: ChatCompletionRequest) -> int | None:

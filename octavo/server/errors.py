@@ -18,6 +18,7 @@ from octavo.core.errors import (
     AdapterConflictError,
     AdapterError,
     AdapterNotFoundError,
+    ClientLimitError,
     EngineDeadError,
     EngineStateError,
     InvalidRequestError,
@@ -91,6 +92,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
     if isinstance(error, AdapterError):
         return _adapter_error(error)
+    if isinstance(error, ClientLimitError):
+        headers = {"Retry-After": str(error.retry_after)}
+        return ApiError(429, str(error), kind="rate_limit_error", code="client_limit", headers=headers)
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):

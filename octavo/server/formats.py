@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import FORMS, StructuredOutputsParams, structured_outputs_of
+from octavo.core.structured_outputs import FORMS, TOO_COSTLY, UNUSABLE, StructuredOutputsParams, structured_outputs_of
 from octavo.server.errors import ApiError
 from octavo.server.protocol_formats import FormFields, ResponseFormat
 
@@ -24,11 +23,6 @@ _OTHER_NAMES = {
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
-
-#: Errors of workers that the form has brought about: it exceeds their limits with the model's vocabulary.
-_FORM_ERRORS = re.compile(
-    "the grammar cannot be used: |the grammar became too costly: |the output has left .*; max is "
-)
 
 
 class Form(NamedTuple):
@@ -87,7 +81,7 @@ def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError
 def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> str | None:
     """What an engine's error says of the form that a request asks for; None: it is about something else."""
     form = params.structured_outputs if isinstance(params, SamplingParams) else None
-    if form is None or error is None or not _FORM_ERRORS.match(error):
+    if form is None or error is None or not error.startswith((UNUSABLE, TOO_COSTLY)):
         return None
     return f"structured_outputs.{form.form}: {error.partition(chr(10))[0]}"
 

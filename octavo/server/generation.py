@@ -25,6 +25,7 @@ from octavo.server.fields import refuse_unknown, refuse_unsupported
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import RequestObserver
+from octavo.server.middleware import client_of
 from octavo.server.prompts import TokenizedPrompt, truncated
 from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
@@ -72,7 +73,8 @@ class Generation:
             ApiError: the queue is full, or a completion failed; all prompts are aborted.
             InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
-        self.service.queue.check([len(prompt.token_ids) for prompt in self.prompts])
+        waiting = {self._name(i): len(prompt.token_ids) for i, prompt in enumerate(self.prompts)}
+        self.service.queue.enter(waiting)
         runs = [self._run(i) for i in range(len(self.prompts))]
         try:
             if len(runs) == 1:
@@ -83,6 +85,7 @@ class Generation:
                     async for item in merged:
                         yield item
         finally:
+            self.service.queue.leave(*waiting)
             for run in runs:
                 await run.aclose()
             if self.model.adapter is not None:
@@ -151,9 +154,13 @@ class Generation:
             "system_fingerprint": f"octavo-{__version__}",
         }
 
+    def _name(self, index: int) -> str:
+        """The engine's name of a prompt."""
+        return f"{self.response_id}-{index}"
+
     async def _submit(self, index: int) -> RequestStream:
         return await self.service.llm.submit(
-            f"{self.response_id}-{index}",
+            self._name(index),
             {"prompt_token_ids": self.prompts[index].token_ids},
             self.params,
             priority=self.body.priority or 0,
@@ -164,6 +171,7 @@ class Generation:
             lora_request=self.model.adapter,
             prediction=self.prediction,
             visible_tokens=self.visible_tokens,
+            client=client_of(self.request),
             streaming=bool(self.body.stream),
         )
 
@@ -174,6 +182,8 @@ class Generation:
             stream = await self._submit(index)
         except InvalidRequestError as e:
             raise renamed(e, self.body) from None
+        finally:
+            service.queue.leave(self._name(index))
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from octavo.core.errors import InvalidRequestError
-from octavo.engine.chat_template import template_variables
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.protocol_tools import Tool
 from octavo.server.service import Service
@@ -57,17 +55,11 @@ def check_parts(service: Service, messages: Messages) -> None:
                 _refuse(service, f"{where}.{name[:100]}", name)
 
 
-def check_fields_are_read(service: Service, messages: Messages, render: Callable[[Messages], str], text: str) -> None:
-    """Refuses fields of messages without which the template writes the same text.
-
-    Args:
-        service: the service; with ``unknown_fields: ignore`` it logs unknown fields instead.
-        messages: the conversation.
-        render: what the chat template writes of a conversation.
-        text: what it writes of this one.
+def further_fields(messages: Messages) -> dict[str, int]:
+    """Fields that a template need not write, each with the index of the first message that has it.
 
     Raises:
-        ApiError: 400, naming the message and the field.
+        ApiError: 400, they are too many.
     """
     fields: dict[str, int] = {}
     for i, message in enumerate(messages):
@@ -76,14 +68,23 @@ def check_fields_are_read(service: Service, messages: Messages, render: Callable
                 fields.setdefault(name, i)
     if len(fields) > _MAX_FIELDS:
         raise ApiError(400, f"the messages have more than {_MAX_FIELDS} different fields", param="messages")
-    for name, index in fields.items():
-        without = [{key: value for key, value in message.items() if key != name} for message in messages]
-        try:
-            is_read = render(without) != text
-        except InvalidRequestError:
-            is_read = True
-        if not is_read:
-            _refuse(service, f"messages[{index}].{name[:100]}", name)
+    return fields
+
+
+def without(messages: Messages, name: str) -> list[dict[str, Any]]:
+    """The messages without a field."""
+    return [{key: value for key, value in message.items() if key != name} for message in messages]
+
+
+def refuse_unread(service: Service, index: int, name: str) -> None:
+    """Refuses a field of a message without which the template writes the same text.
+
+    With ``unknown_fields: ignore`` unknown ones are logged instead.
+
+    Raises:
+        ApiError: 400, naming the message and the field.
+    """
+    _refuse(service, f"messages[{index}].{name[:100]}", name)
 
 
 def check_tools(service: Service, tools: Sequence[Tool]) -> None:
@@ -97,15 +98,16 @@ def check_tools(service: Service, tools: Sequence[Tool]) -> None:
             _refuse(service, f"tools[{i}].{name[:100]}", name, "tools")
 
 
-def check_variables(service: Service, template: str, variables: Mapping[str, Any]) -> None:
-    """Refuses variables that a template does not read; with ``unknown_fields: ignore`` they are logged instead.
+def check_variables(service: Service, known: Set[str], variables: Mapping[str, Any]) -> None:
+    """Refuses variables that are not among the ``known`` ones, which a template reads.
+
+    With ``unknown_fields: ignore`` they are logged instead.
 
     Raises:
         ApiError: 400, naming the first.
-        TokenizerError: the template is not valid.
     """
     for name, value in variables.items():
-        if value in (None, []) or name in template_variables(template):
+        if value in (None, []) or name in known:
             continue
         if name == "documents":
             raise unsupported(

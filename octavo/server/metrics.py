@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from octavo import __version__
+from octavo.core.stats import GrammarStats
 from octavo.server.replica_metrics import ReplicaMetrics, Total
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
     from octavo.core.stats import SchedulerState, StepStats
-    from octavo.grammar.compiler import GrammarCompiler
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -52,8 +52,8 @@ class Metrics:
         #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
         self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
         self._adapter_labels: set[str] = set()
-        #: Whose figures every ``render`` shows.
-        self.grammars: GrammarCompiler | None = None
+        #: What every ``render`` shows of grammars.
+        self.grammars = GrammarStats()
         self._make_requests()
         self._make_latencies()
         self._make_cache()
@@ -238,21 +238,20 @@ class Metrics:
                 self._adapter_requests(label, state).set(counts[label, state])
 
     def _make_grammars(self) -> None:
-        self._grammars_compiling = self._gauge(
-            "grammars_compiling", "Grammars being compiled now, or waiting for it."
+        self._grammars_waiting = self._gauge(
+            "grammars_compiling", "Requests whose grammar is being compiled, or waits for it."
         )()
         done = self._counter("grammar_compilations", "Grammars compiled for the first time, by result.", ["result"])
         self._grammar_totals = {
             "compiled": Total(done("compiled")),
             "refused": Total(done("refused")),
-            "seconds": Total(self._counter("grammar_compile_seconds", "Time of compiling grammars.")()),
+            "seconds": Total(self._counter("grammar_compile_seconds", "Processor time of compiling grammars.")()),
         }
 
     def _show_grammars(self) -> None:
-        if self.grammars is not None:
-            self._grammars_compiling.set(self.grammars.num_compiling)
-            for name, total in self._grammar_totals.items():
-                total.set_total(getattr(self.grammars.stats, name))
+        self._grammars_waiting.set(self.grammars.waiting)
+        for name, total in self._grammar_totals.items():
+            total.set_total(getattr(self.grammars, name))
 
     def _make_http(self) -> None:
         self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()

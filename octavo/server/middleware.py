@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Sequence
@@ -195,6 +196,19 @@ def owner_of(request: Request) -> str:
     """Names the API key of a request, without revealing it; empty where none is needed."""
     owner: str = request.scope.get("state", {}).get("api_key", "")
     return owner
+
+
+def client_of(request: Request) -> str:
+    """Names who sends a request: its API key, or its address where no key is needed.
+
+    A network of IPv6 counts as one address, as its hosts have more of them than can be told apart.
+    """
+    if owner := owner_of(request):
+        return owner
+    address = request.client.host if request.client else ""
+    if ":" not in address:
+        return address
+    return str(ipaddress.ip_network(f"{address.partition('%')[0]}/64", strict=False))
 
 
 def _digest(key: bytes) -> bytes:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.engine.chat_template import choose_template, template_variables
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.message_fields import check_fields_are_read, check_parts, check_variables
+from octavo.server.message_fields import check_parts, check_variables, further_fields, refuse_unread, without
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
+from octavo.server.request_template import RequestTemplate
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
@@ -125,39 +124,29 @@ def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
     return replace(prompt, text=None, token_ids=prompt.token_ids[-limit:])
 
 
-def chosen_template(service: Service, body: TemplateOptions, *, has_tools: bool) -> str:
-    """The text of the chat template that a request uses.
-
-    Raises:
-        InvalidRequestError: the model has none.
-    """
-    return choose_template(service.llm.tokenizer.chat_templates, body.chat_template, has_tools=has_tools)
-
-
 async def render_chat(
     service: Service,
+    template: RequestTemplate,
     messages: Sequence[ChatMessage],
     body: TemplateOptions,
     tools: list[dict[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of a conversation, rendered by the model's chat template as the body asks for.
+    """The text of a conversation, as its template writes it and the body asks for.
 
     ``tools``: those that the model sees. ``variables`` of the template come beside those of the body.
 
     Raises:
-        ApiError: the body asks for what contradicts itself, or is not allowed here.
-        InvalidRequestError: the template refuses the messages, or the model has none.
+        ApiError: the body asks for what contradicts itself, or as ``RequestTemplate.render``.
+        InvalidRequestError: the template refuses the messages.
     """
-    options = {**_template_options(service, body, tools), **variables}
+    options = {**_template_options(service, template, body, tools), **variables}
     plain = [_as_dict(message) for message in messages]
     if not plain:
         raise InvalidRequestError("messages must not be empty")
     check_parts(service, plain)
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
-    if length + 100 * len(plain) < _SHORT and body.chat_template is None:
-        return _render(service, plain, options)
     if length > service.max_prompt_chars:
         raise ApiError(
             400,
@@ -165,31 +154,24 @@ async def render_chat(
             param="messages",
             code="context_length_exceeded",
         )
-    return await asyncio.to_thread(_render, service, plain, options)
-
-
-def _render(service: Service, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    apply = partial(service.llm.tokenizer.apply_chat_template, **options)
-    text: str = apply(messages)
-    check_fields_are_read(service, messages, apply, text)
+    fields = further_fields(plain)
+    others = [without(plain, name) for name in fields]
+    text, same = await template.render(plain, others, options, short=length + 100 * len(plain) < _SHORT)
+    for (name, index), is_same in zip(fields.items(), same, strict=True):
+        if is_same:
+            refuse_unread(service, index, name)
     return text
 
 
-def _template_options(service: Service, body: TemplateOptions, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Keywords of ``Tokenizer.apply_chat_template``."""
+def _template_options(
+    service: Service, template: RequestTemplate, body: TemplateOptions, tools: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Keywords of ``octavo.engine.chat_template.render_chat``."""
     continues = body.continue_final_message is True
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and opens:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise ApiError(400, message, param="continue_final_message", code="invalid_value")
-    template = body.chat_template
-    known = template is None or template in service.llm.tokenizer.chat_templates
-    if not known and not service.options.trust_request_chat_template:
-        raise unsupported(
-            "chat_template",
-            "chat_template must be the name of one of the model's templates: this server was started without "
-            "--trust-request-chat-template",
-        )
     variables = dict(body.chat_template_kwargs or {})
     for name in (
         "messages",
@@ -204,28 +186,25 @@ def _template_options(service: Service, body: TemplateOptions, tools: list[dict[
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.documents is not None:
         variables["documents"] = body.documents
-    text = chosen_template(service, body, has_tools=tools is not None)
     if variables:
-        check_variables(service, text, variables)
+        check_variables(service, template.variables, variables)
     if body.reasoning_effort is not None:
-        variables = {**_effort_variables(body.reasoning_effort, text), **variables}
+        variables = {**_effort_variables(body.reasoning_effort, template.variables), **variables}
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,
-        "chat_template": template,
         "tools": tools,
-        "call_format": service.formats.call_format(text),
+        "call_format": service.formats.call_format(template.text, template.variables),
         **variables,
     }
 
 
-def _effort_variables(effort: str, template: str) -> dict[str, Any]:
-    """Variables of a template that stand for ``reasoning_effort``.
+def _effort_variables(effort: str, known: Set[str]) -> dict[str, Any]:
+    """The variables, of those that a template reads, that stand for ``reasoning_effort``.
 
     Raises:
         ApiError: the template has none.
     """
-    known = template_variables(template)
     if effort == "none":
         return {name: False for name in THINKING_VARIABLES if name in known}
     if "reasoning_effort" not in known:

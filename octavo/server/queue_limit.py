@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from octavo.core.outputs import RequestOutput
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.request_stream import QueuedTokens
 from octavo.server.errors import ApiError
 
 #: Largest ``Retry-After``, in seconds.
@@ -15,31 +18,37 @@ _NEWEST_WEIGHT = 0.1
 
 
 class QueueLimit:
-    """Refuses requests while too many prompts, or prompt tokens, wait for their first token."""
+    """Refuses requests while too many prompts, or prompt tokens, wait for their first token.
+
+    A prompt counts from the check on: here while its form is compiled or its adapter is read, then in the engine.
+    """
 
     def __init__(self, llm: AsyncLLM, max_requests: int, max_tokens: int) -> None:
         """Bounds on the number of waiting prompts and on their tokens."""
         self._llm = llm
         self.max_requests = max_requests
         self.max_tokens = max_tokens
+        #: Prompts that the engine does not count yet, by name.
+        self._entering = QueuedTokens()
         self._mean_wait = 0.0
 
-    def check(self, prompt_lengths: list[int]) -> None:
-        """Raises unless all prompts of a request may be queued.
+    def enter(self, lengths: Mapping[Any, int]) -> None:
+        """Counts the prompts of a request, given as names and lengths; ``leave`` ends it.
 
         A request that finds the queue empty is accepted whatever its size: later it would not fit better.
 
         Raises:
-            ApiError: 429, with ``Retry-After``.
+            ApiError: 429, with ``Retry-After``; none is counted.
         """
-        requests, tokens = self._llm.num_queued, self._llm.queued_tokens
-        if not requests:
-            return
-        if requests + len(prompt_lengths) > self.max_requests:
+        requests = self._llm.num_queued + len(self._entering.lengths)
+        tokens = self._llm.queued_tokens + self._entering.tokens
+        if requests and requests + len(lengths) > self.max_requests:
             full = f"{requests} of at most {self.max_requests} requests"
-        elif tokens + sum(prompt_lengths) > self.max_tokens:
+        elif requests and tokens + sum(lengths.values()) > self.max_tokens:
             full = f"{tokens} of at most {self.max_tokens} prompt tokens"
         else:
+            for name, length in lengths.items():
+                self._entering.add(name, length)
             return
         raise ApiError(
             429,
@@ -48,6 +57,11 @@ class QueueLimit:
             code="queue_full",
             headers={"Retry-After": str(self.retry_after)},
         )
+
+    def leave(self, *names: Hashable) -> None:
+        """These prompts are counted by the engine, or have failed; those that have left already stay so."""
+        for name in names:
+            self._entering.remove(name)
 
     @property
     def retry_after(self) -> int:

@@ -165,8 +165,9 @@ def make_service(
     """
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
+    llm.inputs.sandbox.seconds_per_minute = options.sandbox_seconds_per_client
     metrics.adapter_states = llm.adapter_requests
-    metrics.grammars = llm.inputs.grammars
+    metrics.grammars = llm.inputs.grammars.stats
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)

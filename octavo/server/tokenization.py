@@ -11,6 +11,7 @@ from octavo.server.errors import ApiError
 from octavo.server.fields import refuse_unsupported
 from octavo.server.prompts import encode, render_chat
 from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from octavo.server.request_template import choose
 from octavo.server.service import service_of
 from octavo.server.tools import read_tools
 
@@ -28,7 +29,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     limit = service.llm.max_model_len
     if body.messages is not None:
         tools = read_tools(body.tools).shown
-        text = await render_chat(service, body.messages, body, tools)
+        template = await choose(service, request, body, has_tools=tools is not None)
+        text = await render_chat(service, template, body.messages, body, tools)
         [ids] = await encode(service, [text], body.add_special_tokens is True)
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
     else:

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.core.structured_outputs import Grammar
-from octavo.engine.input_processor import InputProcessor
+from octavo.grammar.compiler import GrammarCompiler
 from tests.grammar_cases import PERSON, generate, json_form, load, regex_form
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
@@ -234,9 +234,9 @@ def test_a_grammar_that_workers_cannot_compile_is_an_error_of_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that exceeds the limits with the model's vocabulary, though not where it was checked."""
-    find = InputProcessor.grammar
+    compile_ = GrammarCompiler.compile
     wrong = Grammar("wrong", "start: /(a/")
-    monkeypatch.setattr(InputProcessor, "grammar", lambda self, form: wrong if form is WORDS else find(self, form))
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, form: wrong if form is WORDS else compile_(self, form))
     outputs = generate(llm, ["a"] * 3, [HOT] * 3, [WORDS, CALL, WORDS])
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "stop", "error"]
     assert "unclosed group" in (outputs[0].outputs[0].error or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import subprocess
 import sys
 import time
@@ -16,7 +16,10 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
-from tests.busy_machine import eventually
+from octavo.grammar.digest import digest
+from octavo.sandbox import process
+from octavo.sandbox.pool import Sandbox
+from tests.busy_machine import PATIENCE
 
 #: Llguidance works on these for minutes, and does not survive the last.
 MULTIPLES: dict[str, Any] = {"prefixItems": [{"type": "integer", "multipleOf": 100003 + i} for i in range(20)]}
@@ -30,7 +33,7 @@ DEEP: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    yield GrammarCompiler(["<|end|>"], vocab_size=1000, seconds=0.5)
+    yield GrammarCompiler(Sandbox(), ["<|end|>"], vocab_size=1000, seconds=0.5)
 
 
 def json_form(schema: dict[str, Any]) -> StructuredOutputsParams:
@@ -68,11 +71,10 @@ def test_a_slow_grammar_holds_up_no_other(compiler: GrammarCompiler) -> None:
 
 def test_a_form_is_compiled_once(compiler: GrammarCompiler) -> None:
     form = StructuredOutputsParams(regex="once")
-    assert compiler.cached(form) is None
     with ThreadPoolExecutor(8) as threads:
         grammars = list(threads.map(compiler.compile, [form] * 16))
     assert len({id(grammar) for grammar in grammars}) == 1
-    assert compiler.cached(StructuredOutputsParams(regex="once")) is grammars[0]
+    assert compiler.compile(StructuredOutputsParams(regex="once")) is grammars[0]
     other = compiler.compile(StructuredOutputsParams(regex="once", begin_after=[7]))
     assert other.key != grammars[0].key and other.begin_after == [7]
 
@@ -88,7 +90,7 @@ def test_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCo
     forms = [StructuredOutputsParams(regex=f"{i}" * 300) for i in range(10)]
     for form in forms:
         compiler.compile(form)
-    assert [compiler.cached(form) is not None for form in forms] == [False] * 5 + [True] * 5
+    assert [digest(form) in compiler._cache for form in forms] == [False] * 5 + [True] * 5
 
 
 def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
@@ -102,26 +104,64 @@ def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) ->
     assert "TEXT <|end|>" in compiler.compile(StructuredOutputsParams(structural_tag=tag)).source
 
 
-def test_the_processes_end_with_the_compiler() -> None:
-    compiler = GrammarCompiler()
-    compiler.compile(StructuredOutputsParams(regex="a"))
-    processes = [checker._process for checker in compiler._checkers.queue if checker._process is not None]
-    assert len(processes) == 1
-    del compiler
-    gc.collect()
-    eventually(lambda: processes[0].poll() is not None)
-
-
 def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> subprocess.Popen[bytes]:
-        little = "import octavo.grammar.check_process as c; c.MAX_MEMORY = 60 << 20; c.main()"
+        little = "import llguidance, octavo.sandbox.process as p; p.MAX_MEMORY = 60 << 20; p.main()"
         return subprocess.Popen(
             [sys.executable, "-c", little], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
 
-    monkeypatch.setattr(module, "_start", start)
-    compiler = GrammarCompiler(seconds=20)
+    monkeypatch.setattr(process, "_start", start)
+    compiler = GrammarCompiler(Sandbox(), seconds=20)
     both = " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(20))
     with pytest.raises(InvalidRequestError, match="grammar takes too much memory"):
         compiler.compile(StructuredOutputsParams(grammar=f"start: T\nT: {both}"))
     assert compiler.compile(StructuredOutputsParams(regex="a")).source
+
+
+LARGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": LARGE}, f"at /const: must be made of numbers of less than 2\\^63, not {LARGE}"),
+        (f'{{"const": {LARGE}}}', f"at /const: .*, not {LARGE}"),
+        ({"items": {"enum": [1, {"a": [-(2**63)]}]}}, "at /items/enum: must be made of numbers of less than"),
+        ({"type": "integer", "const": 1e19}, "at /const: .* not 1e"),
+        ({"type": "integer", "maximum": LARGE}, "at /maximum: must be made of"),
+        ({"minItems": 2**64}, "at /minItems: must be made of"),
+        ({"type": "string", "minLength": 2**63}, "at /minLength: must be made of"),
+    ],
+)
+def test_numbers_that_the_compiler_takes_for_others_are_refused(
+    compiler: GrammarCompiler, schema: str | dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        compiler.compile(StructuredOutputsParams(json=schema))
+    with pytest.raises(InvalidRequestError, match=r"structural_tag.structures\[0\].schema" if schema else ""):
+        tag = {"structures": [{"begin": "<a>", "schema": schema, "end": ""}], "triggers": ["<a"]}
+        compiler.compile(StructuredOutputsParams(structural_tag=tag))
+
+
+def test_numbers_where_they_restrict_nothing_have_any_size(compiler: GrammarCompiler) -> None:
+    form = json_form({"type": "integer", "default": LARGE, "examples": [LARGE], "maximum": 2**63 - 1})
+    assert compiler.compile(form).source
+
+
+def test_a_form_of_one_client_is_not_held_up_by_many_slow_ones_of_another(compiler: GrammarCompiler) -> None:
+    async def test() -> None:
+        slow = [compiler.compile_for("a", json_form({**PATTERNS, "title": f"{i} of a"})) for i in range(50)]
+        waiting = [asyncio.ensure_future(form) for form in slow]
+        await asyncio.sleep(0)
+        for i in range(3):
+            await compiler.compile_for("b", StructuredOutputsParams(regex=f"of b{i}"))
+        assert sum(task.done() for task in waiting) < 25
+        for task in waiting:
+            task.cancel()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(error, asyncio.CancelledError) for error in ended) > 25
+        again = await compiler.compile_for("a", StructuredOutputsParams(regex="of a again"))
+        assert again.source, "what it has left holds up nothing"
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))

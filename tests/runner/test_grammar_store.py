@@ -17,6 +17,7 @@ from octavo.core.structured_outputs import Grammar
 from octavo.models.config import read_model_config
 from octavo.runner import grammars
 from octavo.runner.grammars import GrammarStore
+from tests.busy_machine import eventually
 
 A, B = (Grammar(key, LLMatcher.grammar_from_regex(f"{key}+")) for key in "ab")
 BAD = Grammar("bad", LLMatcher.grammar_from_regex("(b"))
@@ -83,6 +84,29 @@ def test_a_step_waits_for_a_while_and_others_do_not(tiny_model: Path, monkeypatc
     step(store, grammars_to_drop=["a"])
     go.set()
     assert compile_all(store, B) == {"b": ""}, "what was dropped meanwhile is not reported"
+
+
+def test_what_has_not_begun_can_be_cancelled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, begun, compile_ = threading.Event(), list[str](), grammars.compile_grammar
+
+    def slow(source: str, *args: Any) -> Any:
+        begun.append(source)
+        go.wait()
+        return compile_(source, *args)
+
+    monkeypatch.setattr(grammars, "compile_grammar", slow)
+    store = make(tiny_model)
+    many = [Grammar(key, LLMatcher.grammar_from_regex(f"{key}+")) for key in "abcdef"]
+    step(store, grammars_to_compile=many)
+    eventually(lambda: len(begun) == 2)
+    cancelled = step(store, grammars_to_cancel=["a", "c", "d"])
+    assert {*cancelled.grammar_errors} == {"c", "d"}, "the first has begun"
+    step(store, grammars_to_drop=["e"])
+    go.set()
+    compiled: list[str] = []
+    while len(compiled) < 3:
+        compiled += step(store, awaits_grammar=True).compiled_grammars
+    assert sorted(compiled) == ["a", "b", "f"] and len(begun) == 3
 
 
 def test_a_stage_that_does_not_sample_compiles_nothing(tiny_model: Path) -> None:

@@ -36,6 +36,10 @@ class FakeGrammars:
             assert key in self.compiled or key in self.failed or self.may_repeat, f"{key} is dropped, but is not there"
             self.compiled.discard(key)
             self.failed.discard(key)
+        for key in plan.grammars_to_cancel:
+            if self.compiling.pop(key, None) is not None:
+                self.failed.add(key)
+                self._errors[key] = "cancelled"
         for wanted in plan.grammars_to_compile:
             assert wanted.source == f"source of {wanted.key}"
             known = wanted.key in self.compiled or wanted.key in self.compiling

@@ -234,3 +234,27 @@ def test_a_drop_and_a_new_compilation_in_one_plan() -> None:
     again = StepPlan(3)
     grammars.add_to(again)
     assert again.grammars_to_drop == [] and again.grammars_to_compile == [grammar("A")]
+
+
+def test_a_grammar_that_its_groups_have_left_is_not_compiled() -> None:
+    engine = engine_with(1000)
+    engine.add(request(1, 5, 60))
+    engine.step()
+    engine.add(bound(2, 5, 4, "A"))
+    engine.abort(2)
+    assert not engine.step().grammars_to_compile, "it was not sent yet"
+    for number, key in ((3, "B"), (4, "C"), (5, "C")):
+        engine.add(bound(number, 5, 4, key))
+    engine.step()
+    assert [*engine.worker.grammars.compiling] == ["B", "C"]
+    engine.abort(3)
+    engine.abort(4)
+    assert engine.step().grammars_to_cancel == ["B"], "one group waits for C"
+    assert [*engine.worker.grammars.compiling] == ["C"]
+    engine.step()
+    assert engine.scheduler.queues.grammars.num_compiling == 1
+    engine.abort(5)
+    late = engine.add(bound(6, 5, 4, "C"))
+    engine.worker.grammars.steps_per_grammar = 0
+    finish(engine)
+    assert late.finished, "a group that comes while it is cancelled has it compiled again"

@@ -51,6 +51,8 @@ def refused(response: httpx.Response, param: str, words: str) -> None:
         ({"guided_json": SLOW}, "takes more than 1 seconds"),
         ({"guided_json": DEEP}, "deep"),
         ({"guided_json": "{"}, "not valid JSON"),
+        ({"guided_json": {"const": 10**30}}, "at /const: must be made of numbers of less than 2^63, not 1000000"),
+        ({"guided_json": {"items": {"minimum": -(10**30)}}}, "at /items/minimum: must be made of numbers of less"),
         ({"guided_regex": "a{3,2}"}, "invalid repetition count range"),
         ({"guided_regex": "(" * 100_000}, ""),
         ({"guided_grammar": "start: start"}, "no text has this form"),
@@ -76,6 +78,29 @@ def test_a_grammar_that_becomes_too_costly_is_refused(server: Running) -> None:
     with server.http() as http:
         response = ask(http, guided_grammar=grammar, max_tokens=8)
         refused(response, "guided_grammar", "items; max is")
+        assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
+
+
+#: What they force, or may be, exceeds one limit or another of the parser with the first token or soon after.
+TOO_COSTLY = {
+    "items forced": {"guided_grammar": 'start: "a"{1000000000}'},
+    "items forced by rules": {
+        "guided_grammar": "\n".join(["start: a0", *(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)), 'a60: "b"'])
+    },
+    "items of a row": {
+        "guided_grammar": "\n".join(
+            ["start: " + "".join(f"a{i} " for i in range(60)), *(f'a{i}: "b"*' for i in range(60))]
+        )
+    },
+    "expressions": {"guided_regex": "((é){10000,1000000000}){100}"},
+}
+
+
+@pytest.mark.parametrize("kind", [*TOO_COSTLY])
+def test_a_limit_that_a_form_exceeds_as_it_is_written_is_the_form_s_fault(server: Running, kind: str) -> None:
+    with server.http() as http:
+        response = ask(http, **TOO_COSTLY[kind], max_tokens=60, ignore_eos=True)
+        refused(response, next(iter(TOO_COSTLY[kind])), "the grammar became too costly: ")
         assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
 
 

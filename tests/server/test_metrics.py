@@ -23,6 +23,7 @@ from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, Speculat
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.stat_loggers import StatusLine
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.sandbox.pool import Sandbox
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
 from octavo.server.tracing import Tracer
@@ -307,7 +308,8 @@ def test_grammars_are_counted_by_result() -> None:
     metrics = Metrics("m")
     names = [f"octavo_grammar_compilations_total{{result={result}}}" for result in ("compiled", "refused")]
     assert [samples(metrics)[name] for name in names] == [0, 0]
-    compiler = metrics.grammars = GrammarCompiler()
+    compiler = GrammarCompiler(Sandbox())
+    metrics.grammars = compiler.stats
     compiler.compile(StructuredOutputsParams(regex="a+"))
     compiler.compile(StructuredOutputsParams(regex="a+"))
     for _ in range(2):

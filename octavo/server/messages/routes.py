@@ -55,7 +55,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
     await service.model(body.model)
     with renamed_errors(chats.RENAMED):
         chat = _chat(service, body)
-        prompt = await make_chat_prompt(service, chat, read_tools(chat.tools, chat.tool_choice))
+        prompt = await make_chat_prompt(service, request, chat, read_tools(chat.tools, chat.tool_choice))
         [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
     return TokenCount(input_tokens=len(token_ids))
 

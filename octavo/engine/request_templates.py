@@ -1,0 +1,98 @@
+"""Chat templates that clients send: read and rendered in the sandbox, as they may take any time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.engine.chat_template import render_and_compare, template_variables
+from octavo.engine.tool_messages import CallFormat
+from octavo.sandbox.pool import Sandbox
+from octavo.sandbox.process import Answer, Call
+
+#: Seconds of processor time that rendering a conversation may take.
+SECONDS = 2.0
+
+
+async def variables_in_sandbox(sandbox: Sandbox, client: str, template: str) -> frozenset[str]:
+    """``template_variables``, in the turn of a client.
+
+    Raises:
+        InvalidRequestError: the template is not valid, or exceeds the limits.
+        ClientLimitError: the client has taken its seconds.
+    """
+    return frozenset(await _call(sandbox, client, "read_variables", {"template": template}))
+
+
+async def render_in_sandbox(
+    sandbox: Sandbox,
+    client: str,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    others: Sequence[Sequence[Mapping[str, Any]]],
+    options: Mapping[str, Any],
+) -> tuple[str, list[bool]]:
+    """``render_and_compare``, in the turn of a client.
+
+    Raises:
+        InvalidRequestError: the template is not valid, refuses the conversation, or exceeds the limits.
+        ClientLimitError: the client has taken its seconds.
+    """
+    given = {"template": template, "messages": messages, "others": others, "options": options}
+    text, same = await _call(sandbox, client, "render", given)
+    return text, same
+
+
+async def _call(sandbox: Sandbox, client: str, name: str, given: Mapping[str, Any]) -> Any:
+    try:
+        content = json.dumps(given, default=dataclasses.asdict).encode()
+    except RecursionError:
+        raise InvalidRequestError("messages must not be nested so deeply") from None
+    call = Call(f"{__name__}:{name}", content, SECONDS)
+    return await asyncio.wrap_future(sandbox.submit(call, _read, client=client))
+
+
+def _read(answer: Answer) -> Any:
+    if answer.failure:
+        reasons = {
+            "time": f"takes more than {SECONDS:g} seconds of processor time",
+            "memory": "takes too much memory",
+            "depth": "is nested too deeply",
+        }
+        raise InvalidRequestError(f"chat_template {reasons.get(answer.failure, f'failed: {answer.details}')}")
+    found = json.loads(answer.content)
+    if "error" in found:
+        raise InvalidRequestError(found["error"])
+    return found["result"]
+
+
+# --- within the sandbox ----------------------------------------------------------------------------------------------
+
+
+def read_variables(content: bytes) -> bytes:
+    """The variables of a template, sorted."""
+    return _answer(lambda given: sorted(template_variables(given["template"])), content)
+
+
+def render(content: bytes) -> bytes:
+    """What ``render_and_compare`` returns."""
+
+    def rendered(given: dict[str, Any]) -> tuple[str, list[bool]]:
+        options = given["options"]
+        if options.get("call_format") is not None:
+            options["call_format"] = CallFormat(**options["call_format"])
+        return render_and_compare(given["template"], given["messages"], given["others"], options)
+
+    return _answer(rendered, content)
+
+
+def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
+    try:
+        found = {"result": function(json.loads(content))}
+    except (InvalidRequestError, TokenizerError) as e:
+        found = {"error": str(e)}
+    return json.dumps(found).encode()
