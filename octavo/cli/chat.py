@@ -135,7 +135,7 @@ def _check(files: ModelFiles, params: SamplingParams) -> None:
     try:
         choose_template(files.tokenizer.chat_templates, None, has_tools=False)
         if params.structured_outputs is not None:
-            files.inputs().grammar(params.structured_outputs)
+            files.inputs().grammars.compile(params.structured_outputs)
     except InvalidRequestError as e:
         raise ConfigError(f"{files.options.model}: {e}") from None
 
