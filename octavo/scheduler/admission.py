@@ -194,7 +194,10 @@ class Admission:
 
     def fits(self, group: SequenceGroup) -> bool:
         """Whether a waiting group could be admitted now, as far as blocks and ``max_num_seqs`` are concerned."""
-        return self._fits(group, self.needed(group, self.match(group)), self._needed_by_prompts())
+        reserved = self._needed_by_prompts()
+        if not self._fits(group, _ONE_BLOCK, reserved):
+            return False  # needs no prefix cache lookup
+        return self._fits(group, self.needed(group, self.match(group)), reserved)
 
     def fits_beside(self, group: SequenceGroup, needed: Demand, reserved: Demand, num_running_seqs: int) -> bool:
         """Whether a waiting group that needs these blocks fits beside so many sequences and what they need."""

@@ -94,7 +94,9 @@ class _Room:
         #: By group id, blocks for the next tokens of those that decode before the waiting group is admitted.
         self._growth: dict[int, tuple[int, ...]] = {}
         if options.batching == "mixed":
-            self._growth = {g.group_id: _growth(queues, g) for g in queues.running if not g.prefilling}
+            decoding = (g for g in queues.running if not g.prefilling)
+            short = (g for g in decoding if len(g.seqs) > 1 or not g.seqs[0].free_slots)
+            self._growth = {g.group_id: _growth(queues, g) for g in short}
         self._sum = [sum(counts) for counts in zip(*self._growth.values(), strict=True)]
 
     def remove(self, victim: SequenceGroup) -> None:
