@@ -23,7 +23,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 #: Seconds within which a second Ctrl-C, while the first is held back, ends the process.
 IMPATIENCE = 2.0
 
-#: What ``signal`` wraps in conversions to enumerations, which take ten times as long: a block costs less than 10 microseconds.
+#: What ``signal`` wraps in conversions to enumerations, which take ten times as long: a block costs microseconds.
 _signal = importlib.import_module("_signal")
 
 P = ParamSpec("P")
