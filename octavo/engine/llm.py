@@ -51,7 +51,7 @@ class LLM:
     alone: its output has ``finish_reason`` "error" and the reason in ``error``; the others finish.
 
     Ctrl-C comes between two steps, ends the requests of the call, and leaves the engine as it was. A second one within
-    two seconds, while the first waits for a step, ends the process.
+    two seconds, while the first waits for a step, ends the process (code 130).
 
     Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.

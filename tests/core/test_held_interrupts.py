@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
+from tests.busy_machine import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_a_block_in_another_thread_holds_nothing_back() -> None:
     thread.join()
 
 
-@pytest.mark.parametrize(("impatience", "end"), [(1e9, (-signal.SIGINT, "")), (0.0, (0, "interrupted\n"))])
+@pytest.mark.parametrize(("impatience", "end"), [(1e9, (130, "")), (0.0, (0, "interrupted\n"))])
 def test_a_second_interrupt_ends_the_process_if_it_comes_soon(impatience: float, end: tuple[int, str]) -> None:
     program = f"""
 import signal
@@ -109,3 +110,39 @@ except KeyboardInterrupt:
 """
     process = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
     assert (process.returncode, process.stdout) == end
+
+
+def test_a_second_interrupt_ends_the_process_in_the_middle_of_a_long_kernel() -> None:
+    program = """
+import hashlib, os, signal, threading, time
+from octavo.core import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupts.IMPATIENCE = 1e9
+
+def interrupt_twice():
+    for _ in range(2):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+with interrupts.HeldInterrupts():
+    threading.Thread(target=interrupt_twice).start()
+    hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 2**31 - 1)  # some half an hour without a look at signals
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE, check=False).returncode == 130
+
+
+def test_a_forked_process_is_watched_by_itself() -> None:
+    program = """
+import os, signal
+from octavo.core import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with interrupts.HeldInterrupts():
+    pass
+ours = signal.set_wakeup_fd(-1)
+signal.set_wakeup_fd(ours)
+child = os.fork()
+if child == 0:
+    os._exit(int(signal.set_wakeup_fd(-1) != -1))
+assert ours >= 0 and os.waitpid(child, 0)[1] == 0
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
