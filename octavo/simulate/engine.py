@@ -301,6 +301,8 @@ class _Workers:
         self._free_at = max(self._free_at, engine.now) + seconds
         result = StepResult(plan.step, seconds=seconds, swap_seconds=work.moved * engine.profile.moved)
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
+        if result.swap_seconds:
+            result.swaps = [(work.moved // engine.options.block_size, result.swap_seconds)]
         return _PendingStep(self, result, sampled, self._free_at)
 
     def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:
