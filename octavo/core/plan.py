@@ -183,8 +183,10 @@ class StepResult(msgspec.Struct):
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
     seconds: float = 0.0
     kernel_seconds: float = 0.0
-    #: Of ``seconds``: moving blocks between device and host.
+    #: Of ``seconds``: moving blocks between device and host, or waiting for them.
     swap_seconds: float = 0.0
+    #: Swaps that have ended since the last result, perhaps those of earlier plans: bytes, and seconds on the way.
+    swaps: list[tuple[int, float]] = []
     #: On a GPU: seconds between the beginning and the end of the step's work there, and those before it in which the
     #: device had nothing to do since the last step; 0 where they are not known.
     device_seconds: float = 0.0

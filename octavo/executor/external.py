@@ -216,6 +216,7 @@ class _WithoutTimes:
     def wait(self) -> StepResult:
         result = self._step.wait()
         result.seconds = result.swap_seconds = 0.0
+        result.swaps = []
         self._receive(result)
         return result
 

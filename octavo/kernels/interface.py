@@ -96,6 +96,13 @@ class Kernels(ABC):
         """
         return forward
 
+    def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
+        """Bytes of the device that ``capture`` will take in all for what it records, estimated by recording some of it.
+
+        ``in_use`` tells the bytes in use. 0 on backends whose recording takes no memory of the device.
+        """
+        return 0
+
     def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The sampled rows of hidden [T, E]: [N, E]; results computed from them have N rows."""
         return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)

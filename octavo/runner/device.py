@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, 
 from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
 from octavo.runner.pending import CudaTimers, StepTimer
 from octavo.runner.step_inputs import FlatInputs
+
+if TYPE_CHECKING:
+    from octavo.runner.profile import LargestStep
 
 
 class Device(ABC):
@@ -41,7 +45,7 @@ class Device(ABC):
 
     @abstractmethod
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
     ) -> CacheSize:
         """The KV cache that fits beside the weights and the largest step.
 
@@ -89,7 +93,7 @@ class HostDevice(Device):
         return self._share.free_memory()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
     ) -> CacheSize:
         """See ``memory.cache_size``; the largest step is estimated."""
         free = self._free_for_caches()
@@ -131,10 +135,12 @@ class CudaDevice(Device):
         return self._memory.free()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, run_largest_step: Callable[[], object]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
     ) -> CacheSize:
-        """See ``memory.gpu_cache_size``; the largest step is measured."""
-        peak = memory.measure_peak(run_largest_step, self._memory)
+        """See ``memory.gpu_cache_size``; the largest step is measured, and what captured steps take."""
+        step = largest_step()
+        peak = memory.measure_peak(step.run, self._memory)
+        peak += step.graph_bytes(lambda: memory.in_use(self._memory))
         total = self._memory.total()
         size = memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
         self._own_blocks = size.num_blocks

@@ -76,11 +76,15 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     """A bound on the bytes that the largest step needs beside weights and cache: activations of one layer, and logits.
 
-    Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all.
+    Nothing is kept from one layer to the next but the residual stream, so one layer's tensors bound them all. What
+    adapters add to a layer's products, and to the logits, is as wide as these.
     """
     row = 4 * config.hidden_size + config.attention_width + config.feed_forward_width
-    logits = 3 * min(options.max_num_seqs, options.token_budget) * config.vocab_size
-    return 4 * (options.token_budget * row + logits)
+    logits = 3 * config.vocab_size
+    if options.enable_lora:
+        row += config.hidden_size + config.attention_width + config.feed_forward_width
+        logits += config.vocab_size
+    return 4 * (options.token_budget * row + min(options.max_num_seqs, options.token_budget) * logits)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:
@@ -348,12 +352,19 @@ def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -
     return peak
 
 
-def largest_step(size: BatchSize, device: torch.device | str) -> ForwardBatch:
+def in_use(memory: DeviceMemory) -> int:
+    """Bytes of the device that something holds; what torch has cached is freed first."""
+    memory.reset_peak()
+    return memory.peak() + memory.outside()
+
+
+def largest_step(size: BatchSize, device: torch.device | str, num_slots: int = 0) -> ForwardBatch:
     """A step with as many tokens and as many sequences as there may be, which all sample.
 
     The last sequences have prompts as long as they may be until the tokens are used up, the others decode. Everything
     lies in block 0 and overwrites itself there, so a cache of one block serves; ``max_seq_len`` is that of the longest
-    context, which decides what attention sets aside for its partial results.
+    context, which decides what attention sets aside for its partial results. With ``num_slots`` of adapters every
+    sequence has one of them, which may be empty: what their products need is set aside all the same.
     """
     lens = [1] * size.sequences
     left = size.tokens - len(lens)
@@ -361,5 +372,6 @@ def largest_step(size: BatchSize, device: torch.device | str) -> ForwardBatch:
         lens[i] += min(left, size.max_seq_len - 1)
         left -= lens[i] - 1
     tables = torch.zeros(size.shape("GSB"), dtype=torch.int32)
-    batch = make_batch(lens, lens, tables, size.block_size, device=device)
+    adapters = [i % num_slots for i in range(len(lens))] if num_slots else None
+    batch = make_batch(lens, lens, tables, size.block_size, adapters=adapters, device=device)
     return replace(batch, max_seq_len=size.max_seq_len)

@@ -20,9 +20,7 @@ from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import KVGroup, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
-from octavo.core.plan import NewSequence, StepPlan, StepResult
-from octavo.core.request import Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.plan import StepPlan, StepResult
 from octavo.core.startup import WorkerFacts
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, LayerCache
@@ -38,8 +36,9 @@ from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter
 from octavo.runner.grammars import GrammarStore
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.kv_layers import KVLayers, find_groups
-from octavo.runner.memory import WorkerShare, largest_step
+from octavo.runner.memory import WorkerShare
 from octavo.runner.pending import QueuedStep
+from octavo.runner.profile import LargestStep
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.ranks import Ranks
@@ -180,7 +179,7 @@ class ModelRunner:
                 self._kv_layout(max_num_batched_tokens),
                 self.model.position_bytes() + (self._drafter.position_bytes() if self._drafter is not None else 0),
                 max_model_len,
-                lambda: self._run_largest_step(max_model_len),
+                lambda: self._largest_step(max_model_len),
             )
         return size.max_model_len, size.num_blocks
 
@@ -201,24 +200,14 @@ class ModelRunner:
         plugins = LogitsPlugins(self.options.logits_processors or ())
         return Sampler(vocab_size, tokens, backend, self._num_threads, plugins)
 
-    @torch.inference_mode()
-    def _run_largest_step(self, max_model_len: int) -> None:
-        """A step of as many tokens and sequences as allowed, which all sample at random and return logprobs."""
+    def _largest_step(self, max_model_len: int) -> LargestStep:
         # No context is longer than what all of the memory could hold, whatever the model says.
         layout = self._kv_layout(self.options.token_budget)
-        room = layout.longest(self._device.free_memory(), max_model_len)
-        batch = largest_step(self._largest(max(1, room)), self.device)
-        caches, draft_caches = self._layers.split(self._layers.make([1] * len(self._layers.groups)))
-        if self._drafter is not None:
-            self._drafter.forward(batch, draft_caches)
-        output = self._run_network(batch, caches)
-        if output.logits is None:
-            return
-        rows = np.arange(len(batch.seq_lens))
-        sampler = self._make_sampler(TokenTable(len(rows), 1))
-        for row in rows.tolist():
-            sampler.add(row, NewSequence(row, [0], 1, 0, Generate(SamplingParams(top_p=0.9, logprobs=1), row)))
-        sampler.start(output.logits, rows).wait()
+        size = self._largest(max(1, layout.longest(self._device.free_memory(), max_model_len)))
+        kernels, slots = self._kernels, self._context.max_loras
+        return LargestStep(
+            kernels, self._run_network, self._drafter, self._layers, self._make_sampler, size, self.device, slots
+        )
 
     def _largest(self, max_model_len: int) -> BatchSize:
         """The largest batch that a step may have."""
@@ -248,17 +237,12 @@ class ModelRunner:
 
         The numbers of blocks are those of each group, in the order of ``kv_groups``.
         """
-        options = self.options
+        options, layers = self.options, self._layers
+        sizes = [size for size, _ in self.kv_groups()]
         with self._timed("KV cache"):
             self._cache = self._device.cache_engine(
-                self._kernels,
-                self._layers.make,
-                self._layers.make_host,
-                self._layers.block_bytes(),
-                num_blocks,
-                num_host_blocks,
+                self._kernels, layers.make, layers.make_host, sizes, num_blocks, num_host_blocks
             )
-        sizes = [size for size, _ in self.kv_groups()]
         #: Bytes of the KV cache on the device, and on the host.
         self._cache_bytes = tuple(int(np.dot(counts, sizes)) for counts in (num_blocks, num_host_blocks))
         self._max_model_len = max_model_len
@@ -407,6 +391,7 @@ class ModelRunner:
             if inputs is not None:
                 self._compute(inputs, step)
         self._in_flight.append(step)
+        step.result.swaps = self._cache.take_swaps()
         step.result.seconds = time.perf_counter() - start
         step.result.kernel_seconds = self.clock.seconds - in_kernels
         return step
@@ -415,6 +400,7 @@ class ModelRunner:
         """Runs the network, scores prompts, and samples."""
         if self._prompt_adapters is not None:
             self._prompt_adapters.take_slots(inputs)
+        self._cache.computes_over(inputs.arrays["block_tables"])
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()

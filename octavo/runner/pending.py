@@ -84,9 +84,9 @@ class QueuedStep:
         self.receive()
         if self.timer is not None:
             result.device_seconds, result.idle_seconds = self.timer.wait()
-        if self.swap_seconds is not None:
-            result.swap_seconds = self.swap_seconds()
         result.seconds = max(result.seconds + time.perf_counter() - start, result.device_seconds)
+        if self.swap_seconds is not None:
+            result.swap_seconds = min(self.swap_seconds(), result.seconds - result.device_seconds)
         return result
 
     def receive(self) -> None:

@@ -357,9 +357,8 @@ class Scheduler:
 
     def _observe_costs(self, step: Step, plan: StepPlan, result: StepResult) -> None:
         """Updates the observed costs of moving a block and of computing a token."""
-        if result.swap_seconds:
-            moved = [block for block, _ in plan.blocks_to_swap_out] + [block for _, block in plan.blocks_to_swap_in]
-            self._preemption.cost.observe_move(self.blocks.bytes_of(moved), result.swap_seconds)
+        for num_bytes, seconds in result.swaps:
+            self._preemption.cost.observe_move(num_bytes, seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
             computing = result.seconds - result.swap_seconds - result.draft_seconds
             self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)

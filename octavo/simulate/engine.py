@@ -303,6 +303,8 @@ class _Workers:
         swapping = engine.profile.swap_seconds(work.transfers, work.moved)
         result = StepResult(plan.step, seconds=seconds, swap_seconds=swapping)
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
+        if result.swap_seconds:
+            result.swaps = [(work.moved // engine.options.block_size, result.swap_seconds)]
         return _PendingStep(self, result, sampled, self._free_at)
 
     def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:

@@ -31,7 +31,7 @@ def make(kernels: Kernels, num_host_blocks: int = HOST_BLOCKS) -> CacheEngine:
         return kernels.make_group_cache(SPEC, LAYERS, blocks[0], 4)
 
     block_bytes = LAYERS * kernels.block_bytes(SPEC, 4)
-    engine = CacheEngine(kernels, caches, caches, block_bytes, [BLOCKS], [num_host_blocks])
+    engine = CacheEngine(kernels, caches, caches, [block_bytes], [BLOCKS], [num_host_blocks])
     for layer, cache in enumerate(engine.device):
         for block in range(BLOCKS):
             as_bytes(cache.key)[block] = 16 * layer + block
@@ -71,6 +71,16 @@ def test_blocks_come_back_as_they_went(kernels: Kernels) -> None:
     assert contents(engine) == [2, 3, 2, 3, 4, 2]
     assert swap_seconds(engine, StepPlan(step=3, blocks_to_swap_in=[(3, 4), (1, 2)]))
     assert contents(engine) == [2, 3, 5, 3, 0, 2]
+
+
+def test_what_swaps_took_is_told_once_with_their_bytes(kernels: Kernels) -> None:
+    engine, block = make(kernels), LAYERS * kernels.block_bytes(SPEC, 4)
+    engine.move(StepPlan(step=1, blocks_to_copy=[(2, 0)]))
+    assert engine.take_swaps() == []
+    engine.move(StepPlan(step=2, blocks_to_swap_out=[(0, 3), (5, 1)], blocks_to_swap_in=[(2, 4)]))
+    ((num_bytes, seconds),) = engine.take_swaps()
+    assert num_bytes == 3 * block and seconds > 0
+    assert engine.take_swaps() == []
 
 
 def test_moves_are_done_in_order(kernels: Kernels) -> None:

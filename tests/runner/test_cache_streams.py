@@ -146,6 +146,12 @@ class FakeKernels:
 BLOCKS, HOST_BLOCKS = 14, 10
 
 
+def tables(*rows: Sequence[int]) -> NDArray[np.int32]:
+    """Block tables of one group, as the runner gives them: rows of equal length."""
+    longest = max(map(len, rows), default=0)
+    return np.array([[[*row, *row[:1] * (longest - len(row))] for row in rows]], dtype=np.int32)
+
+
 def make(cuda: FakeCuda) -> StreamedCacheEngine:
     """One layer, of which a block is a number."""
 
@@ -153,7 +159,7 @@ def make(cuda: FakeCuda) -> StreamedCacheEngine:
         return cast(list[LayerCache], [[0] * blocks[0]])
 
     kernels = cast(Kernels, FakeKernels(cuda))
-    return StreamedCacheEngine(kernels, caches, caches, 8, [BLOCKS], [HOST_BLOCKS], cuda=cuda)
+    return StreamedCacheEngine(kernels, caches, caches, [8], [BLOCKS], [HOST_BLOCKS], cuda=cuda)
 
 
 class Model:
@@ -208,6 +214,7 @@ class Model:
             plan.table_changes.append(TableChange(number, 0, list(self.tables[number])))
         self.swaps += len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         self.engine.move(plan)
+        self.engine.computes_over(tables(*self.tables.values()))
         for seq, table in self.tables.items():
             self._compute(seq, list(table), list(self.contents[seq]))
         self.host_free += host_freed
@@ -244,6 +251,13 @@ def plan(**fields: Any) -> StepPlan:
     return StepPlan(step=1, **fields)
 
 
+def idle_cuda() -> FakeCuda:
+    """Does nothing before it is waited for."""
+    cuda = FakeCuda(random.Random(0))
+    cuda.run_some = lambda: None  # type: ignore[method-assign]
+    return cuda
+
+
 def runs_at_once(cuda: FakeCuda) -> bool:
     """Whether what is queued on the compute stream now can be done while all other streams stand still."""
     done: list[bool] = []
@@ -255,11 +269,10 @@ def runs_at_once(cuda: FakeCuda) -> bool:
 
 
 def test_a_step_waits_only_for_the_swaps_that_it_needs() -> None:
-    cuda = FakeCuda(random.Random(0))
+    cuda = idle_cuda()
     engine = make(cuda)
     engine.move(plan(blocks_to_swap_out=[(1, 0), (2, 1)], table_changes=[TableChange(7, 0, [3])]))
     assert runs_at_once(cuda), "no step needs blocks 1 and 2 yet"
-    engine._swapped.query = lambda: False  # still copying
     engine.move(plan(table_changes=[TableChange(7, 1, [4, 5])], blocks_to_copy=[(1, 6)]))
     assert runs_at_once(cuda), "block 1 is only read"
     engine.move(plan(table_changes=[TableChange(8, 0, [9, 2])]))
@@ -275,18 +288,56 @@ def test_a_step_waits_only_for_the_swaps_that_it_needs() -> None:
         cuda.synchronize()
 
 
-def test_the_time_of_a_swap_is_known_when_it_is_done() -> None:
-    cuda = FakeCuda(random.Random(0))
+def travels_at_once(engine: StreamedCacheEngine, cuda: FakeCuda, host: int, block: int) -> bool:
+    """Whether a block comes in while the compute stream stands still."""
+    engine.move(plan(blocks_to_swap_in=[(host, block)]))
+    work = cast(Any, engine._stream).work
+    while work and work[0]():
+        work.popleft()
+    return not work
+
+
+def test_a_block_travels_beside_the_steps_before_if_none_of_them_uses_where_it_goes() -> None:
+    cuda = idle_cuda()
+    engine = make(cuda)
+    engine.move(plan(blocks_to_copy=[(1, 2)]))
+    engine.computes_over(tables([3, 4], [5]))
+    cuda.queue(lambda: None)
+    for used in (1, 2, 3, 4, 5):
+        assert not travels_at_once(engine, cuda, 0, used)
+        cuda.synchronize()
+        engine.move(plan(blocks_to_copy=[(1, 2)]))
+        engine.computes_over(tables([3, 4], [5]))
+        cuda.queue(lambda: None)
+    assert travels_at_once(engine, cuda, 0, 6)
+    assert not runs_at_once(cuda) or engine._swapped.done, "its own step waits for it"
+
+
+def test_a_block_that_is_to_leave_waits_for_the_step_that_writes_it() -> None:
+    cuda = idle_cuda()
+    engine = make(cuda)
+    engine.move(plan())
+    engine.computes_over(tables([3]))
+    cuda.queue(lambda: None)
+    engine.move(plan(blocks_to_swap_out=[(3, 0)]))
+    stream = cast(Any, engine._stream)
+    assert not stream.work[0](), "the compute stream has not come so far"
+
+
+def test_every_swap_is_timed_even_one_that_outlasts_its_step() -> None:
+    cuda = idle_cuda()
     engine = make(cuda)
     assert engine.move(plan(blocks_to_copy=[(1, 2)])) is None
-    seconds = engine.move(plan(blocks_to_swap_out=[(1, 0), (2, 1), (3, 2)], blocks_to_swap_in=[(4, 8)]))
-    assert seconds is not None
+    needed = engine.move(plan(blocks_to_swap_out=[(1, 0), (2, 1), (3, 2)], blocks_to_swap_in=[(4, 8)]))
+    assert needed is not None
+    assert engine.take_swaps() == [], "it is on its way"
     cuda.synchronize()
-    assert seconds() == pytest.approx(4 / 1e3)  # a piece a millisecond
-    late = engine.move(plan(blocks_to_swap_out=[(1, 0)]))
-    assert late is not None
-    cuda.run_some = lambda: None  # type: ignore[method-assign]
-    assert late() == 0.0
+    assert needed() == pytest.approx(4 / 1e3)  # a piece a millisecond
+    assert engine.move(plan(blocks_to_swap_out=[(1, 0)])) is None, "the step does not wait for it"
+    assert engine.take_swaps() == [(32, pytest.approx(4 / 1e3))]
+    cuda.synchronize()
+    engine.move(plan())
+    assert engine.take_swaps() == [(8, pytest.approx(1 / 1e3))]
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------

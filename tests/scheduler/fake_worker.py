@@ -451,6 +451,8 @@ class FakeWorker(Executor):
         plan, result = step.plan, step.result
         moves = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         result.swap_seconds = moves * self.seconds_per_move
+        if result.swap_seconds:
+            result.swaps = [(moves, result.swap_seconds)]
         result.seconds = result.swap_seconds + plan.total_tokens * self.seconds_per_token + self.seconds_per_step
         for seq_id in [*plan.seq_ids, *forked_children]:
             row, drafts = self.rows[seq_id], plan.drafts.get(seq_id, [])

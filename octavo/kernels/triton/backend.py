@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,15 +70,18 @@ class TritonKernels(Kernels):
         """Captures decode steps as CUDA graphs, by their number of sequences; other steps run eagerly."""
         if not self._graphed:
             return forward
-        return GraphedForward(
-            forward,
-            CudaGraphs(),
-            largest,
-            device=self.device,
-            at_start=self._capture_at_start,
-            sizes=self._graph_sizes,
-            adapters=self._adapter_slots > 0,
-        )
+        graphs = self._make_graphs(forward, largest)
+        if self._capture_at_start:
+            graphs.capture_all()
+        return graphs
+
+    def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
+        """Captures two graphs, see ``GraphedForward.total_bytes``."""
+        return self._make_graphs(forward, largest).total_bytes(in_use) if self._graphed else 0
+
+    def _make_graphs(self, forward: Forward, largest: BatchSize) -> GraphedForward:
+        sizes, adapters = self._graph_sizes, self._adapter_slots > 0
+        return GraphedForward(forward, CudaGraphs(), largest, device=self.device, sizes=sizes, adapters=adapters)
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
         """On the device: only the results are copied to the host."""

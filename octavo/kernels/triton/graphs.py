@@ -47,11 +47,10 @@ class GraphedForward:
         largest: BatchSize,
         *,
         device: torch.device | str,
-        at_start: bool = False,
         sizes: Sequence[int] | None = None,
         adapters: bool = False,
     ) -> None:
-        """Captures all graphs now if ``at_start``, else each at the first batch of its size.
+        """A graph is captured at the first batch of its size, unless ``capture_all`` comes before.
 
         ``sizes``: the batch sizes with a graph, by default ``graph_sizes`` of the most sequences. ``adapters``: whether
         steps may have them, for which there are graphs of their own.
@@ -59,6 +58,7 @@ class GraphedForward:
         self._forward = forward
         self._record = record
         self._sizes = sorted(set(sizes)) if sizes else graph_sizes(largest.sequences)
+        self._kinds = (True, False) if adapters else (False,)
         #: By size, and whether the step has adapters.
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], ForwardOutput]] = {}
         self._filled = 0
@@ -66,12 +66,32 @@ class GraphedForward:
         self._inputs = padding_batch(replace(largest, tokens=rows, sampled=rows), device)
         #: Seconds that capturing has taken so far.
         self.capture_seconds = 0.0
-        if at_start:
-            # The largest first, so that the others fit into its memory.
-            for size in reversed(self._sizes):
-                for has_adapters in (True, False) if adapters else (False,):
-                    self._capture(size, has_adapters)
-            logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), self.capture_seconds)
+
+    def capture_all(self) -> None:
+        """Captures every graph now."""
+        for size, has_adapters in self._all():
+            self._capture(size, has_adapters)
+        logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), self.capture_seconds)
+
+    def _all(self) -> list[tuple[int, bool]]:
+        """Size and adapters of every graph, the largest first, so that the others fit into its memory."""
+        return [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+
+    def total_bytes(self, in_use: Callable[[], int]) -> int:
+        """Bytes of the device that all graphs will take; ``in_use`` tells those in use.
+
+        Two are captured. The first brings the memory that all share, and the second tells what each takes of its own,
+        which is the driver's and much the same for all: they have the same launches.
+        """
+        first, *others = self._all()
+        before = in_use()
+        self._capture(*first)
+        with_first = in_use()
+        total = sum(array.nbytes for array in self._inputs.arrays()) + max(0, with_first - before)
+        if others:
+            self._capture(*others[-1])
+            total += len(others) * max(0, in_use() - with_first)
+        return total
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         """The network's output for the step."""

@@ -81,9 +81,12 @@ class Network:
         return ForwardOutput(torch.stack(columns, dim=1).float())
 
 
-def make(network: Network, graphs: FakeGraphs, **options: Any) -> GraphedForward:
+def make(network: Network, graphs: FakeGraphs, at_start: bool = False, **options: Any) -> GraphedForward:
     largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK)
-    return GraphedForward(network, graphs, largest, device="cpu", **options)
+    forward = GraphedForward(network, graphs, largest, device="cpu", **options)
+    if at_start:
+        forward.capture_all()
+    return forward
 
 
 def decodes(rng: random.Random, count: int) -> ForwardBatch:
@@ -154,6 +157,21 @@ def test_all_graphs_at_start_the_largest_first() -> None:
     assert forward.capture_seconds > 0.0
     forward(decodes(random.Random(0), 6))
     assert (graphs.recorded[6:], graphs.replayed) == ([], [8])
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({}, 6), ({"sizes": [8]}, 1), ({"sizes": [2, 8]}, 2), ({"sizes": [2, 8], "adapters": True}, 4)],
+)
+def test_what_all_graphs_will_take_is_known_from_two(options: dict[str, Any], count: int) -> None:
+    """Of a device on which the first graph brings a pool of a million bytes, and each takes a thousand of its own."""
+    graphs, measured = FakeGraphs(), make(Network(), FakeGraphs(), at_start=True, **options)
+    forward = make(Network(), graphs, **options)
+    inputs = sum(array.nbytes for array in forward._inputs.arrays())
+    found = forward.total_bytes(lambda: 5_000_000 + 1_000_000 * bool(graphs.recorded) + 1000 * len(graphs.recorded))
+    assert found == inputs + 1_000_000 + 1000 * len(measured._graphs)
+    assert len(measured._graphs) == count
+    assert len(graphs.recorded) == min(2, count) and graphs.recorded[0] == max(forward._sizes)
 
 
 @pytest.mark.parametrize("at_start", [False, True])
