@@ -24,7 +24,10 @@ MOST_QUEUED = 8
 #: Minutes of compiling, minutes of rendering.
 SLOW = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(20)]}
 ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": SLOW}}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": SLOW}}},
+}
 
 SLOW_ONES: dict[str, dict[str, Any]] = {
     "forms": {"guided_json": SLOW},
