@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,10 +96,26 @@ def _write_safetensors(path: Path, file: GGUFFile, weights: list[Weight], dtype:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
+        _reserve(out.fileno(), 8 + len(text) + offset)
         out.write(len(text).to_bytes(8, "little") + text)
         for weight in weights:
             for piece in weight.pieces(file):
                 out.write(_encoded(piece, dtype).data)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the disk space of a file, so that a disk that cannot hold the weights says so before they are read.
+
+    Raises:
+        OSError: there is not enough, or the file may not be so long.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # else the file system cannot reserve
+            raise OSError(e.errno, f"{os.strerror(e.errno)}: the weights take {size / (1 << 20):.0f} MiB") from None
 
 
 def _encoded(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,14 @@ def test_a_file_that_is_not_gguf_is_refused(cache: Path, tmp_path: Path) -> None
         resolve_model(str(tmp_path / "model.bin"))
 
 
+def test_models_without_weights_are_not_suggested_and_listed_apart() -> None:
+    for name in ("llama3", "llama-3.1-8b", "qwen3-30b-a3b"):
+        with pytest.raises(ModelNotFoundError) as e:
+            resolve_model(name)
+        assert "did you mean" not in str(e.value)
+        assert "built in: smollm2-135m, gemma3-270m; shapes without weights, for" in str(e.value)
+
+
 @pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M"])
 def test_a_misspelt_name_gets_the_nearest_one(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m'"):
@@ -192,6 +201,25 @@ def test_a_conversion_that_the_disk_cannot_hold_says_so_and_leaves_nothing(
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert "DownloadError: cannot write to the cache folder" in result.stderr.splitlines()[-1]
     assert [p for p in cache.rglob("*") if p.is_file()] == []
+
+
+def test_a_disk_that_cannot_hold_the_weights_says_so_before_they_are_read(
+    cache: Path, tmp_path: Path, tiny_llama: Any
+) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    size = (convert_cached(path) / "model.safetensors").stat().st_size
+    script = (
+        "import resource\n"
+        "from octavo.loader.gguf_weights import Weight\n"
+        "from octavo.loader.resolve import resolve_model\n"
+        "Weight.pieces = lambda *_: print('READ')\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1}, {size - 1}))\n"
+        f"resolve_model({str(path)!r}, dtype='bfloat16')\n"
+    )
+    shutil.rmtree(cache)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert re.search(r"\(File too large: the weights take \d+ MiB\); set OCTAVO_CACHE", result.stderr)
+    assert result.stdout == ""
 
 
 def test_processes_that_convert_at_once_agree(cache: Path, tmp_path: Path, tiny_llama: Any) -> None:
