@@ -29,6 +29,7 @@ from octavo.workloads.tokens import token_ids
 from octavo.workloads.workload import Workload
 
 _BLOCK_SIZE = 16
+#: Requests before what is counted.
 _WARM_UP = 4
 
 
@@ -149,8 +150,7 @@ def measure(
     """
     engine = LLMEngine.from_config(options)
     try:
-        warm = Case("warm-up", _WARM_UP, *_SHORT)
-        _run(engine, warm, "paged", warm.items(0), 0)
+        _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
         for repeat in range(repeats):
             seed = options.seed + repeat
             for case in cases:
@@ -172,7 +172,7 @@ def use_allocator(engine: LLMEngine, case: Case, allocator: str) -> None:
     def make(sizes: Any, block_size: int, **settings: Any) -> BlockManager:
         return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
 
-    core.make_blocks = make  # type: ignore[method-assign]
+    core.make_blocks = make
     engine.restart({})
 
 
@@ -227,7 +227,7 @@ def simulated_rate(
     """Requests a second of the same requests and memory in the simulator."""
     changes = {"num_gpu_blocks_override": case.num_blocks, "enable_prefix_caching": allocator == "paged"}
     recorder = Recorder()
-    engine = SimulatedEngine(
+    engine: SimulatedEngine = SimulatedEngine(
         profile,
         options.model_copy(update=changes),
         make_blocks=_manager(case, allocator, lambda: engine.scheduler.queues),
