@@ -197,8 +197,9 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
     scheduler, slots = engine.core.scheduler, case.num_blocks * _BLOCK_SIZE
     sequences = filled = waited = 0.0
     while engine.has_unfinished_requests():
-        before = time.perf_counter()
+        before, ended = time.perf_counter(), 0
         for output in engine.step():
+            ended += len(output.outputs)
             if any(completion.finish_reason != "length" for completion in output.outputs):
                 reasons = [completion.error or completion.finish_reason for completion in output.outputs]
                 raise ConfigError(f"{case.name} with {allocator}: request {output.request_id} ended with {reasons}")
@@ -206,7 +207,7 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
         stats = scheduler.stats()
         if stats.num_waiting:
             waited += seconds
-            sequences += seconds * scheduler.queues.num_running_seqs
+            sequences += seconds * (scheduler.queues.num_running_seqs + ended)
             filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
     total = time.perf_counter() - start
     return Figures(

@@ -23,7 +23,7 @@ from octavo.workloads.workload import Workload
 #: Requests that are tried alone where no number of replicas suffices.
 _MOST_ALONE = 2000
 #: Requests of a plan that may choose how many: at first, and up to which they double; and of two periods of arrivals.
-_FIRST, _MOST, _MOST_OF_PERIODS = 1000, 32_000, 256_000
+_FIRST, _MOST, _MOST_OF_PERIODS = 1000, 16_000, 256_000
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
