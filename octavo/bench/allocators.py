@@ -29,6 +29,7 @@ from octavo.workloads.tokens import token_ids
 from octavo.workloads.workload import Workload
 
 _BLOCK_SIZE = 16
+#: Requests before what is counted.
 _WARM_UP = 4
 
 
@@ -149,8 +150,7 @@ def measure(
     """
     engine = LLMEngine.from_config(options)
     try:
-        warm = Case("warm-up", _WARM_UP, *_SHORT)
-        _run(engine, warm, "paged", warm.items(0), 0)
+        _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
         for repeat in range(repeats):
             seed = options.seed + repeat
             for case in cases:
@@ -172,7 +172,7 @@ def use_allocator(engine: LLMEngine, case: Case, allocator: str) -> None:
     def make(sizes: Any, block_size: int, **settings: Any) -> BlockManager:
         return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
 
-    core.make_blocks = make  # type: ignore[method-assign]
+    core.make_blocks = make
     engine.restart({})
 
 
@@ -197,8 +197,9 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
     scheduler, slots = engine.core.scheduler, case.num_blocks * _BLOCK_SIZE
     sequences = filled = waited = 0.0
     while engine.has_unfinished_requests():
-        before = time.perf_counter()
+        before, ended = time.perf_counter(), 0
         for output in engine.step():
+            ended += len(output.outputs)
             if any(completion.finish_reason != "length" for completion in output.outputs):
                 reasons = [completion.error or completion.finish_reason for completion in output.outputs]
                 raise ConfigError(f"{case.name} with {allocator}: request {output.request_id} ended with {reasons}")
@@ -206,7 +207,7 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
         stats = scheduler.stats()
         if stats.num_waiting:
             waited += seconds
-            sequences += seconds * scheduler.queues.num_running_seqs
+            sequences += seconds * (scheduler.queues.num_running_seqs + ended)
             filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
     total = time.perf_counter() - start
     return Figures(
@@ -227,7 +228,7 @@ def simulated_rate(
     """Requests a second of the same requests and memory in the simulator."""
     changes = {"num_gpu_blocks_override": case.num_blocks, "enable_prefix_caching": allocator == "paged"}
     recorder = Recorder()
-    engine = SimulatedEngine(
+    engine: SimulatedEngine = SimulatedEngine(
         profile,
         options.model_copy(update=changes),
         make_blocks=_manager(case, allocator, lambda: engine.scheduler.queues),

@@ -23,7 +23,7 @@ examples:
   octavo simulate plan --trace azure.csv --ttft-limit 500 --share 0.95 --router prefix --json plan.json
 
 Each number of replicas that is tried is simulated as 'octavo simulate --replicas N' does it. Where requests arrive at a
-rate and --num-requests is left out, they are as many as it takes: until twice as many need no other number. {FORMS}
+rate and --num-requests is left out, they are as many as it takes for longer runs to need no other number. {FORMS}
 """
 
 
@@ -101,7 +101,7 @@ def _answer(found: TrafficPlan) -> str:
     plan = found.plans[-1]
     if found.replicas is not None:
         each = ", ".join(str(p.replicas) for p in found.plans)
-        unsettled = "; half as many requests needed another number" if found.settled is False else ""
+        unsettled = "; longer runs may need more" if found.settled is False else ""
         return (
             f"{found.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
             f"by seed: {each}, of {found.requests} requests each{unsettled}"

@@ -22,8 +22,8 @@ from octavo.workloads.workload import Workload
 
 #: Requests that are tried alone where no number of replicas suffices.
 _MOST_ALONE = 2000
-#: Requests of a plan that may choose how many: at first, unless a period of the arrivals has more, and at most.
-_FIRST, _MOST = 1000, 256_000
+#: Requests of a plan that may choose how many: at first, and up to which they double; and of two periods of arrivals.
+_FIRST, _MOST, _MOST_OF_PERIODS = 1000, 16_000, 256_000
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +50,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     #: Where there is no answer: the share of requests (of the first 2,000) that meet the limits alone on a replica.
     good_alone: float | None = None
 
+    @property
+    def good_share(self) -> float:
+        """Of the requests with the least number that is enough; 0 where none is."""
+        return next((tried.good_share for tried in self.tried if tried.replicas == self.replicas), 0.0)
+
 
 class TrafficPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for a traffic: the most that any seed needs."""
@@ -60,7 +65,7 @@ class TrafficPlan(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     seeds: list[int]
     plans: list[Plan]
-    #: Whether half as many requests had the same answer; None if their number was given.
+    #: Whether longer runs would have the same answer, as far as two lengths tell; None if their length was given.
     settled: bool | None
 
 
@@ -78,8 +83,10 @@ def plan_traffic(
 ) -> TrafficPlan:
     """Finds the least number of replicas for a load under several seeds; see ``plan_replicas``.
 
-    A queue that grows shows only after a while, so a short run needs too few. With ``settle`` the number of requests
-    is doubled, from at least two periods of arrivals that vary, until twice as many need no other number of replicas.
+    A run begins and ends with empty replicas, and a queue that grows shows only after a while, so a short run needs too
+    few. With ``settle`` the number of requests is doubled, from at least two periods of arrivals that vary, until the
+    number of replicas stays and the share of good requests does too: what the ends of a run add is inversely
+    proportional to its length, so as much again as the last doubling took away is all that longer runs still take.
 
     Args:
         spec: see ``plan_replicas``; ``options``, ``share``, ``most`` and ``on_tried`` too.
@@ -104,9 +111,9 @@ def plan_traffic(
     count, settled = (_first(load), False) if settle else (len(load), None)
     found = plan(count, load.seed, 1)
     while settle and found.replicas is not None and not settled and 2 * count <= _MOST:
-        before, count = found.replicas, 2 * count
-        found = plan(count, load.seed, before)
-        settled = found.replicas == before
+        before, count = found, 2 * count
+        found = plan(count, load.seed, found.replicas)
+        settled = found.replicas == before.replicas and 2 * found.good_share - before.good_share >= share
     plans, seeds = [found], [load.seed]
     while found.replicas is not None and len(plans) < repeats:
         seeds.append(seeds[-1] + 1)
@@ -125,7 +132,7 @@ def _first(load: Workload) -> int:
         period = arrivals.seconds * len(arrivals.rates)
     rate = arrivals.mean_rate if arrivals is not None else math.inf
     count = max(_FIRST, math.ceil(2 * period * rate)) if period else _FIRST
-    if count > _MOST:
+    if count > _MOST_OF_PERIODS:
         raise ConfigError(f"two periods of these arrivals have {count} requests: say how many with num_requests")
     return count
 
