@@ -8,10 +8,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
 from octavo import __version__
 from octavo.server import adapters, admin, chat, completions, operation, tokenization
+from octavo.server.docs_page import docs_page
 from octavo.server.errors import handle_errors
+from octavo.server.large_bodies import BodyRoute
 from octavo.server.messages import routes as messages
 from octavo.server.messages.protocol import AnthropicError, MessageObject, TokenCount
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
@@ -51,10 +55,12 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         description="Serves a large language model under the routes of OpenAI's and of Anthropic's API.",
         openapi_tags=[{"name": "OpenAI"}, {"name": "Anthropic"}, {"name": "Tokens"}, {"name": "Server"}],
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
         license_info={"name": "Apache-2.0"},
     )
     app.state.service = service
+    app.router.route_class = BodyRoute
     _add_openai_routes(app)
     _add_anthropic_routes(app)
     _add_other_routes(app)
@@ -103,11 +109,17 @@ def _add_anthropic_routes(app: FastAPI) -> None:
     add(f"{path}/count_tokens", messages.count_tokens, TokenCount)
 
 
+async def _docs(request: Request) -> HTMLResponse:
+    """The OpenAPI description as a page."""
+    return HTMLResponse(docs_page(request.app.openapi()))
+
+
 def _add_other_routes(app: FastAPI) -> None:
     _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
     _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
     _add(app, "GET", "/version", operation.version, Version, "Server")
+    app.add_route("/docs", _docs, include_in_schema=False)
     text: dict[int | str, dict[str, Any]] = {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
     }

@@ -37,6 +37,7 @@ from octavo.server.chat_output import ChatEvent, ChatParser, ReasoningDelta, Too
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.generation import Generation, check_fields, make_generation
+from octavo.server.large_bodies import beside_loop
 from octavo.server.message_fields import check_tools
 from octavo.server.prompts import TokenizedPrompt, encode, read_prediction
 from octavo.server.protocol import ChatCompletionRequest
@@ -156,7 +157,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     check_fields(service, body)
     top = _top_logprobs(body)
     check_tools(service, body.tools or [])
-    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = await beside_loop(request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await make_chat_prompt(service, request, body, tools)
     # The chat template adds the special tokens itself.
     [token_ids] = await encode(service, [prompt.text], add_special_tokens=body.add_special_tokens is True)

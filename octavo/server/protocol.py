@@ -81,9 +81,13 @@ class GenerationRequest(FormFields):
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
-        description="A text, token ids, or a list of either; each is completed."
-    )
+    # Of each kind that it is not, the first entry is enough to say so.
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Int], Field(fail_fast=True)]
+        | Annotated[list[list[Int]], Field(fail_fast=True)]
+    ) = Field(description="A text, token ids, or a list of either; each is completed.")
     logprobs: Int | None = Field(None, description="Logprobs of so many likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Put the prompt before its completion.")
     suffix: str | None = Field(
@@ -142,7 +146,7 @@ class Prediction(RequestModel):
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(description="The conversation.")
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(description="The conversation.")
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; wins over max_tokens.")
     add_special_tokens: bool | None = Field(
         None, description="Put the model's own tokens around what the template writes (default false)."

@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ EXIT_INTERRUPTED = 130
 DEATH_GRACE = 2.0
 #: Seconds for sending the last bytes after all requests have ended.
 FLUSH = 5.0
+#: Seconds after which a thread that works beside the event loop gives it a turn; Python's own 5 ms add up to a pause.
+SWITCH_INTERVAL = 0.001
 #: Connections waiting to be accepted.
 BACKLOG = 2048
 
@@ -61,6 +64,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     open_to_all = not keys and not is_loopback(options.host)
     with listening_socket(options) as sock:
         # Both processes import their libraries at the same time.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.text_stream import TextStream
+from octavo.engine.tokenizer import Tokenizer
 from octavo.server.errors import ApiError
 from octavo.server.fields import refuse_unsupported
+from octavo.server.large_bodies import beside_loop
 from octavo.server.prompts import encode, render_chat
 from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.request_template import choose
 from octavo.server.service import service_of
 from octavo.server.tools import read_tools
 
-#: Up to this many tokens are decoded in well under a millisecond, and not in a thread.
+#: Up to this many tokens are decoded in well under a millisecond.
 _SHORT = 1000
 
 
@@ -44,12 +45,16 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     service = service_of(request)
     await service.model(body.model)
     vocab_size = service.llm.model_config.vocab_size
-    for token in body.tokens:
+    for token in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
-    decode = service.llm.tokenizer.decode
-    if len(body.tokens) < _SHORT:
-        text = decode(body.tokens, skip_special_tokens=False)
-    else:
-        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+    text = await beside_loop(request, _decode, service.llm.tokenizer, body.tokens)
     return Response(Detokenized(prompt=text).encode(), media_type="application/json")
+
+
+def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """What ``tokenizer.decode`` gives, which of many is one long call in which no other thread has a turn."""
+    if len(token_ids) < _SHORT:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    stream = TextStream(tokenizer, [], skip_special_tokens=False)
+    return "".join([*map(stream.push, token_ids), stream.flush()])

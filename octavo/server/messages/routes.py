@@ -16,6 +16,7 @@ from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.errors import ApiError, anthropic_error
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
+from octavo.server.large_bodies import beside_loop
 from octavo.server.messages import request as chats
 from octavo.server.messages.events import Event, GrowingMessage, encode_event
 from octavo.server.messages.protocol import (
@@ -42,7 +43,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     with renamed_errors(chats.RENAMED):
-        pending = _PendingMessage(await start_chat(service, request, _chat(service, body), prefix="msg"))
+        chat = await beside_loop(request, _chat, service, body)
+        pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"))
     if body.stream:
         return EventStream(pending.stream(), deadline, _failure)
     message = await with_cancellation(request.receive, pending.complete(), deadline)
@@ -54,7 +56,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
     service = service_of(request)
     await service.model(body.model)
     with renamed_errors(chats.RENAMED):
-        chat = _chat(service, body)
+        chat = await beside_loop(request, _chat, service, body)
         prompt = await make_chat_prompt(service, request, chat, read_tools(chat.tools, chat.tool_choice))
         [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
     return TokenCount(input_tokens=len(token_ids))

@@ -10,6 +10,7 @@ from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
 from octavo.server.chat_request import Chat, start_chat
 from octavo.server.errors import ApiError
 from octavo.server.fields import Unsupported
+from octavo.server.large_bodies import beside_loop
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
 from octavo.server.responses.items import Message, messages_of
@@ -104,7 +105,8 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
         kept = messages[:head] + messages[cut:]
         fields = chat_body(body, kept)
         with renamed_errors(RENAMED):
-            return await start_chat(service, request, ChatCompletionRequest.model_validate(fields), prefix="resp")
+            chat = await beside_loop(request, ChatCompletionRequest.model_validate, fields)
+            return await start_chat(service, request, chat, prefix="resp")
 
     try:
         return await without(head)

@@ -19,6 +19,7 @@ from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
+from octavo.server.large_bodies import beside_loop
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.protocol import TokenLogprob
@@ -52,8 +53,8 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     if body.previous_response_id is not None:
         earlier = service.responses.get(body.previous_response_id, owner_of(request))
     items = input_items(body.input)
-    messages = chats.conversation(body, items, [] if earlier is None else earlier.items)
-    size = _size(items)
+    messages = await beside_loop(request, chats.conversation, body, items, [] if earlier is None else earlier.items)
+    size = await beside_loop(request, _size, items)
     chat = await chats.start(service, request, body, messages)
     pending = _PendingResponse(service, request, body, chat, earlier, items, size)
     if body.stream:
