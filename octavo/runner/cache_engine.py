@@ -112,7 +112,7 @@ class CacheEngine:
     def take_swaps(self) -> list[tuple[int, float]]:
         """Bytes and seconds of each swap that has ended since the last call."""
         swaps, self._swaps = self._swaps, []
-        return swaps
+        return [swap for swap in swaps if swap[0]]  # a pipeline stage may have no layer of the groups that moved
 
     def _swap(self, plan: StepPlan) -> SwapSeconds | None:
         start = time.perf_counter()

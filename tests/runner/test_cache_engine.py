@@ -83,6 +83,13 @@ def test_what_swaps_took_is_told_once_with_their_bytes(kernels: Kernels) -> None
     assert engine.take_swaps() == []
 
 
+def test_a_swap_of_no_bytes_tells_nothing(kernels: Kernels) -> None:
+    """A pipeline stage without a layer of the group whose blocks move."""
+    engine = CacheEngine(kernels, lambda blocks: [], lambda blocks: [], [0], [BLOCKS], [HOST_BLOCKS])
+    engine.move(StepPlan(step=1, blocks_to_swap_out=[(0, 3)]))
+    assert engine.take_swaps() == []
+
+
 def test_moves_are_done_in_order(kernels: Kernels) -> None:
     """What is swapped out makes room for what is swapped in, and that can be copied."""
     engine = make(kernels)

@@ -146,10 +146,10 @@ class FakeKernels:
 BLOCKS, HOST_BLOCKS = 14, 10
 
 
-def tables(*rows: Sequence[int]) -> NDArray[np.int32]:
+def tables(*rows: list[int]) -> NDArray[np.int32]:
     """Block tables of one group, as the runner gives them: rows of equal length."""
     longest = max(map(len, rows), default=0)
-    return np.array([[[*row, *row[:1] * (longest - len(row))] for row in rows]], dtype=np.int32)
+    return np.array([[row + row[:1] * (longest - len(row)) for row in rows]], dtype=np.int32)
 
 
 def make(cuda: FakeCuda) -> StreamedCacheEngine:
