@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -57,7 +58,7 @@ def _kind(field: dict[str, Any]) -> str:
     return f"list of {_kind(field.get('items', {}))}" if field.get("type") == "array" else str(field.get("type", "any"))
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     return "<table>" + "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows) + "</table>"
 
 
