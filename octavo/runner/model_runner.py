@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -268,8 +269,10 @@ class ModelRunner:
     def _capture(self) -> None:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
         caches = self._layers.split(self._cache.device)[0]
+        # Weak: what is captured belongs to the runner, and a cycle would keep the weights until a garbage collection.
+        runner = weakref.proxy(self)
         self._forward = self._kernels.capture(
-            lambda batch: self._run_network(batch, caches), self._largest(self._max_model_len)
+            lambda batch: runner._run_network(batch, caches), self._largest(self._max_model_len)
         )
 
     @torch.inference_mode()
