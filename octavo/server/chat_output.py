@@ -138,8 +138,9 @@ class ChatParser:
         # Nothing is left out after the first character of the answer.
         skipped = self._length - self._answered
         for event in self._tools.feed(text, finished):
-            is_content = isinstance(event, ContentDelta)
-            events.append(ContentDelta(event.text, skipped + event.end) if is_content else event)
+            if isinstance(event, ContentDelta):
+                event = ContentDelta(event.text, skipped + event.end)
+            events.append(event)
         return events
 
     def _count(self, reasoning: ReasoningParser, token_ids: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.untracked import untracked
 from octavo.engine.garbage import Collections, IdleCollector, settled_collector
 from octavo.memory.block_manager import BlockManager
+from octavo.models.decoder import Decoder
 from octavo.scheduler.scheduler import Scheduler
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -41,6 +43,20 @@ def no_garbage() -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.enable()
+
+
+def test_an_engine_that_is_dropped_frees_its_weights_at_once(tiny_model: Path) -> None:
+    others = [o for o in gc.get_objects() if isinstance(o, Decoder)]
+    llm = LLM(str(tiny_model), num_gpu_blocks_override=24, max_model_len=256, num_threads=1)
+    llm.generate("abc", SamplingParams(max_tokens=2), use_tqdm=False)
+    gc.collect()
+    [model] = [weakref.ref(o) for o in gc.get_objects() if isinstance(o, Decoder) and o not in others]
+    gc.disable()
+    try:
+        del llm
+        assert model() is None
+    finally:
         gc.enable()
 
 

@@ -182,7 +182,8 @@ def test_the_largest_step_has_adapters_where_there_are_slots_for_them(
     """Their slots are memory of the layers; what their products set aside in a step is seen only if rows have them."""
     for values, expected in (({}, {-1}), ({"enable_lora": True, "max_loras": 3}, {0, 1, 2})):
         runner = small_runner(network, **values)
-        run, batches = runner._run_network, []
+        run = runner._run_network
+        batches: list[ForwardBatch] = []
 
         def noted(batch: ForwardBatch, caches: list[LayerCache], run: Any = run, batches: Any = batches) -> Any:
             batches.append(batch)

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
@@ -266,7 +266,7 @@ def grown(
         added, last = token_ids[begin:end], end == ends[-1]
         certain += sum(len(stream.push(i)) for i in added)
         shown = len(text) if last else max(given, certain - cuts.randrange(4))
-        known = [{i: Logprob(**entry)} for i in added]
+        known = [{i: Logprob(**cast(dict[str, Any], entry))} for i in added]
         logprobs.add(CompletionOutput(0, token_ids=added, logprobs=known))
         events += growing.add(parser.feed(text[given:shown], added, last))
         begin, given = end, shown
