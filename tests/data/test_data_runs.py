@@ -82,12 +82,12 @@ def test_prompts_are_texts_token_ids_or_conversations_and_others_fail_alone(tiny
     assert found[5].error and found[6].error
 
 
-def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[data\]"):
         octavo.data.generate(None, model="smollm2-135m")
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[data\]"):
         octavo.data.run(tmp_path, tmp_path / "out", model="smollm2-135m")
 
 
