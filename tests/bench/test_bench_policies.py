@@ -191,6 +191,15 @@ def test_lengths_can_be_hidden_from_all_but_the_oracle(tiny_model: Path) -> None
     assert orders[0] == orders[1] == list(range(8))
 
 
+def test_runs_whose_memory_differs_follow_one_another(tiny_model: Path) -> None:
+    place = InProcess("tiny")
+    items = [WorkItem(at=0.0, input_len=8, output_len=2, stream="0")]
+    for blocks in (40, 40, 50, 40):
+        options = make_config(model=str(tiny_model), num_gpu_blocks_override=blocks, num_threads=1)
+        assert len(place.run(options, items, 64).done.number) == 1
+    place.close()
+
+
 def test_an_engine_restarts_with_its_weights(tiny_model: Path) -> None:
     engine = LLM(str(tiny_model), num_gpu_blocks_override=40, num_threads=1).llm_engine
     model, executor = engine.core.scheduler, engine.core.executor

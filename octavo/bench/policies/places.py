@@ -111,6 +111,7 @@ class InProcess(Place):
             self.close()
             self._engine = LLMEngine.from_config(options)
             run_timed(self._engine, [WARM_UP])
+            changes = {}  # it began with them
         self._engine.restart(changes)
         self._options = options
         return self._engine
