@@ -6,9 +6,9 @@ import time
 
 QUESTIONS = (
     "What is the capital of France?",
-    "Name the three primary colours.",
+    "Give the plural of mouse.",
+    "Which animal says meow?",
     "Write one sentence about the sea.",
-    "What is a paged KV cache good for?",
 )
 MODEL = "smollm2-135m"
 
