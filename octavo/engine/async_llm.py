@@ -18,6 +18,7 @@ from octavo.core.config_sources import resolve_config
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.messages import StepDone, Stop, check_sendable
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
@@ -82,6 +83,7 @@ class AsyncLLM(AsyncAdmin):
         else:
             self.config = model
         policy_class(self.config.scheduling_policy)
+        LogitsPlugins(self.config.logits_processors or ())
         #: They get the statistics of each step, in the event loop.
         self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
         #: Set when the core has died, not when it was shut down.

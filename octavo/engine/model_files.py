@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, memory_errors
+from octavo.core.logits_plugins import LogitsPlugins
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.shared_prefixes import read_files
@@ -55,6 +56,7 @@ def find_files(options: EngineConfig) -> ModelFiles:
             "make several engines, or use octavo.data"
         )
     policy_class(options.scheduling_policy)
+    LogitsPlugins(options.logits_processors or ())
     prefixes = read_files(options)
     read_chat_template(options.chat_template)
     folder = resolve_model(

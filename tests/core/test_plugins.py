@@ -78,7 +78,9 @@ def test_the_engine_process_finds_it_too(folder: Path, tiny_model: Path) -> None
     assert asyncio.run(answer()) == 2
 
 
-@pytest.mark.parametrize("name", ["scheduling-policy", "tool-call-parser", "reasoning-parser", "lora-resolver"])
+@pytest.mark.parametrize(
+    "name", ["scheduling-policy", "logits-processors", "tool-call-parser", "reasoning-parser", "lora-resolver"]
+)
 def test_it_is_refused_before_the_model_is_looked_for(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
