@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import types
@@ -41,6 +42,21 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def restored_loggers() -> Iterator[None]:
+    """What a command or a server that a test begins in its own process does to logging ends with the test."""
+    names = ("octavo", "octavo.startup", "octavo.server", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
+    before = {}
+    for name in names:
+        logger = logging.getLogger(name)
+        before[name] = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
+    yield
+    for name, (handlers, level, propagate, disabled) in before.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate, logger.disabled = handlers, propagate, disabled
+        logger.setLevel(level)
 
 
 def pytest_collection_finish() -> None:

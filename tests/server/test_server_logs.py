@@ -8,7 +8,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,7 @@ from tests.busy_machine import PATIENCE
 
 
 @pytest.fixture
-def restored_loggers() -> Iterator[None]:
-    names = ("octavo", "octavo.server", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
-    before = {}
-    for name in names:
-        logger = logging.getLogger(name)
-        before[name] = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
-    yield
-    for name, (handlers, level, propagate, disabled) in before.items():
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate, logger.disabled = handlers, propagate, disabled
-        logger.setLevel(level)
-
-
-@pytest.fixture
-def log_file(tmp_path: Path, restored_loggers: None) -> Path:
+def log_file(tmp_path: Path) -> Path:
     return tmp_path / "server.log"
 
 
