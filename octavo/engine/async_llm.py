@@ -18,7 +18,6 @@ from octavo.core.config_sources import resolve_config
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.foreign_options import check_keywords
-from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.messages import StepDone, Stop, check_sendable
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
@@ -29,6 +28,7 @@ from octavo.engine.async_admin import AsyncAdmin
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
+from octavo.engine.model_files import check_classes
 from octavo.engine.output_processor import OutputProcessor, RequestState, check_increments
 from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
@@ -38,7 +38,6 @@ from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling
-from octavo.scheduler.policies import policy_class
 
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
@@ -82,8 +81,7 @@ class AsyncLLM(AsyncAdmin):
             raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
         else:
             self.config = model
-        policy_class(self.config.scheduling_policy)
-        LogitsPlugins(self.config.logits_processors or ())
+        check_classes(self.config)
         #: They get the statistics of each step, in the event loop.
         self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
         #: Set when the core has died, not when it was shut down.
@@ -322,8 +320,8 @@ class AsyncLLM(AsyncAdmin):
         if isinstance(prediction, str) and len(prediction) >= LONG_TEXT:
             [prediction] = await asyncio.to_thread(self.tokenizer.encode_batch, [prediction], False)
         await self._compile_grammar(params, client)
-        # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         adapter = None if lora_request is None else await self._find_adapter(lora_request)
+        # From here on nothing is waited for: the adapter stays loaded until the request counts as its user.
         if request_id in self._outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check_alive()

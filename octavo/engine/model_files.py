@@ -44,6 +44,16 @@ class ModelFiles:
         )
 
 
+def check_classes(options: EngineConfig) -> None:
+    """Refuses options that name classes which are not there, before a model is looked for.
+
+    Raises:
+        ConfigError: see above.
+    """
+    policy_class(options.scheduling_policy)
+    LogitsPlugins(options.logits_processors or ())
+
+
 def find_files(options: EngineConfig) -> ModelFiles:
     """Finds (or fetches) the model; wrong names in options are refused before.
 
@@ -55,8 +65,7 @@ def find_files(options: EngineConfig) -> ModelFiles:
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
             "make several engines, or use octavo.data"
         )
-    policy_class(options.scheduling_policy)
-    LogitsPlugins(options.logits_processors or ())
+    check_classes(options)
     prefixes = read_files(options)
     read_chat_template(options.chat_template)
     folder = resolve_model(
