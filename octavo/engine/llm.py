@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -31,13 +29,13 @@ from octavo.engine.llm_arguments import (
     template_variables,
 )
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.progress import Bar, Progress
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
-Bar = bool | Callable[..., Any]
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -389,20 +387,9 @@ class LLM:
         self, outputs: dict[str, RequestOutput], total: int, use_tqdm: Bar, interrupts: HeldInterrupts
     ) -> None:
         """Steps until every request has ended, showing prompts done and tokens a second."""
-        from tqdm import tqdm
-
-        start = time.perf_counter()
-        tokens_in = tokens_out = 0
-        options = {"total": total, "initial": len(outputs), "desc": "Prompts", "dynamic_ncols": True}
-        make_bar = use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not use_tqdm)
-        with make_bar(**options) as bar:
+        with Progress(use_tqdm, total, len(outputs)) as progress:
             while self.llm_engine.has_unfinished_requests():
                 interrupts.deliver()
                 for output in self.llm_engine.step():
                     outputs[output.request_id] = output
-                    tokens_in += len(output.prompt_token_ids)
-                    tokens_out += sum(len(o.token_ids) for o in output.outputs)
-                    seconds = time.perf_counter() - start
-                    speeds = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-                    bar.set_postfix_str(speeds, refresh=False)
-                    bar.update()
+                    progress.add(output)
