@@ -341,7 +341,8 @@ def test_info_is_aligned_and_names_no_size_of_files_that_are_not_there(
     assert octavo("info", "gemma-3-270m-shape") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  kv cache:            3 layers keep all tokens, 3 KiB each" in lines
-    assert {len(re.match(r"(?: *[^:]+: +)", line).group()) for line in lines if not line.endswith(":")} == {23}  # type: ignore[union-attr]
+    labels = [re.match(r" *[^:]+: +", line) for line in lines if not line.endswith(":")]
+    assert {label and label.end() for label in labels} == {23}
     assert not [line for line in lines if line.endswith(" 0 B")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,12 @@ from tests.scheduler.test_scenarios import finish, make, request, step
 from tests.scheduler.virtual_engine import Job, VirtualEngine
 
 BATCHING = pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
-STATIC = {"scheduling_policy": "static", "priority_preemption": True, "preemption_mode": "recompute"}
+STATIC: dict[str, Any] = {"scheduling_policy": "static", "priority_preemption": True, "preemption_mode": "recompute"}
 
 
 @BATCHING
 def test_nothing_is_preempted_for_a_group_that_would_not_fit_then(batching: str) -> None:
-    engine = make(blocks=10, batching=batching, **STATIC)  # type: ignore[arg-type]
+    engine = make(blocks=10, batching=batching, **STATIC)
     engine.add(request(1, 22, priority=0, max_tokens=4))
     engine.add(request(2, 5, priority=5, max_tokens=4))
     step(engine)
@@ -34,7 +35,7 @@ def test_nothing_is_preempted_for_a_group_that_would_not_fit_then(batching: str)
 @BATCHING
 def test_a_cached_prefix_of_running_groups_counts(batching: str) -> None:
     shared = [*range(500, 516)]  # four blocks
-    engine = make(blocks=10, batching=batching, prefix_caching=True, **STATIC)  # type: ignore[arg-type]
+    engine = make(blocks=10, batching=batching, prefix_caching=True, **STATIC)
     engine.add(request(1, shared, priority=0, max_tokens=8))
     step(engine)
     engine.add(request(2, 13, priority=5, max_tokens=8))
@@ -48,7 +49,7 @@ def test_a_cached_prefix_of_running_groups_counts(batching: str) -> None:
 
 @BATCHING
 def test_those_that_are_not_needed_are_spared(batching: str) -> None:
-    engine = make(blocks=16, batching=batching, **STATIC)  # type: ignore[arg-type]
+    engine = make(blocks=16, batching=batching, **STATIC)
     for group_id, prompt in [(1, 5), (2, 29), (3, 5), (4, 5)]:
         engine.add(request(group_id, prompt, priority=group_id, max_tokens=8))
     step(engine)
@@ -74,7 +75,7 @@ def test_the_preempted_are_enough_and_none_of_them_could_stay(batching: str, vic
             max_num_seqs=rng.choice([5, 12]),
             max_num_batched_tokens=400,
             watermark=rng.choice([0.0, 0.1]),
-            **STATIC,  # type: ignore[arg-type]
+            **STATIC,
         )
         prefix = [*range(900, 908)]
         for group_id in range(1, 6):
