@@ -40,6 +40,15 @@ def _one_replica(options: EngineConfig, _: str) -> bool:
     return options.data_parallel_size == 1
 
 
+def _blocks_are_given(options: EngineConfig, _: str) -> bool:
+    return options.num_gpu_blocks_override is not None
+
+
+def _nothing_swapped(options: EngineConfig, _: str) -> bool:
+    return not options.moves_blocks_to_host
+
+
+_BLOCKS_ARE_GIVEN = "num_gpu_blocks_override sizes the KV cache"
 _LORA = "without enable_lora the engine has no LoRA adapters"
 _PROMPT_ADAPTERS = "without enable_prompt_adapter the engine has no prompt adapters"
 _ONE_REPLICA = "data_parallel_size is 1, and all requests go to the one replica"
@@ -94,8 +103,8 @@ IDLE_OPTIONS = (
         lambda options, _: options.batching == "prefill_first",
         "with batching prefill_first prompts are computed whole",
     ),
-    IdleOption("num_host_blocks_override", lambda options, _: not options.moves_blocks_to_host, _NOTHING_SWAPPED),
-    IdleOption("swap_space", lambda options, _: not options.moves_blocks_to_host, _NOTHING_SWAPPED),
+    IdleOption("num_host_blocks_override", _nothing_swapped, _NOTHING_SWAPPED),
+    IdleOption("swap_space", _nothing_swapped, _NOTHING_SWAPPED),
     IdleOption(
         "jump_forward",
         lambda options, device: options.pipeline_parallel_size == 1 and options.plans_ahead(device),
@@ -105,20 +114,12 @@ IDLE_OPTIONS = (
 
 #: Refused: they would change what the machine's memory holds, or which weights answer.
 REFUSED_OPTIONS = (
-    IdleOption(
-        "gpu_memory_utilization",
-        lambda options, _: options.num_gpu_blocks_override is not None,
-        "num_gpu_blocks_override sizes the KV cache",
-    ),
+    IdleOption("gpu_memory_utilization", _blocks_are_given, _BLOCKS_ARE_GIVEN),
+    IdleOption("kv_cache_memory_bytes", _blocks_are_given, _BLOCKS_ARE_GIVEN),
     IdleOption(
         "gpu_memory_utilization",
         lambda options, _: options.kv_cache_memory_bytes is not None,
         "kv_cache_memory_bytes sizes the KV cache",
-    ),
-    IdleOption(
-        "kv_cache_memory_bytes",
-        lambda options, _: options.num_gpu_blocks_override is not None,
-        "num_gpu_blocks_override sizes the KV cache",
     ),
     IdleOption(
         "swap_space",
