@@ -24,7 +24,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from octavo.bench.speculation import example_prompts
+from octavo.lab.bench.speculation import example_prompts
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("llama-3.2-1b-shape", "llama-3.1-8b-shape")
 #: The program that runs one part.
-PROGRAM = ["-m", "octavo.bench.gpu"]
+PROGRAM = ["-m", "octavo.lab.bench.gpu"]
 #: Seconds for all parts.
 BUDGET = 570.0
 #: A part is skipped if fewer seconds are left.
@@ -213,7 +213,7 @@ def environment() -> dict[str, str]:
 def tiny_shape(folder: Path) -> str:
     """A folder with the config.json of a tiny model."""
     sys.path.insert(0, str(ROOT))
-    from octavo.bench.gpu_scale import TINY
+    from octavo.lab.bench.gpu_scale import TINY
 
     target = folder / "tiny-shape"
     target.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.bench.speculation import example_prompts
+from octavo.lab.bench.speculation import example_prompts
 
 #: Most draft tokens of a step.
 _MOST = 15

@@ -146,7 +146,7 @@ def limit_facts() -> dict[str, Any]:
     """
     import torch
 
-    from octavo.bench.device import measure_device
+    from octavo.kernels.limits import measure_device
 
     measured = [measure_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
     facts = {} if measured and find_spec("octavo._cpu") is None else _cpu_limit_facts()
@@ -163,7 +163,7 @@ def limit_facts() -> dict[str, Any]:
 
 
 def _cpu_limit_facts() -> dict[str, Any]:
-    from octavo.bench.device import measure_cpu
+    from octavo.kernels.limits import measure_cpu
 
     try:
         limits = measure_cpu()

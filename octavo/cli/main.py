@@ -32,7 +32,8 @@ WRONG_INPUT = (ConfigError, ModelNotFoundError, UnsupportedModelError, WeightErr
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-#: Command -> its line in the help. The module octavo.cli.COMMAND has ``make_parser()`` and ``run(arguments)``.
+#: Command -> its line in the help. The module octavo.cli.COMMAND, of the lab's octavo.lab.commands.COMMAND, has
+#: ``make_parser()`` and ``run(arguments)``.
 COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
@@ -45,6 +46,9 @@ COMMANDS = {
     "bench": "measure throughput, latency, kernels, memory use, the scheduler",
     "info": "show facts about this machine, this installation and a model",
 }
+
+#: Commands of the lab, which is above this room: its modules are known by name only.
+LAB_COMMANDS = ("simulate", "bench")
 
 EXAMPLE = """\
 examples:
@@ -131,7 +135,8 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         parser.error(f"unknown command {name!r}; {hint}")
-    command: Command = importlib.import_module(f"octavo.cli.{name}")
+    room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
+    command: Command = importlib.import_module(f"{room}.{name}")
     return command.run(command.make_parser().read(argv[1:]))
 
 

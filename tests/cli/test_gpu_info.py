@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo.bench.device import DeviceLimits
-from octavo.bench.gpu_scale import TINY
 from octavo.cli import info
+from octavo.kernels.limits import DeviceLimits
+from octavo.lab.bench.gpu_scale import TINY
 
 Run = Callable[..., int]
 GIB = 1 << 30
@@ -48,7 +48,7 @@ def test_limits_of_a_gpu_need_no_compiled_kernels(
     octavo: Run, capsys: pytest.CaptureFixture[str], card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = DeviceLimits(device="Test Card", copy_gb_s=4300.0, read_gb_s=4100.0, bf16_tflops=788.04)
-    monkeypatch.setattr("octavo.bench.device.measure_device", lambda device: measured)
+    monkeypatch.setattr("octavo.kernels.limits.measure_device", lambda device: measured)
     monkeypatch.setattr(info, "find_spec", lambda name: None)
     assert octavo("info", "--device", "cpu", "--limits", "--json", "-") == 0
     limits = json.loads(capsys.readouterr().out)["limits"]

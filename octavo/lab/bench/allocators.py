@@ -1,0 +1,237 @@
+"""Paged against contiguous KV caches on the engine by the clock: Kwon et al. 2023, sections 6.2 to 6.5.
+
+The kernels are those for paged memory throughout: a contiguous reservation is so many blocks that nobody else has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import EngineConfig, make_config
+from octavo.core.errors import ConfigError
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.llm_engine import LLMEngine
+from octavo.lab.simulate.allocators.comparison import ALLOCATORS
+from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks, reserving
+from octavo.lab.simulate.engine import SimulatedEngine, run
+from octavo.lab.simulate.profile import StepProfile
+from octavo.lab.simulate.run import Recorder
+from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.lengths import Lengths, Uniform
+from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.workload import Workload
+from octavo.memory.block_manager import BlockManager
+
+_BLOCK_SIZE = 16
+#: Requests before what is counted.
+_WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests that are all there at the start, and as much memory as Max needs for ``width`` sequences, two at least.
+
+    So memory binds before the processor does: a step of some ten sequences takes hardly longer on two cores than one of
+    one, as weights are read.
+    """
+
+    name: str
+    requests: int
+    inputs: Lengths
+    outputs: Lengths
+    #: The context that Max reserves.
+    context: int = 256
+    #: Sequences of a request: samples, or beams.
+    width: int = 1
+    beams: bool = False
+    #: Tokens that all prompts begin with, beside ``inputs``.
+    shared: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV cache."""
+        return max(2, self.width) * self.context // _BLOCK_SIZE
+
+    def items(self, seed: int, share: float = 1.0) -> list[WorkItem]:
+        """The requests, or this share of them; each fits the context."""
+        load = Workload(
+            requests=max(1, round(self.requests * share)), inputs=self.inputs, outputs=self.outputs, seed=seed
+        )
+        prefix = ((f"{seed}/examples", self.shared),) if self.shared else ()
+        return [msgspec.structs.replace(i, input_len=self.shared + i.input_len, prefix=prefix) for i in load]
+
+    def params(self, item: WorkItem, number: int) -> SamplingParams | BeamSearchParams:
+        """Of a request that generates its length and not less."""
+        length = item.output_len
+        if self.beams:
+            return BeamSearchParams(beam_width=self.width, max_tokens=length, ignore_eos=True)
+        heat = 0.0 if self.width == 1 else 1.0
+        return SamplingParams(
+            n=self.width, temperature=heat, seed=number, max_tokens=length, ignore_eos=True, detokenize=False
+        )
+
+
+_SHORT = Uniform(8, 32), Uniform(8, 48)
+#: Lengths relative to the context as in the paper: short as Alpaca's, long as ShareGPT's; samples and beams on Alpaca
+#: (6.3); translation with one example and with five (6.4: 80 and 341 tokens); chat with its history (6.5).
+CASES = {
+    case.name: case
+    for case in (
+        Case("short", 64, *_SHORT),
+        Case("long", 20, Uniform(16, 96), Uniform(16, 128)),
+        *(Case(f"samples-{n}", 72 // n, *_SHORT, width=n) for n in (2, 4, 6)),
+        *(Case(f"beams-{n}", 72 // n, *_SHORT, width=n, beams=True) for n in (2, 4, 6)),
+        Case("one-shot", 32, *_SHORT, shared=80),
+        Case("five-shot", 20, *_SHORT, context=512, shared=341),
+        Case("chat", 16, Uniform(96, 320), Uniform(16, 128), context=512),
+    )
+}
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a case with one allocator."""
+
+    case: str
+    allocator: str
+    seed: int
+    seconds: float
+    requests_per_s: float
+    #: While requests wait, on average over time: sequences in a step, and the share of slots that hold a token.
+    sequences: float
+    filled: float
+    preemptions: int
+    #: As the simulator has it, of cases of one sequence each, with a profile: requests a second.
+    simulated: float | None = None
+
+
+def make_options(options: EngineConfig, cases: Sequence[Case]) -> EngineConfig:
+    """The engine's, with the context and the memory that the cases need.
+
+    Raises:
+        ConfigError: an option that the comparison sets is given.
+    """
+    sets = {
+        "block_size": _BLOCK_SIZE,
+        "max_model_len": max(case.context for case in cases),
+        "num_gpu_blocks_override": max(case.num_blocks for case in cases),
+        "num_host_blocks_override": 0,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+    }
+    given = options.model_dump(exclude_unset=True)
+    if clash := sorted(given.keys() & sets.keys()):
+        raise ConfigError(f"octavo bench allocators sets {', '.join(clash)}: leave them out")
+    return make_config(**given, **sets)
+
+
+def measure(
+    options: EngineConfig,
+    cases: Sequence[Case],
+    *,
+    repeats: int,
+    share: float = 1.0,
+    profile: StepProfile | None = None,
+) -> Iterator[Figures]:
+    """Each case with each allocator, once in each repeat, so that what slows the machine down does so for all.
+
+    Args:
+        options: as ``make_options`` made them.
+        cases: what to run.
+        repeats: with seeds from ``options.seed`` on.
+        share: of each case's requests.
+        profile: of this engine, for what the simulator says of the same requests.
+    """
+    engine = LLMEngine.from_config(options)
+    try:
+        _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
+        for repeat in range(repeats):
+            seed = options.seed + repeat
+            for case in cases:
+                items = case.items(seed, share)
+                for allocator in ALLOCATORS:
+                    figures = _run(engine, case, allocator, items, seed)
+                    if profile is not None and case.width == 1:
+                        rate = simulated_rate(profile, engine.core.options, case, allocator, items)
+                        figures = msgspec.structs.replace(figures, simulated=rate)
+                    yield figures
+    finally:
+        engine.core.shutdown()
+
+
+def use_allocator(engine: LLMEngine, case: Case, allocator: str) -> None:
+    """Gives an idle engine this memory: empty blocks, as many as the case has."""
+    core = engine.core
+
+    def make(sizes: Any, block_size: int, **settings: Any) -> BlockManager:
+        return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
+
+    core.make_blocks = make
+    engine.restart({})
+
+
+def _manager(case: Case, allocator: str, queues: Any) -> Any:
+    """What makes the blocks, called as ``BlockManager`` is."""
+    if allocator == "paged":
+        return BlockManager
+
+    def make(num_blocks: int, block_size: int, **settings: Any) -> ContiguousBlocks:
+        reserve = reserving(allocator, case.context, queues)
+        return ContiguousBlocks(num_blocks, block_size, reserve=reserve, **{**settings, "prefix_caching": False})
+
+    return make
+
+
+def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem], seed: int) -> Figures:
+    use_allocator(engine, case, allocator)
+    ids = (0, engine.core.model_config.vocab_size - 1)
+    start = time.perf_counter()
+    for number, item in enumerate(items):
+        engine.add_request(str(number), token_ids(item, ids), case.params(item, number), streaming=False)
+    scheduler, slots = engine.core.scheduler, case.num_blocks * _BLOCK_SIZE
+    sequences = filled = waited = 0.0
+    while engine.has_unfinished_requests():
+        before, ended = time.perf_counter(), 0
+        for output in engine.step():
+            ended += len(output.outputs)
+            if any(completion.finish_reason != "length" for completion in output.outputs):
+                reasons = [completion.error or completion.finish_reason for completion in output.outputs]
+                raise ConfigError(f"{case.name} with {allocator}: request {output.request_id} ended with {reasons}")
+        seconds = time.perf_counter() - before
+        stats = scheduler.stats()
+        if stats.num_waiting:
+            waited += seconds
+            sequences += seconds * (scheduler.queues.num_running_seqs + ended)
+            filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
+    total = time.perf_counter() - start
+    return Figures(
+        case=case.name,
+        allocator=allocator,
+        seed=seed,
+        seconds=total,
+        requests_per_s=len(items) / total,
+        sequences=sequences / waited if waited else 0.0,
+        filled=filled / waited if waited else 0.0,
+        preemptions=scheduler.counts().preemptions_by_recompute,
+    )
+
+
+def simulated_rate(
+    profile: StepProfile, options: EngineConfig, case: Case, allocator: str, items: Sequence[WorkItem]
+) -> float:
+    """Requests a second of the same requests and memory in the simulator."""
+    changes = {"num_gpu_blocks_override": case.num_blocks, "enable_prefix_caching": allocator == "paged"}
+    recorder = Recorder()
+    engine: SimulatedEngine = SimulatedEngine(
+        profile,
+        options.model_copy(update=changes),
+        make_blocks=_manager(case, allocator, lambda: engine.scheduler.queues),
+    )
+    run(engine, items, recorder.ended, recorder.sample)
+    return recorder.figures(engine).requests_per_s

@@ -1,0 +1,116 @@
+"""Each kernel at the shapes of a model: time, bandwidth, operations a second, share of the machine's peak rates."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.forward_batch import BatchSize
+from octavo.kernels.interface import Kernels
+from octavo.kernels.limits import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
+from octavo.lab.bench.kernel_cases import (
+    BLOCK,
+    Case,
+    Shapes,
+    Types,
+    attention_cases,
+    expert_cases,
+    linear_cases,
+    low_rank_cases,
+)
+
+
+@dataclass(frozen=True)
+class KernelFigures:
+    """Measured rates of one kernel at one shape."""
+
+    kernel: str
+    shape: str
+    rows: int
+    microseconds: float
+    #: Bytes that must be read (weights or KV cache), and operations; a multiply-add is two.
+    gb_per_s: float
+    gflop_per_s: float
+    #: What the machine could read, measured before and after the case (the mean), and compute in these types.
+    limit_gb_per_s: float
+    limit_gflop_per_s: float
+    #: Of the limit that applies: the larger of the shares of both.
+    share_of_limit: float
+    #: Load of the machine in the last minute: processes that ran or wanted to.
+    load: float
+
+
+#: 10^9 bytes read and operations done a second that a case could reach now.
+Limits = Callable[[Case], tuple[float, float]]
+
+
+def cpu_limits() -> tuple[CpuLimits, Limits]:
+    """Peaks of the processor, measured once, and the limits with them and the bandwidth at the moment."""
+    peaks = measure_cpu()
+    rates = {
+        "float32": peaks.fma_gflops,
+        "bfloat16": peaks.bf16_dot_gflops or peaks.fma_gflops,
+        "int8": peaks.int8_dot_gops or peaks.fma_gflops,
+    }
+    return peaks, lambda case: (cpu_read_gb_s(in_pieces=case.in_pieces), rates[case.arithmetic])
+
+
+def measure(
+    kernels: Kernels,
+    config: ModelConfig,
+    types: Types,
+    shapes: Shapes,
+    *,
+    limits: Limits,
+    device: torch.device | str = "cpu",
+) -> Iterator[KernelFigures]:
+    """Measures linear layers, adapters, experts, then decode and prefill attention, against the limits of each.
+
+    Raises:
+        ConfigError: the backend does not support such weights.
+    """
+    device = torch.device(device)
+    for cases in (linear_cases, low_rank_cases, expert_cases, attention_cases):
+        for case in cases(kernels, config, types, shapes, device):
+            yield measure_case(kernels, case, device, limits)
+
+
+def measure_case(kernels: Kernels, case: Case, device: torch.device, limits: Limits) -> KernelFigures:
+    """Measures one kernel at one shape, and its limits right before and after it."""
+    before, limit_gflops = limits(case)
+    seconds = _seconds(kernels, case, device) / case.calls
+    limit_gb = (before + limits(case)[0]) / 2
+    bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
+    return KernelFigures(
+        kernel=case.kernel,
+        shape=case.shape,
+        rows=case.rows,
+        microseconds=seconds * 1e6,
+        gb_per_s=bandwidth,
+        gflop_per_s=rate,
+        limit_gb_per_s=limit_gb,
+        limit_gflop_per_s=limit_gflops,
+        share_of_limit=max(bandwidth / limit_gb, rate / limit_gflops),
+        load=os.getloadavg()[0],
+    )
+
+
+def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
+    """Median seconds of a run of all calls; a minimum would favour short cases on a busy machine."""
+    if device.type == "cuda":
+        return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
+    replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, BLOCK))
+    replay(case.batch)
+    times: list[float] = []
+    deadline = time.perf_counter() + 0.4
+    while len(times) < 5 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        replay(case.batch)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

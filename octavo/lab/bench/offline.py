@@ -1,0 +1,222 @@
+"""Offline throughput: batches of random prompts, greedy decoding to given lengths.
+
+Figures of decoding come from the steady steps: those in which the whole batch decodes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from octavo.core.errors import WorkerError
+from octavo.core.sampling_params import SamplingParams
+from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.lengths import Lengths
+from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.workload import Workload
+from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
+
+if TYPE_CHECKING:
+    from octavo.core.outputs import RequestOutput
+    from octavo.engine.core import EngineCore
+    from octavo.engine.llm import LLM
+    from octavo.engine.llm_engine import LLMEngine
+
+#: Tokens that each request of a warm-up generates on a GPU: kernels are compiled and graphs captured meanwhile.
+_WARM_UP_TOKENS = 4
+#: Steady steps left out at either end, as with async scheduling a step in flight may belong to another phase.
+_MARGIN = 2
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """Times and rates of one batch."""
+
+    batch: int
+    #: Mean lengths.
+    input_len: float
+    output_len: float
+    #: Seconds from the first request to the last token.
+    seconds: float
+    #: Seconds until every prompt had its first token, and prompt tokens a second in that time.
+    prefill_seconds: float
+    prefill_tokens_per_s: float
+    #: Output tokens a second after the first token.
+    decode_tokens_per_s: float
+    #: Output tokens a second over the whole run, prefill included.
+    output_tokens_per_s: float
+    #: Share of step time outside kernels: scheduling, batch building, sampling, bookkeeping. None if kernels are not
+    #: timed, as on a GPU.
+    share_outside_kernels: float | None
+    #: Of the steady steps: mean time in ms; on a GPU the share of it in which the device was idle; the share of the
+    #: given bandwidth that reading the weights and the KV cache once takes.
+    decode_step_ms: float
+    device_idle_share: float | None
+    share_of_bandwidth: float | None
+
+
+def make_batches(sizes: Iterable[int], inputs: Lengths, outputs: Lengths, seed: int = 0) -> list[list[WorkItem]]:
+    """Batches of these sizes, each with prompts of its own."""
+    load = Workload(requests=1, inputs=inputs, outputs=outputs, seed=seed)
+    return [list(replace(load, requests=size, name=f"batch {i}")) for i, size in enumerate(sizes)]
+
+
+def measure(
+    llm: LLM, batches: Sequence[Sequence[WorkItem]], bandwidth_gb_s: float | None = None
+) -> Iterator[BatchFigures]:
+    """Runs each batch once after a warm-up with other prompts; on a CPU the engine should have ``time_kernels`` on.
+
+    ``bandwidth_gb_s`` is the measured bandwidth of the device, if it is known.
+    """
+    engine = llm.llm_engine
+    core, times = engine.core, engine.core.times
+    ids = (0, core.model_config.vocab_size - 1)
+
+    def run(batch: Sequence[WorkItem], most: int | None = None) -> BatchRun:
+        """``most``: tokens that each generates at most."""
+        limits = [item.output_len if most is None else min(most, item.output_len) for item in batch]
+        return run_batch(engine, [token_ids(item, ids) for item in batch], [greedy(limit) for limit in limits])
+
+    def others(batch: Sequence[WorkItem]) -> list[WorkItem]:
+        return [structs.replace(item, stream=f"warm-up/{item.stream}") for item in batch]
+
+    run(others(batches[0][:1]))
+    for batch in batches:
+        if times.device:
+            run(others(batch), _WARM_UP_TOKENS)
+        before = times.total, times.kernels
+        done = run(batch)
+        total, kernels = times.total - before[0], times.kernels - before[1]
+        prompt_tokens, output_tokens = (sum(getattr(i, name) for i in batch) for name in ("input_len", "output_len"))
+        decoding = done.seconds - done.prefill_seconds
+        yield BatchFigures(
+            batch=len(batch),
+            input_len=prompt_tokens / len(batch),
+            output_len=output_tokens / len(batch),
+            seconds=done.seconds,
+            prefill_seconds=done.prefill_seconds,
+            prefill_tokens_per_s=prompt_tokens / done.prefill_seconds,
+            decode_tokens_per_s=(output_tokens - len(batch)) / decoding if output_tokens > len(batch) else 0.0,
+            output_tokens_per_s=output_tokens / done.seconds,
+            share_outside_kernels=1 - kernels / total if core.options.time_kernels else None,
+            decode_step_ms=done.step_seconds * 1e3,
+            device_idle_share=done.idle_share,
+            share_of_bandwidth=share_of_bandwidth(core, done, bandwidth_gb_s) if bandwidth_gb_s else None,
+        )
+
+
+def share_of_bandwidth(core: EngineCore, run: BatchRun, bandwidth_gb_s: float) -> float | None:
+    """Bytes that a steady step must read, relative to the bandwidth; None if there was no such step."""
+    if not run.steady or core.options.quantization == "gguf":  # the bits of a weight depend on the file
+        return None
+    return step_bytes(core, run) / (run.step_seconds * bandwidth_gb_s * 1e9)
+
+
+def step_bytes(core: EngineCore, run: BatchRun) -> float:
+    """Bytes that a steady step must read: every matrix (of experts the chosen ones) and all KV entries once."""
+    options = core.options
+    # Where the bandwidth is known, on a GPU, "auto" is never a file's own bits.
+    quantization = options.quantization if options.quantization in ("int8", "int4", "fp8") else None
+    network = outline(core.model_config, core.dtype, quantization, options.kv_cache_dtype)
+    return weight_bytes_read(network, run.batch) + run.batch * run.context * kv_bytes_per_token(network)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call of the engine's ``step``."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    #: Tokens computed so far, over all sequences.
+    computed: int
+    #: Seconds in which the device computed and was idle (0 on a CPU).
+    device: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """A batch that has run to its end."""
+
+    #: Seconds from the first request to the last token, and until every request had its first token.
+    seconds: float
+    prefill_seconds: float
+    batch: int
+    #: Steps in which every sequence decoded and none was prefilled.
+    steady: list[_Step] = field(repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a steady step; 0 if there was none."""
+        return sum(c.seconds for c in self.steady) / len(self.steady) if self.steady else 0.0
+
+    @property
+    def context(self) -> float:
+        """Mean context length of a sequence in a steady step, in tokens."""
+        return sum(c.computed for c in self.steady) / len(self.steady) / self.batch if self.steady else 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Mean seconds of computation on the device in a steady step; 0 on a CPU."""
+        return sum(c.device for c in self.steady) / len(self.steady) if self.steady else 0.0
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of steady steps in which the device was idle; None on a CPU."""
+        idle, device = sum(c.idle for c in self.steady), sum(c.device for c in self.steady)
+        return idle / (idle + device) if device else None
+
+
+def random_prompts(engine: LLMEngine, count: int, length: int, rng: random.Random) -> list[list[int]]:
+    """Prompts of random token ids."""
+    vocab_size = engine.core.model_config.vocab_size
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Greedy decoding of exactly ``max_tokens`` tokens, without text."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def run_batch(engine: LLMEngine, prompts: list[list[int]], params: Sequence[SamplingParams]) -> BatchRun:
+    """Runs the prompts, each with its parameters, to their end; the engine must have no other requests.
+
+    Raises:
+        WorkerError: a request ended with an error.
+    """
+    counts, times = engine.core.scheduler.counts, engine.core.times
+    base = counts().prefill_tokens + counts().decode_tokens
+    outputs: dict[str, RequestOutput] = {}
+    calls: list[_Step] = []
+    clock, start = time.monotonic(), time.perf_counter()
+    for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, wanted, streaming=False)
+    while engine.has_unfinished_requests():
+        prefill, decode = counts().prefill_tokens, counts().decode_tokens
+        device, idle, began = times.device, times.idle, time.perf_counter()
+        for output in engine.step():
+            outputs[output.request_id] = output
+        ended, now = time.perf_counter(), counts()
+        calls.append(
+            _Step(
+                seconds=ended - began,
+                prefill_tokens=now.prefill_tokens - prefill,
+                decode_tokens=now.decode_tokens - decode,
+                computed=now.prefill_tokens + now.decode_tokens - base,
+                device=times.device - device,
+                idle=times.idle - idle,
+            )
+        )
+    ordered = [outputs[str(i)] for i in range(len(prompts))]
+    failed = next((o.outputs[0].error for o in ordered if o.outputs[0].finish_reason == "error"), None)
+    if failed is not None:
+        raise WorkerError(f"a measured request failed: {failed}")
+    first = max((o.metrics.first_token_time or clock) for o in ordered) - clock
+    steady = [c for c in calls if c.decode_tokens == len(prompts) and not c.prefill_tokens]
+    return BatchRun(time.perf_counter() - start, first, len(prompts), steady[_MARGIN:-_MARGIN])

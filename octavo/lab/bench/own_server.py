@@ -1,0 +1,119 @@
+"""An ``octavo serve`` in a process of its own, for the time of a measurement."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+from tokenizers import models
+
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import OPTIONS, PREFIX
+from octavo.core.errors import ConfigError
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
+from octavo.lab.workloads.tokens import ID_RANGE
+from octavo.loader.resolve import resolve_model
+from octavo.models.config import read_model_config
+
+#: The model's name in requests.
+SERVED_NAME = "measured"
+#: Seconds that a request may take.
+REQUEST_TIMEOUT = 36_000.0
+#: Seconds that a server may take to start, and to end.
+_START, _END = 900.0, 30.0
+#: So that no request is turned away: how many may wait is the measurement's business.
+_MOST_WAITING = 1 << 30
+
+
+@contextmanager
+def running_server(options: EngineConfig) -> Iterator[str]:
+    """The URL of a server with these options, for the time of a block; it serves the model as ``SERVED_NAME``.
+
+    It turns no request away. A shape without a tokenizer gets one of a word for each id.
+
+    Raises:
+        ConfigError: it does not start.
+    """
+    given = options.model_dump(mode="json", exclude_unset=True)
+    server = {
+        "port": 0,
+        "served_model_name": SERVED_NAME,
+        "max_queued_requests": _MOST_WAITING,
+        "max_queued_tokens": _MOST_WAITING,
+        "request_timeout": REQUEST_TIMEOUT,
+        "sandbox_seconds_per_client": _MOST_WAITING,
+    }
+    with tempfile.TemporaryDirectory(prefix="octavo-lab-") as name:
+        folder = Path(name)
+        config, log = folder / "options.yaml", folder / "log"
+        if isinstance(_tokenizer(options), NoTokenizer):
+            _write_words(_vocab_size(options.model, options.revision), folder)
+            given |= {"tokenizer": name, "skip_tokenizer_init": False}
+        config.write_text(json.dumps(given | server), encoding="utf-8")  # JSON is YAML
+        # Variables win over the file, and what they say is in it already.
+        options_of_file = {PREFIX + option.upper() for option in OPTIONS} | {"OCTAVO_CONFIG", "OCTAVO_API_KEYS"}
+        environ = {key: value for key, value in os.environ.items() if key not in options_of_file}
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "octavo", "serve", "--config", str(config)],
+                stdout=stream,
+                stderr=stream,
+                env=environ,
+            )
+        try:
+            yield _url(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where the server listens, once it does.
+
+    Raises:
+        ConfigError: it ended, or takes too long.
+    """
+    end = time.monotonic() + _START
+    while True:
+        text = log.read_text(errors="replace")
+        if found := re.search(r'serving .* on (http://[^\s"]+)', text):
+            return found.group(1)
+        if process.poll() is not None or time.monotonic() > end:
+            raise ConfigError(f"the server did not start: {text[-2000:].strip()}")
+        time.sleep(0.02)
+
+
+def _tokenizer(options: EngineConfig) -> Tokenizer:
+    return find_tokenizer(options, resolve_model(options.model, revision=options.revision, weights=False))
+
+
+def _write_words(count: int, folder: Path) -> None:
+    """A tokenizer of a word for each id, for shapes that have none: each token is a text, which the client can time."""
+    words = models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+
+
+@functools.lru_cache(maxsize=8)
+def _vocab_size(model: str, revision: str | None) -> int:
+    return read_model_config(resolve_model(model, revision=revision, weights=False)).vocab_size
+
+
+def token_id_range(options: EngineConfig) -> tuple[int, int]:
+    """Token ids of prompts: common ones, or all of a small vocabulary."""
+    size = _vocab_size(options.model, options.revision)
+    return ID_RANGE if ID_RANGE[1] < size else (0, size - 1)

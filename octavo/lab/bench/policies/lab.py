@@ -1,0 +1,148 @@
+"""The policy lab: every scenario under every policy in every place, several times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.lab.bench.capacity import capacity_of, full_load
+from octavo.lab.bench.policies.figures import Figures, averages, figures
+from octavo.lab.bench.policies.places import Place
+from octavo.lab.bench.policies.scenarios import Scenario
+from octavo.lab.workloads.items import WorkItem
+from octavo.scheduler.policies import policy_class
+
+#: Options that other policies refuse, and the one they are for.
+_OF_POLICIES = {
+    "user_weights": "fair",
+    "ttft_target": "deadline",
+    "tpot_target": "deadline",
+    "priority_preemption": "static",
+}
+
+#: The engine's options: a place's name, and what a scenario and a policy set, on top of what the command line says.
+Configure = Callable[[str, Mapping[str, Any]], EngineConfig]
+
+
+@dataclass
+class Row:
+    """One scenario under one policy in one place, all repeats."""
+
+    place: str
+    scenario: str
+    policy: str
+    #: Requests a second at full load, of scenarios that look at it.
+    capacity: float | None
+    runs: list[Figures] = field(default_factory=list)
+    #: Seconds of all requests that ended, of all runs, by kind as ``octavo.lab.plots.drawings.LATENCIES`` names them.
+    latencies: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(self, other: Row) -> None:
+        """Takes the runs of another row of the same."""
+        self.runs += other.runs
+        self.latencies = {kind: np.concatenate([of, other.latencies[kind]]) for kind, of in self.latencies.items()}
+
+    @property
+    def mean(self) -> Figures:
+        """Averages over repeats."""
+        return averages(self.runs)[0]
+
+    @property
+    def deviation(self) -> Figures:
+        """Standard deviations over repeats."""
+        return averages(self.runs)[1]
+
+
+class Lab:
+    """Runs scenarios; ``configure`` makes the engine's options."""
+
+    def __init__(self, places: Sequence[Place], configure: Configure, seed: int) -> None:
+        self._places = {place.name: place for place in places}
+        self._configure = configure
+        self._seed = seed
+        self._capacities: dict[tuple[object, ...], float] = {}
+
+    def run(
+        self, scenarios: Sequence[Scenario], policies: Sequence[str], repeats: int, ended: Callable[[Row], object]
+    ) -> list[Row]:
+        """All rows; ``ended`` is called with the row that has got another run.
+
+        Repeats are the outermost loop and policies the innermost, so that a machine that becomes slower or faster
+        meanwhile does so for all policies. Repeat ``i`` has the seed ``seed + i``: all policies get the same items.
+
+        Raises:
+            ConfigError: a policy is unknown, or a scenario is not possible in a place.
+        """
+        for policy in policies:
+            policy_class(policy)
+        self._check(scenarios)
+        rows: dict[tuple[str, str, str], Row] = {}
+        for repeat in range(repeats):
+            for place in self._places.values():
+                for scenario in scenarios:
+                    for row in self._repeat(place, scenario, policies, self._seed + repeat):
+                        kept = rows.setdefault((row.place, row.scenario, row.policy), row)
+                        if kept is not row:
+                            kept.add(row)
+                        ended(kept)
+        return list(rows.values())
+
+    def _check(self, scenarios: Sequence[Scenario]) -> None:
+        for place in self._places.values():
+            hidden = [scenario.name for scenario in scenarios if scenario.max_tokens is not None]
+            if hidden and not place.hides_lengths:
+                others = ", ".join(scenario.name for scenario in scenarios if scenario.max_tokens is None) or "none"
+                raise ConfigError(
+                    f"in the place {place.name} requests state the length at which they end, but scenarios hide it: "
+                    f"{', '.join(hidden)}; those that do not: {others}"
+                )
+
+    def _repeat(self, place: Place, scenario: Scenario, policies: Sequence[str], seed: int) -> Iterator[Row]:
+        """Each policy once."""
+        capacity = self._capacity(place, scenario)
+        items = list(scenario.make(float("inf") if capacity is None else capacity, seed))
+        if not items:
+            raise ConfigError(f"the scenario {scenario.name} has no requests")
+        for policy in policies:
+            options = self._configure(place.name, options_for(scenario, policy))
+            # The oracle is told what the others are not, see ``Scenario.max_tokens``.
+            limit = None if policy == "sjf" else scenario.max_tokens
+            outcome = place.run(options, acceptable(items, policy), limit)
+            if not len(outcome.done.sent):
+                failed = ", ".join(f"{count} {reason}" for reason, count in outcome.done.failed.items())
+                raise ConfigError(f"{scenario.name} under {policy}, {place.name}: no request succeeded ({failed})")
+            latencies = {"ttft": outcome.done.ttft, "e2e": outcome.done.e2e}
+            yield Row(place.name, scenario.name, policy, capacity, [figures(items, outcome)], latencies)
+
+    def _capacity(self, place: Place, scenario: Scenario) -> float | None:
+        """Of the scenario in this place under fcfs, found once for its lengths and options; None: it needs none."""
+        inputs, outputs = scenario.inputs, scenario.outputs
+        if inputs is None or outputs is None:
+            return None
+        options = self._configure(place.name, options_for(scenario, "fcfs"))
+        key = (place.name, inputs, outputs, options.model_dump_json())
+        if key not in self._capacities:
+            full = list(full_load(inputs, outputs, self._seed, place.capacity_requests))
+            self._capacities[key] = capacity_of(place.run(options, full, None).done)
+        return self._capacities[key]
+
+
+def options_for(scenario: Scenario, policy: str) -> dict[str, Any]:
+    """The scenario's options with this policy, without those that this policy would refuse."""
+    kept = {k: v for k, v in scenario.options.items() if ":" in policy or _OF_POLICIES.get(k, policy) == policy}
+    return {**kept, "scheduling_policy": policy}
+
+
+def acceptable(items: Sequence[WorkItem], policy: str) -> Sequence[WorkItem]:
+    """The items without priorities and targets that this policy does not look at, and would refuse."""
+    kind = policy_class(policy)
+    dropped: dict[str, Any] = {} if kind.uses_priority else {"priority": 0}
+    if not kind.uses_targets:
+        dropped |= {"ttft_target": None, "tpot_target": None}
+    return [msgspec.structs.replace(item, **dropped) for item in items] if dropped else items

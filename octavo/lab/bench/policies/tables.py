@@ -1,0 +1,158 @@
+"""The lab's tables: by policy and by scenario in Markdown, all figures in CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Any
+
+import msgspec
+
+from octavo.lab.bench.policies.figures import Figures
+from octavo.lab.bench.policies.lab import Row
+
+#: Most users that have a column of their own in Markdown.
+_USERS = 4
+
+
+def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
+    """Both tables of each place; ``about``: by place, what ran there."""
+    parts = []
+    for place, text in about.items():
+        here = [row for row in rows if row.place == place]
+        parts.append(f"## {place}: {text}; {averaged(here)}")
+        parts += _tables("By policy", "scenario", here, lambda row: row.policy, lambda row: row.scenario)
+        parts += _tables("By scenario", "policy", here, lambda row: row.scenario, lambda row: row.policy)
+    return "\n\n".join(parts) + "\n"
+
+
+def averaged(rows: Sequence[Row]) -> str:
+    """How figures of these rows were averaged."""
+    repeats = max((len(row.runs) for row in rows), default=0)
+    return f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
+
+
+def _tables(
+    title: str, first: str, rows: Sequence[Row], group: Callable[[Row], str], label: Callable[[Row], str]
+) -> Iterable[str]:
+    yield f"### {title}"
+    for name in dict.fromkeys(map(group, rows)):
+        lines = [row for row in rows if group(row) == name]
+        titles, cells = compared(lines)
+        yield f"**{name}**\n\n" + markdown_table(
+            [first, *titles], [[label(r), *c] for r, c in zip(lines, cells, strict=True)]
+        )
+
+
+def compared(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles of the columns in which any of these rows has a figure, and the cells of each row."""
+    columns = _columns([row.mean for row in rows])
+    return list(columns), [list(_cells(row, columns)) for row in rows]
+
+
+def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    marks = ["---", *("---:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in itertools.chain((header, marks), body))
+
+
+#: Markdown column -> figure.
+_ALWAYS = {
+    "total s": "seconds",
+    "requests/s": "requests_per_s",
+    "mean latency s": "mean_latency",
+    "p50": "p50_latency",
+    "p99": "p99_latency",
+    "mean TTFT s": "mean_ttft",
+    "p99 TTFT": "p99_ttft",
+    "preemptions": "preemptions",
+}
+_SOMETIMES = {
+    "failed": "failed",
+    "goodput": "goodput_share",
+    "good requests/s": "goodput_per_s",
+    "tau": "tau",
+    "oracle's tau": "oracle_tau",
+}
+#: Shown as a share.
+_SHARES = {"goodput_share"}
+
+
+def _columns(means: Sequence[Figures]) -> dict[str, str]:
+    """Those that hold something; users as ``user:NAME``."""
+    columns = dict(_ALWAYS)
+    columns |= {title: name for title, name in _SOMETIMES.items() if any(_holds(mean, name) for mean in means)}
+    users = sorted(set().union(*(mean.user_latency for mean in means)))
+    if 1 < len(users) <= _USERS:
+        columns |= {f"mean latency of {user}": f"user:{user}" for user in users}
+    return columns
+
+
+def _holds(mean: Figures, name: str) -> bool:
+    return bool(mean.failed) if name == "failed" else getattr(mean, name) is not None
+
+
+def _cells(row: Row, columns: dict[str, str]) -> Iterable[str]:
+    for name in columns.values():
+        kind, _, user = name.partition(":")
+        values = [run.user_latency.get(user) if kind == "user" else getattr(run, name) for run in row.runs]
+        held = [value for value in values if value is not None]
+        yield spread(held, "{:.1%}".format if name in _SHARES else number) if held else "-"
+
+
+def number(value: float) -> str:
+    """Three digits or more; whole numbers as such."""
+    if value == int(value):
+        return str(int(value))
+    size = abs(value)
+    return f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def spread(values: Sequence[float], cell: Callable[[float], str] = number) -> str:
+    """Their mean and, of several, the standard deviation (of a sample), each as ``cell`` writes it."""
+    mean = cell(statistics.fmean(values))
+    return f"{mean} ± {cell(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def as_json(rows: Sequence[Row], about: dict[str, str], settings: dict[str, Any]) -> bytes:
+    """All figures: of each run, means and standard deviations."""
+    return msgspec.json.encode(
+        {
+            **settings,
+            "places": about,
+            "rows": [
+                {
+                    "place": row.place,
+                    "scenario": row.scenario,
+                    "policy": row.policy,
+                    "capacity": row.capacity,
+                    "mean": row.mean,
+                    "deviation": row.deviation,
+                    "runs": row.runs,
+                }
+                for row in rows
+            ],
+        }
+    )
+
+
+def write_csv(rows: Sequence[Row], stream: IO[str]) -> None:
+    """A line for each place, scenario and policy: each figure's mean, then each figure's standard deviation."""
+    names = [name for name in Figures.__struct_fields__ if name != "user_latency"]
+    users = sorted(set().union(*(row.mean.user_latency for row in rows)))
+    titles = [*names, *(f"latency of {user}" for user in users)]
+    writer = csv.writer(stream, lineterminator="\n")
+    deviations = [f"{title} deviation" for title in titles]
+    writer.writerow(["place", "scenario", "policy", "capacity", "repeats", *titles, *deviations])
+    for row in rows:
+        values = [
+            value
+            for found in (row.mean, row.deviation)
+            for value in (
+                *(getattr(found, name) for name in names),
+                *(found.user_latency.get(user) for user in users),
+            )
+        ]
+        writer.writerow([row.place, row.scenario, row.policy, row.capacity, len(row.runs), *values])

@@ -1,0 +1,1 @@
+"""The commands ``octavo bench`` and ``octavo simulate``."""

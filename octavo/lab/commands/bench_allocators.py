@@ -1,0 +1,112 @@
+"""``octavo bench allocators``: paged and contiguous KV caches on the engine, by the clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.lab.bench.allocators import Case, Figures
+
+EXAMPLE = """\
+examples:
+  octavo bench allocators smollm2-135m --json allocators.json
+  octavo bench allocators smollm2-135m --cases short,beams-4 --repeats 1
+  octavo bench allocators smollm2-135m --cases short --requests-share 0.2 --repeats 1     # a few seconds
+
+The evaluation of Kwon et al. 2023 (PagedAttention), sections 6.2 to 6.5, on the engine: the same requests, all there at
+the start, with the engine's block manager and with contiguous reservations in memory of the same size. The profile is
+of this engine on this machine: what the simulator says of the same requests stands beside what was measured.
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of ``octavo bench allocators``."""
+    parser = Parser(
+        prog="octavo bench allocators",
+        usage="octavo bench allocators MODEL [options]",
+        description="Measures requests a second with paged and with contiguous KV caches of the same size.",
+        epilog=EXAMPLE,
+    )
+    add = parser.add_argument
+    add("--cases", metavar="NAME,...", help="short, long, samples-2|4|6, beams-2|4|6, one-shot, five-shot, chat (all)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds from --seed on (3)")
+    add("--requests-share", type=float, default=1.0, metavar="X", help="of each case's requests (1)")
+    add(
+        "--profile",
+        default="smollm2-135m-epyc-2-cores",
+        metavar="NAME|FILE|none",
+        help="of this engine on this machine, to simulate the same (smollm2-135m-epyc-2-cores)",
+    )
+    add_json_flag(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Measures and prints tables in Markdown; JSON has every run."""
+    from octavo.lab.bench.allocators import CASES, make_options, measure
+    from octavo.lab.simulate.profile import load_profile
+
+    model = take_model(arguments)
+    names = list(CASES) if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
+    if unknown := [name for name in names if name not in CASES]:
+        raise ConfigError(f"no case {unknown[0]!r}; known: {', '.join(CASES)}")
+    if not 1 <= arguments.repeats <= 1000:
+        raise ConfigError(f"--repeats must be from 1 to 1000, not {arguments.repeats}")
+    if not 0 < arguments.requests_share <= 100:
+        raise ConfigError(f"--requests-share must be above 0 and at most 100, not {arguments.requests_share:g}")
+    profile = None if arguments.profile == "none" else load_profile(arguments.profile)
+    cases = [CASES[name] for name in names]
+    options = make_options(read_engine_config(arguments, model), cases)
+    runs = list(measure(options, cases, repeats=arguments.repeats, share=arguments.requests_share, profile=profile))
+    if arguments.json is not None:
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode({**arguments.plain("json"), "runs": runs}).decode() + "\n")
+    if arguments.json != "-":
+        print(table(cases, runs))
+    return 0
+
+
+def table(cases: Sequence[Case], runs: Sequence[Figures]) -> str:
+    """A line for each case and allocator; rates and sequences of the paged one relative to those of the same seed."""
+    from octavo.lab.bench.policies.tables import markdown_table, spread
+    from octavo.lab.simulate.allocators.comparison import ALLOCATORS
+
+    by_key = {
+        key: list(group)
+        for key, group in itertools.groupby(
+            sorted(runs, key=lambda f: (f.case, f.allocator, f.seed)), lambda f: (f.case, f.allocator)
+        )
+    }
+    lines = []
+    for case, allocator in itertools.product(cases, ALLOCATORS):
+        own, paged = by_key[case.name, allocator], by_key[case.name, "paged"]
+
+        def times(figure: str, own: list[Figures] = own, paged: list[Figures] = paged) -> str:
+            pairs = [(getattr(p, figure), getattr(f, figure)) for p, f in zip(paged, own, strict=True)]
+            held = [p / f for p, f in pairs if p and f]
+            return spread(held, lambda ratio: f"{ratio:.2f}") if held else "-"
+
+        lines.append(
+            [
+                case.name,
+                allocator,
+                spread([f.requests_per_s for f in own]),
+                times("requests_per_s"),
+                times("simulated"),
+                spread([f.sequences for f in own]),
+                times("sequences"),
+                spread([f.filled for f in own], "{:.1%}".format),
+                spread([f.preemptions for f in own]),
+            ]
+        )
+    header = ["case", "allocator", "requests/s", "paged serves", "simulated", "sequences in a step", "paged has"]
+    return markdown_table([*header, "memory with tokens", "preemptions"], lines)

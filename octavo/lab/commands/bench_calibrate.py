@@ -1,0 +1,47 @@
+"""``octavo bench calibrate``: prints the fit of a step profile, or writes the profile."""
+
+from __future__ import annotations
+
+from typing import IO
+
+import msgspec
+
+from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.parsing import Arguments
+
+
+def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    """Measures steps of a model on this machine; the profile as JSON goes to ``stream``, if there is one."""
+    from octavo.cli.machine import cpu_name, usable_cores
+    from octavo.engine.llm import LLM
+    from octavo.kernels import resolve_device
+    from octavo.lab.bench.calibrate import calibrate
+    from octavo.lab.bench.calibrate_server import calibrate_server
+    from octavo.lab.simulate.profile import format_profile
+
+    options = read_engine_config(arguments, model)
+    device = f"{options.num_threads or usable_cores()} threads of {cpu_name()}"
+    if resolve_device(options.device) != "cpu":
+        import torch
+
+        device = torch.cuda.get_device_name()
+    profile, _ = calibrate(
+        LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
+    )
+    if arguments.with_server:
+        profile = calibrate_server(profile, options)
+    if stream is not None:
+        stream.write(format_profile(profile).decode())
+        return
+    print(f"{profile.model} on {profile.device}: relative error of the fit")
+    print("steps        count    median       p90     worst  total seconds")
+    for kind, e in profile.errors.items():
+        print(f"{kind:10} {e.steps:7} {e.median:9.1%} {e.p90:9.1%} {e.worst:9.1%}  {e.total - 1:+13.1%}")
+    print("tokens of a step   ms of its matrix products")
+    for tokens, seconds in profile.products:
+        print(f"{tokens:16.0f}  {seconds * 1e3:10.3f}")
+    for name in ("sampled", "context", "pairs", "chunk", "moved"):
+        print(f"{name:16}  {getattr(profile, name) * 1e6:10.4f} us each")
+    if arguments.with_server:
+        for name, seconds in msgspec.structs.asdict(profile.server).items():
+            print(f"server: {name:8}  {seconds * 1e6:10.4f} us each")

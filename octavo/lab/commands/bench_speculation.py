@@ -1,0 +1,67 @@
+"""``octavo bench offline --speculative``: drafters against no drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from octavo.cli.parsing import Arguments
+from octavo.core.config import SpeculativeConfig, make_config
+from octavo.core.errors import ConfigError
+from octavo.core.speculative_options import MODEL_METHODS
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+    from octavo.lab.bench.speculation import SpeculationFigures
+
+TITLE = "workload    batch  drafter  tok/s without  tok/s with  speed-up  accepted  tokens a draft  output tokens"
+
+
+def line(figures: SpeculationFigures) -> str:
+    """A line of the table."""
+    f = figures
+    drafts = f"{'-':>8}  {'-':>14}"
+    if f.acceptance is not None and f.tokens_per_draft is not None:
+        drafts = f"{f.acceptance:8.1%}  {f.tokens_per_draft:14.2f}"
+    return (
+        f"{f.workload:10}  {f.batch:5}  {f.method:7}  {f.tokens_per_s_without:13.1f}  {f.tokens_per_s:10.1f}"
+        f"  {f.speedup:7.2f}x  {drafts}  {f.output_tokens:13}"
+    )
+
+
+def measure(arguments: Arguments, options: EngineConfig) -> Iterator[SpeculationFigures]:
+    """The figures of each workload, batch size and drafter that ``--speculative`` names.
+
+    Raises:
+        ConfigError: there is no such drafter, or the length is no number.
+    """
+    from octavo.engine.llm import LLM
+    from octavo.lab.bench import speculation
+    from octavo.loader.shapes import SHAPES
+
+    given = options.speculative_config
+    methods = [_with_method(given, method.strip()) for method in arguments.speculative.split(",")]
+    # The workers have one drafter, or none.
+    loaded = next((config for config in methods if config.drafts_on_workers), None)
+    if not arguments.output_len.isdigit():
+        raise ConfigError(f"with --speculative, --output-len must be a number, not {arguments.output_len!r}")
+    output_len = int(arguments.output_len)
+    defaults = {
+        "max_num_seqs": max(arguments.batches),
+        "max_model_len": 512 + output_len,
+        "skip_tokenizer_init": options.model in SHAPES,
+        # What is repeated shall show what drafts bring, and no cached prompts.
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True), "speculative_config": loaded})
+    return speculation.measure(llm, methods, arguments.batches, output_len, arguments.rounds, options.seed)
+
+
+def _with_method(given: SpeculativeConfig | None, method: str) -> SpeculativeConfig:
+    """The configuration with another method; those that take no model leave it out."""
+    fields = given.model_dump(exclude_unset=True) if given is not None else {}
+    if method not in MODEL_METHODS:
+        fields = {name: value for name, value in fields.items() if name not in ("model", "quantization", "revision")}
+    config = make_config(model="none", speculative_config={**fields, "method": method}).speculative_config
+    assert config is not None
+    return config

@@ -1,0 +1,235 @@
+"""``octavo simulate``: a workload on the real scheduler, on a virtual clock with a model's step profile."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
+from octavo.cli.parsing import (
+    Arguments,
+    Parser,
+    add_json_flag,
+    add_report_flag,
+    check_folder,
+    json_stream,
+    refuse_words,
+)
+from octavo.lab.commands import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
+from octavo.lab.commands.cluster_flags import (
+    OPTIONS,
+    add_cluster_flags,
+    add_profile_flags,
+    cluster_lines,
+    make_spec,
+    num_processes,
+    refuse_without_replicas,
+)
+from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+    from octavo.lab.commands.simulate_report import Run
+    from octavo.lab.simulate.cluster.spec import ClusterSpec
+    from octavo.lab.simulate.figures import Completions, Latency, RunFigures
+    from octavo.lab.simulate.profile import StepProfile
+    from octavo.lab.workloads.workload import Workload
+
+EXAMPLE = f"""\
+examples:
+  octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
+  octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
+  octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
+  octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
+  octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
+  octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
+  octavo simulate allocators
+  octavo simulate preemption
+
+The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
+simulate profile' computes one. Equal calls give equal figures. {FORMS}
+"""
+
+
+#: Commands of their own after ``octavo simulate``.
+_COMMANDS = {
+    "profile": simulate_profile,
+    "plan": simulate_plan,
+    "allocators": simulate_allocators,
+    "preemption": simulate_preemption,
+}
+
+
+class _SimulateParser(Parser):
+    """Passes arguments after the name of a command of its own to its parser, which has other options."""
+
+    def read(self, argv: Sequence[str]) -> Arguments:
+        if not argv or argv[0] not in _COMMANDS:
+            return super().read(argv)
+        arguments = _COMMANDS[argv[0]].make_parser().read(argv[1:])
+        arguments.command_of_simulate = argv[0]
+        return arguments
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = _SimulateParser(
+        prog="octavo simulate",
+        usage="octavo simulate [profile|plan|allocators|preemption] [options]",
+        description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
+        epilog=EXAMPLE,
+    )
+    add_profile_flags(parser)
+    parser.add_argument(
+        "--compare", metavar="POLICY,...", help="the same requests under these policies too, beside --scheduling-policy"
+    )
+    add_json_flag(parser)
+    add_report_flag(parser)
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="draw the run: PNG files (needs the extra octavo[plot])"
+    )
+    add_cluster_flags(parser, sized=True)
+    add_workload_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Simulates and prints a table, or JSON."""
+    if hasattr(arguments, "command_of_simulate"):
+        return _COMMANDS[arguments.command_of_simulate].run(arguments)
+    from octavo.lab.commands import simulate_report
+    from octavo.lab.plots.style import load_matplotlib
+    from octavo.lab.simulate.profile import load_profile
+
+    refuse_words(arguments)
+    refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
+    if arguments.report is not None or arguments.plots is not None:
+        load_matplotlib()
+        check_folder(arguments.report, "--report")
+    options = read_engine_config(arguments, "none")
+    if arguments.replicas is None:
+        refuse_without_replicas(arguments)
+        spec, profile = None, load_profile(arguments.profile)
+    else:
+        spec = make_spec(arguments, arguments.replicas, options.seed)
+        profile = spec.replicas[0][1]
+    workload = make_workload(arguments, options.seed)
+    start = time.perf_counter()
+    runs = []
+    for policy in _policies(options.scheduling_policy, arguments.compare):
+        figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
+        runs.append(simulate_report.Run(policy, figures, done))
+    if arguments.json is None:
+        print("\n".join(_table(profile, runs[0].figures) if len(runs) == 1 else simulate_report.comparison_text(runs)))
+        seconds = time.perf_counter() - start
+        print(f"simulated in {seconds:.1f} s, {_cpu_seconds():.1f} s of CPU; {_peak_memory():.0f} MB")
+    else:
+        _write_json(arguments, options, runs)
+    if arguments.report is not None or arguments.plots is not None:
+        drawn = simulate_report.draw(runs)
+        if arguments.plots is not None:
+            simulate_report.write_plots(drawn, arguments.plots)
+        if arguments.report is not None:
+            in_force = {name: getattr(options, name) for name in OPTIONS}
+            given = {**arguments.plain("json", "report", "plots"), **in_force}
+            simulate_report.make_report(profile, runs, drawn, arguments.command, given).write(arguments.report)
+    return 0
+
+
+def _simulate(
+    arguments: Arguments, place: StepProfile | ClusterSpec, options: EngineConfig, load: Workload
+) -> tuple[RunFigures, Completions]:
+    """On one engine with a profile, or on a cluster."""
+    from octavo.lab.simulate.cluster.run import record_cluster
+    from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
+    from octavo.lab.simulate.run import record
+
+    if isinstance(place, ClusterSpec):
+        return record_cluster(place, options, load, processes=num_processes(arguments))
+    return record(place, options, load, mode=arguments.mode, max_tokens=stated_limits(arguments.max_tokens))
+
+
+def _policies(first: str, others: str | None) -> list[str]:
+    """Each once.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    from octavo.scheduler.policies import policy_class
+
+    names = list(dict.fromkeys([first, *(name.strip() for name in (others or first).split(","))]))
+    for name in names:
+        policy_class(name)
+    return names
+
+
+def _under(options: EngineConfig, policy: str) -> EngineConfig:
+    """The options with another policy; what is of the given one alone, it does not look at."""
+    if policy == options.scheduling_policy:
+        return options
+    return options.model_copy(update={"scheduling_policy": policy, "priority_preemption": False})
+
+
+def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[Run]) -> None:
+    """One run's figures beside the settings; those of several as ``runs``, by policy."""
+    found: dict[str, Any] = {
+        "profile": arguments.profile,
+        "mode": arguments.mode,
+        "max_tokens": arguments.max_tokens,
+        "options": {key: value for key, value in arguments.group(PREFIX).items()},
+        "seed": options.seed,
+    }
+    if len(runs) == 1:
+        found |= msgspec.structs.asdict(runs[0].figures)
+    else:
+        found["runs"] = {run.policy: run.figures for run in runs}
+    with json_stream(arguments.json) as stream:
+        stream.write(msgspec.json.encode(found).decode() + "\n")
+
+
+def _table(profile: StepProfile, f: RunFigures) -> list[str]:
+    failed = "".join(f", {count} {reason}" for reason, count in f.failed.items())
+    from octavo.lab.commands.simulate_report import ORIGINS
+
+    return [
+        f"{profile.model} on {profile.device}{ORIGINS[profile.origin]}",
+        f"{f.requests} requests{failed} in {f.seconds:.1f} s: {f.requests_per_s:.3f} requests/s, "
+        f"{f.output_tokens_per_s:.1f} output tokens/s; {f.steps} steps",
+        f"{'seconds':10} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10} {'max':>10}",
+        *(_line(name, getattr(f, name)) for name in ("ttft", "tpot", "itl", "e2e")),
+        *_goodput(f),
+        f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
+        f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
+        f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
+        *cluster_lines(f),
+    ]
+
+
+def _goodput(f: RunFigures) -> list[str]:
+    if f.goodput_share is None:
+        return []
+    return [f"goodput {f.goodput_requests_per_s:.3f} requests/s: {f.goodput_share:.1%} of those with targets met them"]
+
+
+def _line(name: str, latency: Latency | None) -> str:
+    if latency is None:
+        return f"{name:10} {'-':>10}"
+    values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
+    return f"{name:10} " + " ".join(f"{value:10.4f}" for value in values)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    own, children = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def _peak_memory() -> float:
+    """MB of the largest process at its peak."""
+    return max(resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024

@@ -1,0 +1,122 @@
+"""``octavo simulate allocators``: paged and contiguous KV caches under the same scheduler and the same requests."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.lab.simulate.allocators.comparison import Comparison
+
+EXAMPLE = """\
+examples:
+  octavo simulate allocators
+  octavo simulate allocators --lengths chat --latency-limit 0.2 --rate 2 --json curves.json
+
+The comparison of Kwon et al. 2023 (PagedAttention), section 6.2, on a simulated OPT-13B on an A100: oracle reserves the
+true length of each request, pow2 at most twice its output, max the model's context. Equal calls give equal figures.
+"""
+#: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given.
+TRACES = {"chat": ("ShareGPT", 1000), "instruct": ("Alpaca", 3000)}
+_MOST_REQUESTS = 100_000
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo simulate allocators",
+        description="Finds the rate that each allocator of the KV cache serves under a limit of latency, and says what "
+        "memory holds and how many requests are in a batch at one rate.",
+        epilog=EXAMPLE,
+    )
+    add = parser.add_argument
+    add("--lengths", choices=(*TRACES, "both"), default="both", help="chat (ShareGPT) and instruct (Alpaca) (both)")
+    add("--profile", default="opt-13b-a100", metavar="NAME|FILE", help="costs of steps, memory (opt-13b-a100)")
+    add("--num-requests", type=int, metavar="N", help="requests of each run (1000 of chat, 3000 of instruct)")
+    add(
+        "--latency-limit",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="most seconds from arrival to end for each output token, mean over requests (0.05)",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="X",
+        help="requests a second at which memory and batches are counted (the one that paged serves at the limit)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (0)")
+    add_json_flag(parser)
+    add("--plots", type=Path, metavar="FOLDER", help="draw latency against rate: PNG files (needs octavo[plot])")
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Compares, and prints a table for each kind of lengths, or JSON with the curves too."""
+    from octavo.lab.commands.simulate_report import write_plots
+    from octavo.lab.plots.style import load_matplotlib
+    from octavo.lab.simulate.allocators.comparison import compare, make_setting
+    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
+
+    refuse_words(arguments)
+    if arguments.num_requests is not None and not 1 <= arguments.num_requests <= _MOST_REQUESTS:
+        raise ConfigError(f"--num-requests must be from 1 to {_MOST_REQUESTS}, not {arguments.num_requests}")
+    for name in ("latency_limit", "rate"):
+        value = getattr(arguments, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if arguments.plots is not None:
+        load_matplotlib()
+    profile = load_profile(arguments.profile)
+    traces = TRACES if arguments.lengths == "both" else (arguments.lengths,)
+    found = {}
+    for trace in traces:
+        lengths = parse_inputs(trace), parse_outputs(trace)
+        setting = make_setting(profile, *lengths, arguments.num_requests or TRACES[trace][1], arguments.seed)
+        found[trace] = compare(setting, arguments.latency_limit, arguments.rate)
+        if arguments.json is None:
+            print("\n".join(_table(trace, found[trace])))
+    if arguments.plots is not None:
+        write_plots({f"allocators_{trace}": (draw(found[trace]), "") for trace in found}, arguments.plots)
+    if arguments.json is not None:
+        report = {"profile": arguments.profile, "seed": arguments.seed, "lengths": found}
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode(report).decode() + "\n")
+    return 0
+
+
+def draw(found: Comparison) -> Any:
+    """A figure of matplotlib as figure 12 of the paper: normalized latency against the rate."""
+    from octavo.lab.plots.drawings import curves
+
+    points = {
+        a.allocator: ([point.rate for point in a.curve], [point.normalized_latency for point in a.curve])
+        for a in found.allocators
+    }
+    return curves(points, "requests/s", "normalized latency (s/token)", 4 * found.latency_limit)
+
+
+def _table(trace: str, found: Comparison) -> list[str]:
+    paged = found.allocators[0]
+    lines = [
+        f"{trace} ({TRACES[trace][0]}): {found.requests} requests of {found.mean_input:.1f} + {found.mean_output:.1f} "
+        f"tokens; latency limit {found.latency_limit:g} s/token; memory and batch at {found.at:.2f} requests/s",
+        f"{'':8}{'req/s':>8}{'paged /':>9}{'batch':>8}{'paged /':>9}   share of memory: {'tokens':>6}{'reserved':>10}"
+        f"{'internal':>10}{'external':>10}  (rounding + free)",
+    ]
+    for a in found.allocators:
+        s = a.shares
+        ratio = paged.batch / a.batch if a.batch else math.nan
+        lines.append(
+            f"{a.allocator:8}{a.rate:8.2f}{paged.rate / a.rate:8.2f}x{a.batch:8.2f}{ratio:8.2f}x{'':20}"
+            f"{s.tokens:6.1%}{s.reserved:10.1%}{s.internal:10.1%}{s.external:10.1%}  ({s.rounding:.1%} + {s.free:.1%})"
+        )
+    return lines

@@ -1,0 +1,115 @@
+"""``octavo simulate plan``: how many replicas a given traffic needs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.errors import ConfigError
+from octavo.lab.commands.cluster_flags import OPTIONS, add_cluster_flags, add_profile_flags, make_spec
+from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
+
+if TYPE_CHECKING:
+    from octavo.lab.simulate.cluster.plan import TrafficPlan, Tried
+
+EXAMPLE = f"""\
+examples:
+  octavo simulate plan --profile llama-3.1-8b-h100 --request-rate 200 --num-requests 20000 --input-len chat \\
+    --output-len chat --ttft-limit 200 --tpot-limit 10
+  octavo simulate plan --trace azure.csv --ttft-limit 500 --share 0.95 --router prefix --json plan.json
+
+Each number of replicas that is tried is simulated as 'octavo simulate --replicas N' does it. Where requests arrive at a
+rate and --num-requests is left out, they are as many as it takes for longer runs to need no other number. {FORMS}
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo simulate plan",
+        usage="octavo simulate plan --ttft-limit MS --tpot-limit MS [options]",
+        description="Finds the least number of replicas with which requests keep limits of latency.",
+        epilog=EXAMPLE,
+    )
+    add_profile_flags(parser)
+    add = parser.add_argument
+    add("--share", type=float, default=0.99, metavar="X", help="of requests that must keep the limits (0.99)")
+    add("--most", type=int, default=1024, metavar="N", help="replicas to try at most (1024)")
+    add("--repeats", type=int, default=3, metavar="N", help="seeds, from --seed on; the most that one needs counts (3)")
+    add_json_flag(parser)
+    add_cluster_flags(parser, sized=False)
+    add_workload_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Prints the table and the answer, or JSON; 1 if no number suffices."""
+    from octavo.lab.simulate.cluster.plan import plan_traffic
+
+    refuse_words(arguments)
+    refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
+    if not 1 <= arguments.repeats <= 1000:
+        raise ConfigError(f"--repeats must be from 1 to 1000, not {arguments.repeats}")
+    options = read_engine_config(arguments, "none")
+    spec = make_spec(arguments, "1", options.seed)
+    load = make_workload(arguments, options.seed)
+    has_rate = load.arrivals is not None and load.arrivals.mean_rate < math.inf
+    show = arguments.json is None
+    if show:
+        print(f"{'replicas':>8} {'good':>8} {'goodput/s':>10} {'per replica':>11} {'ttft p99':>9} {'tpot p99':>9} busy")
+    plan = plan_traffic(
+        spec,
+        options,
+        load,
+        repeats=arguments.repeats,
+        settle=arguments.num_requests is None and load.trace is None and has_rate,
+        share=arguments.share,
+        most=arguments.most,
+        on_plan=_print_heading if show else _ignore,
+        on_tried=_print if show else _ignore,
+    )
+    if show:
+        print(_answer(plan))
+    else:
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode(plan).decode() + "\n")
+    return 0 if plan.replicas is not None else EXIT_FAILED
+
+
+def _print_heading(requests: int, seed: int) -> None:
+    print(f"{requests} requests, seed {seed}", flush=True)
+
+
+def _print(t: Tried) -> None:
+    print(
+        f"{t.replicas:8} {t.good_share:8.2%} {t.goodput:10.3f} {t.goodput_per_replica:11.3f} {t.ttft_p99:9.4f} "
+        f"{t.tpot_p99:9.4f} {t.utilisation:5.1%}",
+        flush=True,
+    )
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _answer(found: TrafficPlan) -> str:
+    plan = found.plans[-1]
+    if found.replicas is not None:
+        each = ", ".join(str(p.replicas) for p in found.plans)
+        unsettled = "; longer runs may need more" if found.settled is False else ""
+        return (
+            f"{found.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
+            f"by seed: {each}, of {found.requests} requests each{unsettled}"
+        )
+    assert plan.good_alone is not None
+    if plan.good_alone < plan.share:
+        return (
+            f"no number of replicas is enough: even alone on one, with nothing cached, {plan.good_alone:.2%} of the "
+            f"requests keep the limits, and {plan.share:.2%} are wanted"
+        )
+    return f"{plan.most} replicas are not enough; alone on one, {plan.good_alone:.2%} of the requests keep the limits"

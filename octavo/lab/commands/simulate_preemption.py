@@ -1,0 +1,200 @@
+"""``octavo simulate preemption``: swapping against recomputing, at equal memory and across a link."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.lab.simulate.preemption import Load, OnePreemption, Runs
+    from octavo.lab.simulate.profile import StepProfile
+
+#: A table: its title, its records, and its text.
+_Part = tuple[str, list[Any], str]
+
+EXAMPLE = """\
+examples:
+  octavo simulate preemption
+  octavo simulate preemption --profile opt-13b-a100 --link-gb-s 55 --copies 1
+
+A profile of a CPU has one memory: blocks on the host are taken from those of the device. Of a GPU, host memory is
+beside its own: blocks of 1 to 256 tokens cross a link, as in figure 19 of Kwon et al. 2023 (PagedAttention). All
+requests are there at the start. Equal calls give equal figures.
+"""
+#: A fitted CPU, and the GPU and model of the paper.
+PROFILES = "smollm2-135m-epyc-2-cores,opt-13b-a100"
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo simulate preemption",
+        description="Says when it pays to swap the blocks of preempted requests, and when to compute them again.",
+        epilog=EXAMPLE,
+    )
+    add = parser.add_argument
+    add("--profile", default=PROFILES, metavar="NAME|FILE,...", help=f"costs of steps, memory ({PROFILES})")
+    add("--link-gb-s", type=float, default=25.0, metavar="X", help="of a GPU to host memory, 10^9 bytes/s (25)")
+    add("--copy-us", type=float, default=5.0, metavar="X", help="microseconds of a copy beside its bytes (5)")
+    add(
+        "--copies",
+        default="1,80",
+        metavar="N,...",
+        help="that move a block: 1 as here, where it is contiguous; 80: for each of 40 layers' keys and values (1,80)",
+    )
+    add("--num-requests", type=int, metavar="N", help="of each run (150 in one memory, 200 across a link)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds from --seed on (3)")
+    add("--seed", type=int, default=0, metavar="N", help="of lengths (0)")
+    add_json_flag(parser)
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Prints a table for each kind of requests, or JSON with every run."""
+    from octavo.lab.simulate.profile import load_profile
+
+    refuse_words(arguments)
+    for name in ("link_gb_s", "copy_us"):
+        if not 0 < getattr(arguments, name) < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {getattr(arguments, name):g}")
+    for name in ("repeats", "num_requests"):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= 100_000:
+            raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to 100000, not {value}")
+    copies = _whole_numbers(arguments.copies)
+    found: dict[str, list[Any]] = {}
+    for name in arguments.profile.split(","):
+        profile = load_profile(name)
+        parts = _link_parts(profile, copies, arguments) if profile.device_type == "gpu" else _parts(profile, arguments)
+        found[name] = []
+        for title, records, table in parts:
+            found[name].append({"title": title, "records": records})
+            if arguments.json is None:
+                print(f"**{name}: {title}**\n\n{table}\n", flush=True)
+    if arguments.json is not None:
+        with json_stream(arguments.json) as stream:
+            stream.write(msgspec.json.encode({**arguments.plain("json"), "profiles": found}).decode() + "\n")
+    return 0
+
+
+def _whole_numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError(f"--copies are integers from 1 with commas between, not {text!r}")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _seeds(arguments: Arguments) -> range:
+    return range(arguments.seed, arguments.seed + arguments.repeats)
+
+
+def _sized(loads: Sequence[Load], arguments: Arguments) -> list[Load]:
+    return [dataclasses.replace(load, requests=arguments.num_requests or load.requests) for load in loads]
+
+
+def _rates(runs: Runs) -> list[float]:
+    return [f.requests_per_s for f in runs.runs]
+
+
+def _relative(runs: Runs, to: Runs) -> str:
+    """Requests a second as shares of another setting's, seed by seed."""
+    from octavo.lab.bench.policies.tables import spread
+
+    return spread([a / b for a, b in zip(_rates(runs), _rates(to), strict=True)], lambda share: f"{share:.3f}")
+
+
+# --- one memory -----------------------------------------------------------------------------------------------------
+
+
+def _parts(profile: StepProfile, arguments: Arguments) -> Iterator[_Part]:
+    from octavo.lab.simulate.preemption import SHARED_LOADS, at_equal_memory
+
+    for load in _sized(SHARED_LOADS, arguments):
+        rows = list(at_equal_memory(profile, load, _seeds(arguments)))
+        title = f"{load.name}, {load.requests} requests at once, {load.blocks} blocks in all, {arguments.repeats} runs"
+        yield title, rows, _shared_table(rows)
+
+
+def _shared_table(rows: list[Runs]) -> str:
+    """A line for each number of host blocks; rates relative to none of them."""
+    from octavo.lab.bench.policies.tables import markdown_table, spread
+
+    cached, uncached = ([r for r in rows if r.prefix_cache is on] for on in (True, False))
+    names = ("running", "preemptions_by_recompute", "preemptions_by_swap", "recomputed_tokens", "requests_per_s")
+    lines = (
+        [
+            str(r.host_blocks),
+            *(spread([getattr(f, name) for f in r.runs]) for name in names),
+            _relative(r, cached[0]),
+            _relative(without, uncached[0]),
+        ]
+        for r, without in zip(cached, uncached, strict=True)
+    )
+    header = ["host blocks", "running", "by recompute", "by swap", "tokens lost", "requests/s", "to none"]
+    return markdown_table([*header, "without prefix cache"], lines)
+
+
+# --- across a link --------------------------------------------------------------------------------------------------
+
+
+def _link_parts(profile: StepProfile, copies: list[int], arguments: Arguments) -> Iterator[_Part]:
+    from octavo.lab.simulate.preemption import CONTEXTS, LINK_LOADS, one_preemption, with_link
+
+    linked = {n: with_link(profile, arguments.link_gb_s, n, arguments.copy_us * 1e-6) for n in copies}
+    contexts = [c for c in CONTEXTS if c <= profile.max_model_len]
+    ones = {(n, c): one_preemption(of_link, c) for n, of_link in linked.items() for c in contexts}
+    title = f"one request alone, out and in over {arguments.link_gb_s:g} GB/s against computed again, ms"
+    yield title, [{"copies": n, "figures": one} for (n, _), one in ones.items()], _one_table(ones)
+    for load in _sized(LINK_LOADS, arguments):
+        rows = _link_rows(load, linked, _seeds(arguments))
+        title = f"{load.name}, {load.requests} requests at once, {arguments.repeats} runs"
+        yield title, [{"copies": n, "figures": runs} for row in rows for n, runs in row], _link_table(copies, rows)
+
+
+def _one_table(ones: Mapping[tuple[int, int], OnePreemption]) -> str:
+    """By context and copies of a block."""
+    from octavo.lab.bench.policies.tables import markdown_table, number
+
+    sizes = next(iter(ones.values())).swap
+    header = ["tokens", "copies of a block", "recompute", *(f"blocks of {size}" for size in sizes)]
+    lines = (
+        (f"{c}", f"{n}", *(number(1e3 * s) for s in (one.recompute, *one.swap.values())))
+        for (n, c), one in ones.items()
+    )
+    return markdown_table(header, lines)
+
+
+def _link_rows(load: Load, linked: Mapping[int, StepProfile], seeds: Sequence[int]) -> list[list[tuple[int, Runs]]]:
+    """By block size: (copies, runs) of recomputing with the prefix cache and without it, then of swap and auto."""
+    from octavo.lab.simulate.preemption import RUN_SIZES, across_link
+
+    rows = []
+    for size in RUN_SIZES:
+        [first, *_] = linked.items()
+        row = [
+            (first[0], across_link(first[1], load, size, "recompute", seeds, prefix_cache=on)) for on in (True, False)
+        ]
+        row += [(n, across_link(p, load, size, mode, seeds)) for n, p in linked.items() for mode in ("swap", "auto")]
+        rows.append(row)
+    return rows
+
+
+def _link_table(copies: Sequence[int], rows: list[list[tuple[int, Runs]]]) -> str:
+    """Rates relative to recomputing with the prefix cache."""
+    from octavo.lab.bench.policies.tables import markdown_table, spread
+
+    swaps = [f"{mode}, {n} a block" for n in copies for mode in ("swap", "auto")]
+    header = ["block size", "preemptions", "recompute, requests/s", "without prefix cache", *swaps]
+    lines = []
+    for row in rows:
+        [recompute, *others] = [runs for _, runs in row]
+        preempted = spread([f.preemptions_by_recompute for f in recompute.runs])
+        relative = [_relative(runs, recompute) for runs in others]
+        lines.append([str(recompute.block_size), preempted, spread(_rates(recompute)), *relative])
+    return markdown_table(header, lines)

@@ -1,0 +1,113 @@
+"""The flags of commands that run a workload, and the workload that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from octavo.core.errors import ConfigError
+from octavo.lab.workloads.arrivals import Arrivals, parse_arrivals
+from octavo.lab.workloads.lengths import parse_inputs, parse_outputs, parse_turns
+from octavo.lab.workloads.sharing import Conversations, parse_class, parse_system_prompts, parse_users
+from octavo.lab.workloads.traces import read_trace
+from octavo.lab.workloads.workload import Workload
+
+#: For the end of a command's help.
+FORMS = """\
+Lengths are N, uniform:LOW,HIGH, poisson:MEAN, geometric:MEAN or lognormal:MEDIAN,SIGMA[,MOST] tokens; chat and instruct
+are fits of published ones (ShareGPT, Alpaca). Arrivals are poisson, gamma, fixed or ticks with --request-rate, or
+poisson:RATE, gamma:RATE,BURSTINESS, fixed:RATE, at-once, ticks:RATE[,SECONDS], day:LOW,HIGH[,PERIOD],
+steps:SECONDS,RATE,RATE,...; a trace is CSV with the columns arrival_time,input_tokens,output_tokens (or those of the
+Azure LLM inference traces), or JSONL. With a rate a trace gives the requests but not their times."""
+
+_DEFAULT_REQUESTS = 100
+_DEFAULT_THINK, _DEFAULT_CONTEXT = Conversations.think, Conversations.max_context
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that ``make_workload`` reads; all have defaults.
+
+    ``--seed`` is not among them: commands with the engine's options have it already, others call ``add_seed_flag``.
+    """
+    times = parser.add_argument_group("arrivals (all at once, or the times of the trace)")
+    add = times.add_argument
+    add("--request-rate", "--rate", type=float, metavar="R", help="R requests a second; inf: all at once")
+    add("--arrivals", metavar="ARRIVALS", help="poisson, gamma, fixed, ticks, or with their rate (poisson)")
+    add("--burstiness", type=float, metavar="B", help="shape of gamma gaps: 1 is Poisson, less is bursty (1)")
+    add = parser.add_argument_group("requests").add_argument
+    add("--num-requests", "--requests", type=int, metavar="N", help="how many (100, or the whole trace)")
+    add("--trace", type=Path, metavar="PATH", help="CSV or JSONL file of requests and times")
+    add("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
+    add("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
+    add("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share (0)")
+    add("--system-prompts", metavar="COUNT,LEN[,S]", help="texts before prompts, popular by Zipf's law of exponent S")
+    add("--turns", metavar="LEN", help="requests are turns of conversations, each of so many")
+    add(
+        "--think-time",
+        type=float,
+        default=_DEFAULT_THINK,
+        metavar="S",
+        help=f"mean seconds from turn to turn, answer included ({_DEFAULT_THINK:g})",
+    )
+    add(
+        "--max-context",
+        type=int,
+        default=_DEFAULT_CONTEXT,
+        metavar="N",
+        help=f"a conversation ends before it has more tokens ({_DEFAULT_CONTEXT})",
+    )
+    add("--users", metavar="USERS", help="COUNT, zipf:COUNT,EXPONENT or NAME=SHARE[:WEIGHT],...")
+    add(
+        "--request-class",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="SHARE[,ttft:MS][,tpot:MS][,priority:N] of requests; may be repeated",
+    )
+
+
+def make_workload(arguments: argparse.Namespace, seed: int) -> Workload:
+    """The workload that the flags describe; reads the trace.
+
+    Raises:
+        ConfigError: a flag's value is wrong, or the trace is.
+    """
+    for name in ("num_requests", "shared_prefix_len"):
+        value, least = getattr(arguments, name), 1 if name == "num_requests" else 0
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    for name in ("request_rate", "burstiness"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    trace = read_trace(arguments.trace, arguments.num_requests) if arguments.trace is not None else None
+    conversations = None
+    if arguments.turns is not None:
+        turns = parse_turns(arguments.turns)
+        conversations = Conversations(turns, arguments.think_time, arguments.max_context)
+    return Workload(
+        requests=arguments.num_requests or (len(trace) if trace is not None else _DEFAULT_REQUESTS),
+        arrivals=_arrivals(arguments),
+        inputs=parse_inputs(arguments.input_len),
+        outputs=parse_outputs(arguments.output_len),
+        shared_prefix_len=arguments.shared_prefix_len,
+        system_prompts=parse_system_prompts(arguments.system_prompts) if arguments.system_prompts else None,
+        conversations=conversations,
+        users=parse_users(arguments.users) if arguments.users else (),
+        classes=tuple(parse_class(text) for text in arguments.request_class),
+        trace=trace,
+        seed=seed,
+    )
+
+
+def add_seed_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--seed``."""
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random in requests (0)")
+
+
+def _arrivals(arguments: argparse.Namespace) -> Arrivals | None:
+    if arguments.arrivals is None and arguments.request_rate is None:
+        if arguments.burstiness is not None:
+            raise ConfigError("--burstiness needs --request-rate")
+        return None
+    return parse_arrivals(arguments.arrivals or "poisson", arguments.request_rate, arguments.burstiness)

@@ -1,0 +1,116 @@
+"""``octavo bench calibrate`` and ``simulation``: fits recover what is known, and run on a tiny model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from octavo.cli.main import main
+from octavo.lab.bench import validate
+from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps
+from octavo.lab.bench.calibrate_server import overhead
+from octavo.lab.bench.least_squares import non_negative
+from octavo.lab.bench.serve_client import Outcome
+from octavo.lab.simulate.profile import Overhead, load_profile
+from octavo.lab.simulate.work import StepWork
+from tests.lab.simulate.test_profile import PROFILE, profile
+
+
+def test_non_negative_least_squares_finds_the_best_of_all_subsets() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        a = rng.normal(size=(int(rng.integers(3, 12)), 4))
+        b = rng.normal(size=len(a))
+        best = np.inf
+        for columns in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(5)):
+            x = np.zeros(4)
+            if columns:
+                x[list(columns)] = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, float(np.linalg.norm(a @ x - b)))
+        found = non_negative(a, b)
+        assert (found >= 0).all()
+        assert np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
+
+
+def test_a_fit_recovers_the_costs_behind_noisy_steps() -> None:
+    rng = random.Random(5)
+    known = profile(products=[[1, 0.008], [8, 0.008], [512, 0.4]], fixed=0)
+    steps = []
+    for _ in range(600):
+        decodes, chunks = rng.choice((0, 1, 4, 16, 64)), rng.choice((0, 0, 1, 2))
+        prompt = chunks * rng.randrange(2, 200)
+        work = StepWork(
+            tokens=decodes + prompt,
+            decodes=decodes,
+            context=decodes * rng.randrange(10, 2000),
+            chunks=chunks,
+            pairs=prompt * rng.randrange(100, 2000),
+            sampled=decodes + chunks,
+        )
+        if work.tokens:
+            disturbed = 3.0 if rng.random() < 0.03 else rng.uniform(0.98, 1.02)
+            steps.append(MeasuredStep(work, known.seconds(work) * disturbed))
+    facts = {name: PROFILE[name] for name in ("model", "device", "device_type", "max_model_len")}
+    facts |= {"kv_cache_tokens": 1000, "kv_bytes_per_token": 1, "moved": 0.0, "copied": 0.0}
+    found = fit_profile(steps, **facts)
+    assert found.errors["all"].median < 0.015 and found.errors["all"].steps == len(steps)
+    assert {"decode", "mixed", "prefill"} < set(found.errors)
+    assert found.context == pytest.approx(known.context, rel=0.05)
+    assert found.pairs == pytest.approx(known.pairs, rel=0.1)
+    for tokens in (1, 8, 64, 400):
+        work = StepWork(tokens=tokens, decodes=tokens, sampled=tokens)
+        assert found.seconds(work) == pytest.approx(known.seconds(work), rel=0.05)
+
+
+def test_the_same_step_of_several_rounds_has_its_median_time() -> None:
+    a, b = StepWork(tokens=1, decodes=1, context=9, sampled=1), StepWork(tokens=4, chunks=1, pairs=10)
+    rounds = [
+        [MeasuredStep(a, 1.0), MeasuredStep(b, 5.0)],
+        [MeasuredStep(a, 9.0), MeasuredStep(b, 4.0)],
+        [MeasuredStep(a, 2.0), MeasuredStep(a, 7.0)],
+    ]
+    assert median_steps(rounds) == [MeasuredStep(a, 2.0), MeasuredStep(b, 4.5), MeasuredStep(a, 7.0)]
+
+
+def test_what_a_server_adds_is_what_the_steps_do_not_explain() -> None:
+    known, added = profile(offline=Overhead(request=1e-4)), Overhead(request=1e-4, step=2e-3, answer=3e-3, arrival=3e-3)
+
+    def answers(count: int) -> list[Outcome]:
+        gap = known.seconds(StepWork(count, count, count * 32, 0, 0, count)) + added.step
+        first = known.seconds(StepWork(16, 0, 0, 1, 136, 1)) + added.step + added.request + added.arrival + added.answer
+        chunks = array("d", [5.0 + first + i * gap for i in range(33)])
+        return [Outcome(due=5.0, sent=5.0, ended=chunks[-1], chunks=chunks, output_tokens=33)]
+
+    found = overhead(known, answers(1), answers(8))
+    assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(added))
+    slower = profile(products=[(1, 1.0), (10, 2.0)])
+    assert overhead(slower, answers(1), answers(8)) == Overhead()
+
+
+def test_a_calibrated_profile_can_be_simulated_and_compared(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "profile.json"
+    engine = [str(tiny_model), "--num-gpu-blocks-override", "200", "--max-num-seqs", "16"]
+    assert main(["bench", "calibrate", *engine, "--rounds", "2", "--with-server", "--json", str(file)]) == 0
+    found = load_profile(str(file))
+    assert found.origin == "fitted" and found.errors["all"].steps > 100
+    assert found.kv_cache_tokens == 3200 and found.offline.request > 0 and found.moved > 0
+    assert 0 < found.server.arrival == found.server.answer < 1
+    assert main(["simulate", "--profile", str(file), "--input-len", "20", "--output-len", "5", "--json", "-"]) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert figures["requests"] == 100 and figures["output_tokens"] == 500
+    monkeypatch.setattr(validate, "KINDS", {"short": ("uniform:5,30", "uniform:2,10", 1.0)})
+    monkeypatch.setattr(validate, "LOADS", (0.5,))
+    assert main(["bench", "simulation", *engine, "--profile", str(file), "--seconds", "0.1"]) == 0
+    table = capsys.readouterr().out
+    assert "short" in table and table.count("median error") == 12 and "p99 e2e" in table

@@ -1,0 +1,114 @@
+"""``octavo bench kernels`` on a tiny model: counted bytes and operations, and the types that options select."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.cli.main import main
+from octavo.kernels import load_kernels
+from octavo.kernels.interface import Kernels
+from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
+from octavo.loader.shapes import SHAPES as MODELS
+from octavo.models.config import read_model_config
+
+#: One row, one sequence and one short prompt.
+SHAPES = Shapes([1, 3], [(2, 40)], [20])
+LINEARS = [
+    "linear qkv_proj",
+    "linear o_proj",
+    "linear o_proj, added",
+    "linear gate_up_proj",
+    "linear gate_up_proj, gated",
+    "linear down_proj",
+    "linear down_proj, added",
+    "linear lm_head",
+]
+
+LOW_RANKS = [f"low-rank 16 {name}" for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")]
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+    return load_kernels("cpu", "cpu")
+
+
+def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    assert main(["bench", "kernels", str(tiny_model), "--rows", "2", "--json", str(target)]) == 0
+    rows: list[dict[str, Any]] = [json.loads(line) for line in target.read_text().splitlines()]
+    assert list(dict.fromkeys(row["kernel"] for row in rows)) == [*LINEARS, *LOW_RANKS, "attention"]
+    assert [row["rows"] for row in rows if row["kernel"] == "linear lm_head"] == [2]
+    for row in rows:
+        assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
+        shares = row["gb_per_s"] / row["limit_gb_per_s"], row["gflop_per_s"] / row["limit_gflop_per_s"]
+        assert row["share_of_limit"] == pytest.approx(max(shares), rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize(("kind", "bytes_of_weight", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.5, 1)])
+def test_bytes_and_operations_of_products(
+    kernels: Kernels, tiny_model: Path, kind: str | None, bytes_of_weight: float, of_head: float
+) -> None:
+    c = read_model_config(tiny_model)
+    for case in linear_cases(kernels, c, Types(torch.bfloat16, kind), SHAPES, torch.device("cpu")):
+        outputs, inputs = map(int, case.shape.split(" x "))
+        size = of_head if case.kernel == "linear lm_head" else bytes_of_weight
+        assert case.bytes == outputs * inputs * size
+        assert case.flops == 2 * outputs * inputs * case.rows
+
+
+def test_bytes_and_operations_of_adapters(kernels: Kernels, tiny_model: Path) -> None:
+    c, device = read_model_config(tiny_model), torch.device("cpu")
+    shapes = Shapes([1, 20], [], [])
+    cases = [*low_rank_cases(kernels, c, Types(torch.bfloat16), shapes, device)]
+    assert [case.kernel for case in cases] == [name for name in LOW_RANKS for _ in shapes.rows]
+    for case in cases:
+        outputs, inputs = map(int, case.shape.split(" x "))
+        assert case.bytes == min(case.rows, 8) * 16 * (outputs + inputs) * 2
+        assert case.flops == 2 * 16 * (outputs + inputs) * case.rows
+        assert case.calls == c.num_layers
+        sums = case.forward(case.batch).hidden
+        assert sums.shape == (case.rows, outputs) and (sums != 0).all()
+
+
+def test_bytes_and_operations_of_experts(kernels: Kernels, tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+    config = MODELS["qwen3-moe-1b-a0.3b-shape"] | small | {"num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c, device = read_model_config(tmp_path), torch.device("cpu")
+    one, three = expert_cases(kernels, c, Types(torch.bfloat16), SHAPES, device)
+    expert = 3 * 64 * 32
+    assert one.calls == 2 and one.shape == "2 of 6, 64 x 32"
+    assert one.bytes == 2 * 2 * expert and one.flops == 2 * 2 * expert
+    assert three.flops == 3 * one.flops and one.bytes <= three.bytes <= 3 * one.bytes
+    for case in (one, three):
+        assert case.forward(case.batch).hidden.shape == (case.rows, 64)
+    names = [case.kernel for case in linear_cases(kernels, c, Types(torch.bfloat16), SHAPES, device)]
+    assert "linear gate" in names and not any("gate_up" in name for name in names)
+
+
+@pytest.mark.parametrize(("cache_dtype", "bytes_of_head"), [("auto", 2 * 2), ("int8", 2 * 1)])
+def test_bytes_and_operations_of_attention(
+    kernels: Kernels, tiny_model: Path, cache_dtype: str, bytes_of_head: int
+) -> None:
+    c = read_model_config(tiny_model)
+    types = Types(torch.bfloat16, kv_cache_dtype=cache_dtype)
+    decode, prefill = attention_cases(kernels, c, types, SHAPES, torch.device("cpu"))
+    scales = 2 * c.num_kv_heads * 4 if cache_dtype == "int8" else 0
+    of_token = bytes_of_head * c.num_kv_heads * c.head_dim + scales
+    assert decode.bytes == 2 * 40 * of_token and prefill.bytes == 20 * of_token
+    assert decode.flops == 2 * 40 * 4 * c.num_heads * c.head_dim
+    assert prefill.flops == pytest.approx(20 * 21 / 2 * 4 * c.num_heads * c.head_dim)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "fp8"])
+def test_weights_that_it_cannot_make_are_refused(
+    tiny_model: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", str(tiny_model), "--quantization", kind]) == 2
+    assert kind in capsys.readouterr().err
