@@ -49,7 +49,7 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Workload:
+class PromptSet:
     """Prompts of one kind, as texts of a chat or as token ids."""
 
     name: str
@@ -90,7 +90,7 @@ def measure(
             yield from _measure(llm, load, methods, output_len, rounds)
 
 
-def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
+def workloads(llm: LLM, count: int, seed: int) -> list[PromptSet]:
     """``count`` requests of each kind. A model without tokenizer, as one of dummy weights is, has random prompts alone.
 
     ``greedy``: what networks of random weights answer to random prompts soon repeats itself.
@@ -99,14 +99,14 @@ def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
     vocab_size = llm.llm_engine.core.model_config.vocab_size
     noise = [[rng.randrange(vocab_size) for _ in range(_RANDOM_PROMPT)] for _ in range(count)]
     if llm.llm_engine.core.options.skip_tokenizer_init:
-        return [Workload("greedy", noise, 0.0), Workload("random", noise, 1.0)]
+        return [PromptSet("greedy", noise, 0.0), PromptSet("random", noise, 1.0)]
     prompts = example_prompts(count, rng)
     chats = prompts[:count]
     return [
-        Workload("edit", prompts[count:], 0.0),
-        Workload("chat", chats, 0.7),
-        Workload("chat again", chats, 0.7, repeated=True),
-        Workload("random", noise, 1.0),
+        PromptSet("edit", prompts[count:], 0.0),
+        PromptSet("chat", chats, 0.7),
+        PromptSet("chat again", chats, 0.7, repeated=True),
+        PromptSet("random", noise, 1.0),
     ]
 
 
@@ -130,7 +130,7 @@ def _edit(rng: random.Random) -> str:
 
 
 def _measure(
-    llm: LLM, load: Workload, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
+    llm: LLM, load: PromptSet, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
 ) -> Iterator[SpeculationFigures]:
     prompts = _tokenized(llm.get_tokenizer(), load)
     params = [
@@ -180,7 +180,7 @@ def _figures(
     )
 
 
-def _tokenized(tokenizer: Tokenizer, load: Workload) -> list[list[int]]:
+def _tokenized(tokenizer: Tokenizer, load: PromptSet) -> list[list[int]]:
     return [
         tokenizer.encode_chat([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
         for prompt in load.prompts

@@ -11,7 +11,7 @@ from octavo.cli.main import main
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
 from octavo.engine.llm_engine import LLMEngine
-from octavo.lab.bench.allocators import CASES, Case, make_options, measure, use_allocator
+from octavo.lab.bench.allocators import CASES, AllocatorCase, make_options, measure, use_allocator
 from octavo.lab.simulate.allocators.comparison import ALLOCATORS
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks
 from octavo.lab.workloads.lengths import Uniform
@@ -22,9 +22,9 @@ SHORT = Uniform(4, 20), Uniform(6, 24)
 SMALL = {
     case.name: case
     for case in (
-        Case("one", 8, *SHORT, context=64),
-        Case("samples", 4, *SHORT, context=64, width=3),
-        Case("beams", 4, *SHORT, context=64, width=3, beams=True),
+        AllocatorCase("one", 8, *SHORT, context=64),
+        AllocatorCase("samples", 4, *SHORT, context=64, width=3),
+        AllocatorCase("beams", 4, *SHORT, context=64, width=3, beams=True),
     )
 }
 
@@ -35,7 +35,7 @@ def engine(tiny_model: Path) -> LLMEngine:
     return LLMEngine.from_config(options)
 
 
-def answers(engine: LLMEngine, case: Case, allocator: str) -> tuple[dict[str, list[list[int]]], int]:
+def answers(engine: LLMEngine, case: AllocatorCase, allocator: str) -> tuple[dict[str, list[list[int]]], int]:
     """Token ids by request, and the most sequences that ran at once."""
     use_allocator(engine, case, allocator)
     ids = (0, engine.core.model_config.vocab_size - 1)

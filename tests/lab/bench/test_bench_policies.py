@@ -20,13 +20,13 @@ from octavo.core.errors import ConfigError, EngineStateError
 from octavo.engine.core import POLICY_OPTIONS
 from octavo.engine.llm import LLM
 from octavo.lab.bench.policies import classical, pictures, tables
-from octavo.lab.bench.policies.figures import Figures, Outcome, averages, figures
-from octavo.lab.bench.policies.lab import Lab, Row, acceptable, options_for
+from octavo.lab.bench.policies.lab import Lab, ScenarioRow, acceptable, options_for
 from octavo.lab.bench.policies.places import InProcess, Simulated
+from octavo.lab.bench.policies.policy_figures import PlaceOutcome, PolicyFigures, averages, figures
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant
+from octavo.lab.workloads.work_items import WorkItem
 from tests.lab.simulate.test_profile import profile
 
 
@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_requests() -> None:
     done.add(2, items[2], 2.0, 3.0, 3.25, 5)
     done.add(3, items[3], 3.0, 4.0, 6.0, 5)
     done.fail(items[4], "error")
-    found = figures(items, Outcome(done, 7, 0.5))
+    found = figures(items, PlaceOutcome(done, 7, 0.5))
     assert (found.requests, found.failed, found.seconds, found.preemptions) == (5, 1, 5.0, 7)
     assert found.requests_per_s == 4 / 5
     assert found.mean_latency == statistics.fmean([0.25, 2, 1.25, 3])
@@ -96,7 +96,7 @@ def test_figures_are_those_of_the_requests() -> None:
 
 
 def test_averages_are_taken_figure_by_figure() -> None:
-    base = Figures(**dict.fromkeys(Figures.__struct_fields__[:10], 1.0), user_latency={"a": 1.0})
+    base = PolicyFigures(**dict.fromkeys(PolicyFigures.__struct_fields__[:10], 1.0), user_latency={"a": 1.0})
     other = msgspec.structs.replace(base, seconds=4.0, user_latency={"a": 2.0, "b": 5.0}, goodput_share=0.5)
     mean, deviation = averages([base, other])
     assert mean.seconds == 2.5 and deviation.seconds == statistics.stdev([1, 4])
@@ -131,7 +131,7 @@ def simulated_lab(seed: int = 0) -> Lab:
 def test_equal_simulated_labs_give_equal_figures() -> None:
     policies = ["fcfs", "static", "sjf", "srpt", "fair"]
 
-    def run(seed: int) -> list[Row]:
+    def run(seed: int) -> list[ScenarioRow]:
         return simulated_lab(seed).run([TINY], policies, 2, lambda row: None)
 
     rows = run(1)

@@ -12,12 +12,12 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import POLICY_OPTIONS
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.capacity import REQUESTS
-from octavo.lab.bench.policies.figures import Outcome
+from octavo.lab.bench.policies.policy_figures import PlaceOutcome
 from octavo.lab.bench.timed_run import run_timed, to_its_length
 from octavo.lab.simulate.engine import MaxTokens, SimulatedEngine, exact_max_tokens, run
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import Recorder
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Ends requests whose stated limit is longer than they are.
 _STOP = 0
@@ -37,7 +37,7 @@ class Place(ABC):
     capacity_requests: ClassVar[int] = 120
 
     @abstractmethod
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """Runs items, which come in order of arrival; ``limit``: see ``Scenario.max_tokens``.
 
         Raises:
@@ -59,14 +59,14 @@ class Simulated(Place):
         self._profile, self._mode = profile, mode
         self.about = f"{profile.model} on {profile.device}, {profile.origin}, {mode}"
 
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         recorder = Recorder()
         engine = SimulatedEngine(self._profile, options, mode=self._mode, max_tokens=_stated(limit))
         run(engine, items, recorder.ended, lambda _: None)
         stats = engine.scheduler.counts()
         preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
-        return Outcome(recorder.done, preemptions, _tau(engine.scheduler.queues.policy))
+        return PlaceOutcome(recorder.done, preemptions, _tau(engine.scheduler.queues.policy))
 
 
 def _stated(limit: int | None) -> MaxTokens:
@@ -88,14 +88,14 @@ class InProcess(Place):
         self._engine: LLMEngine | None = None
         self._options: EngineConfig | None = None
 
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         engine = self._started(options)
         params = to_its_length if limit is None else _ending_before(limit, engine.core.model_config.vocab_size)
         done = run_timed(engine, items, params)
         stats = engine.stats()
         preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
-        return Outcome(done, preemptions, _tau(engine.core.scheduler.queues.policy))
+        return PlaceOutcome(done, preemptions, _tau(engine.core.scheduler.queues.policy))
 
     def close(self) -> None:
         """See ``Place``."""
