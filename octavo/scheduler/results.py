@@ -172,8 +172,8 @@ class Results:
             return
         candidates = [Candidates(p.top_ids, p.top_logprobs) for e in found for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
-        prompt = len(group.request.prompt_token_ids)
-        outcome = group.beam.step(candidates, [s.token_ids[prompt:] for s in group.seqs])
+        num_prompt_tokens = len(group.request.prompt_token_ids)
+        outcome = group.beam.step(candidates, [s.token_ids for s in group.seqs], num_prompt_tokens)
         if outcome.done:
             self._queues.end_group(group, SequenceStatus.FINISHED_STOPPED)
             updates.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))

@@ -54,6 +54,8 @@ class Step:
     admitted: list[SequenceGroup] = field(default_factory=list)
     #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
     blocked_on_memory: bool = False
+    #: Whether a step in flight may end a running group, whose blocks are then free; None until it is asked.
+    awaits_blocks: bool | None = None
     #: Whether a group was ended because it does not fit all blocks.
     ended: bool = False
     #: Of ``budget``, tokens of the group that others were preempted for; taken from it until that group is admitted.
