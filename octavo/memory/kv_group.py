@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ _NO_BLOCKS: list[int] = []
 
 #: Sequence id, tokens computed, tokens to hold.
 Write = tuple[int, int, int]
+
+
+class AllocStatus(enum.Enum):
+    """Whether a sequence can be allocated now, later, or never because all blocks together are too few."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)

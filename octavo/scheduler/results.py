@@ -59,7 +59,8 @@ class Results:
     def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
         """Pins the prompt's blocks; how its group ends, and why if they cannot be."""
         blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
-        status = blocks.pin(name, group.seqs[0].seq_id, tokens, group.context, self._max_model_len)
+        beside = blocks.demand(blocks.blocks_for(self._max_model_len))
+        status = blocks.pinned.add(name, group.seqs[0].seq_id, tokens, group.context, beside)
         if status is AllocStatus.NEVER:
             return SequenceStatus.FINISHED_IGNORED, (
                 f"its {blocks.blocks_for(len(tokens))} blocks would leave too few for a request of max_model_len="
@@ -136,7 +137,7 @@ class Results:
         too, as if it had decoded one token a step.
         """
         sequences, blocks = self._queues.sequences, self._queues.blocks
-        size, windows = blocks.block_size, blocks.has_windows
+        size = blocks.block_size
         for seq, drafts in step.drafted:
             group, seq_id = seq.group, seq.seq_id
             if group.status is not SequenceStatus.RUNNING or seq_id not in sequences:
@@ -144,11 +145,11 @@ class Results:
             end, computed = seq.num_computed, len(seq.token_ids) - 1
             seq.num_computed = computed
             if computed // size > (end - 1 - len(drafts)) // size:
-                blocks.register(seq_id, seq.token_ids, computed, group.context, group.features)
+                blocks.prefixes.register(seq_id, seq.token_ids, computed, group.context, group.features)
             if (end - 1) // size > (computed - 1) // size:
                 blocks.shrink(seq_id, computed)
-            if not windows and not group.plans_on_results:
-                seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
+            if not group.plans_on_results:
+                seq.free_slots = min(blocks.spare_slots(computed, several=True), seq.max_length - 1 - computed)
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
         """Adds the full blocks of a finished step, whose token ids are all known, to the prefix cache.
@@ -157,7 +158,8 @@ class Results:
         """
         if seq.status is SequenceStatus.RUNNING:
             group = seq.group
-            self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
+            prefixes = self._queues.blocks.prefixes
+            prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupOutput]
