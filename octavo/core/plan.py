@@ -132,7 +132,8 @@ class SequenceResult(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PositionLogprobs] = []
     #: Of a ``Pool`` whose prompt is computed: the network's vector, float32.
     pooled: bytes | None = None
-    #: The sequence failed and ends with this message; other sequences are not affected.
+    #: The sequence failed and ends with this message, in place of the last of its sampled tokens, if it has any; other
+    #: sequences are not affected.
     error: str | None = None
 
 

@@ -343,7 +343,8 @@ class Scheduler:
         stats.adapters = self.preparations.adapter_stats()
         if self._speculator is not None:
             stats.speculation = self._speculator.stats()
-        stats.prefix_queried_tokens, stats.prefix_hit_tokens = blocks.cached_queries, blocks.cached_hits
+        prefixes = blocks.prefixes
+        stats.prefix_queried_tokens, stats.prefix_hit_tokens = prefixes.cached_queries, prefixes.cached_hits
         return stats
 
     def _empty_slots(self) -> int:

@@ -659,12 +659,13 @@ class Engine:
     def _apply_sequence_output(self, update: SequenceOutput) -> None:
         answer = self.answers[update.group_id]
         assert answer.group_reason is None and update.index not in answer.reasons, "a token after the end"
-        if update.token_id is not None:
-            answer.tokens.setdefault(update.index, []).append(update.token_id)
+        if update.token_ids:
+            answer.tokens.setdefault(update.index, []).extend(update.token_ids)
         if update.extra is not None and update.extra.pooled is not None:
             answer.pooled = update.extra.pooled
         if update.finish_reason is not None:
-            answer.reasons[update.index], answer.error = update.finish_reason, update.error
+            answer.reasons[update.index] = update.finish_reason
+            answer.error = update.extra.error if update.extra is not None else None
 
 
 def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:

@@ -283,7 +283,9 @@ class Run:
                 assert name not in blocks.pinned._blocks
                 continue
             longer = [*tokens, 1]
-            assert blocks.match(longer, blocks.chain(longer, request.cache_context)).num_tokens >= len(tokens)
+            assert blocks.prefixes.match(
+                longer, blocks.prefixes.chain(longer, request.cache_context)
+            ).num_tokens >= len(tokens)
 
     def disturb(self) -> None:
         """Aborts a group, or ends a sequence that has sampled, now and then."""
