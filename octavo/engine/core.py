@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,26 +34,10 @@ from octavo.speculation.speculator import make_speculator
 logger = logging.getLogger("octavo")
 #: Of its own, so that a command can leave these lines out.
 startup_logger = logging.getLogger("octavo.startup")
-#: Options that only the scheduler reads, see ``EngineCore.restart``.
-POLICY_OPTIONS = frozenset(
-    {
-        "scheduling_policy",
-        "user_weights",
-        "ttft_target",
-        "tpot_target",
-        "aging_limit",
-        "preemption_victim",
-        "priority_preemption",
-        "speculative_config",
-    }
-)
 
 
 class EngineCore(StepLoop):
     """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
-
-    #: Called as ``BlockManager`` is, again by ``restart``: the lab compares it with other managers.
-    make_blocks: Callable[..., BlockManager] = BlockManager
 
     def __init__(self, options: EngineConfig, folder: Path, replica: int = 0) -> None:
         """Loads the model in ``folder`` and makes its KV cache; ``replica``: see ``make_executor``.
@@ -79,7 +62,6 @@ class EngineCore(StepLoop):
         check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(device, context_length)
-        self._loaded_drafter = options.speculative_config
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -132,9 +114,8 @@ class EngineCore(StepLoop):
     ) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
-        self.blocks = self.make_blocks(
+        self.blocks = self._new_blocks(
             sizes,
-            options.block_size,
             max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
             cuts_prompts=options.cuts_prompts,
             watermark=options.watermark,
@@ -157,34 +138,8 @@ class EngineCore(StepLoop):
                 scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         return scheduler
 
-    def restart(self, changes: Mapping[str, Any]) -> None:
-        """Begins anew with the same workers: empty blocks, and a scheduler that has learned nothing.
-
-        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on: a drafter of theirs must be
-        that of the options that the engine began with, or none.
-
-        Raises:
-            ConfigError: another option is among them, or another drafter.
-            EngineStateError: requests are unfinished, prefixes are pinned, or it sleeps.
-        """
-        if others := set(changes) - POLICY_OPTIONS:
-            raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
-        drafts = changes.get("speculative_config")
-        if drafts is not None and not drafts.same_network(self._loaded_drafter):
-            raise ConfigError("the workers have no such drafter loaded: make a new engine to change that")
-        if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
-            raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
-        plan = self.scheduler.schedule()  # the workers forget what has ended
-        self.scheduler.update(plan, self.executor.execute(plan))
-        if (
-            "speculative_config" in changes
-            and self._loaded_drafter is not None
-            and self._loaded_drafter.drafts_on_workers
-        ):
-            self.executor.collective_rpc("use_drafter", (drafts is not None and drafts.drafts_on_workers,))
-        self.options = self.options.model_copy(update=dict(changes))
-        old = self.scheduler
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
+    def _new_blocks(self, sizes: list[GroupBlocks], **settings: Any) -> BlockManager:
+        return BlockManager(sizes, self.options.block_size, **settings)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""

@@ -50,7 +50,14 @@ class LLMEngine:
         self._stat_loggers = make_stat_loggers(core.options, stat_loggers)
         self._meter = StepMeter(core) if self._stat_loggers else None
         self.tokenizer = tokenizer
-        self.inputs = self._new_inputs(default_sampling or {})
+        self.inputs = InputProcessor(
+            tokenizer,
+            core.options,
+            vocab_size=core.model_config.vocab_size,
+            eos_token_ids=core.model_config.eos_token_ids,
+            max_model_len=core.max_model_len,
+            default_sampling=default_sampling or {},
+        )
         self._outputs = OutputProcessor(tokenizer)
         #: The adapters that requests may name.
         self.adapters = make_registry(core.options, core.model_config)
@@ -58,24 +65,6 @@ class LLMEngine:
         self._prefixes = SharedPrefixes(core.options, self.inputs)
         #: Of a step at whose end an interrupt came.
         self._not_returned: list[RequestOutput] = []
-
-    def _new_inputs(self, default_sampling: Mapping[str, Any]) -> InputProcessor:
-        core = self.core
-        return InputProcessor(
-            self.tokenizer,
-            core.options,
-            vocab_size=core.model_config.vocab_size,
-            eos_token_ids=core.model_config.eos_token_ids,
-            max_model_len=core.max_model_len,
-            default_sampling=default_sampling,
-        )
-
-    @holding_interrupts
-    def restart(self, changes: Mapping[str, Any]) -> None:
-        """Begins anew with the model as it is loaded; see ``EngineCore.restart`` for what may change, and errors."""
-        self.core.restart(changes)
-        self.inputs = self._new_inputs(self.inputs.default_sampling)
-        self._prefixes = SharedPrefixes(self.core.options, self.inputs)
 
     @classmethod
     def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:

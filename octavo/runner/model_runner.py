@@ -121,7 +121,6 @@ class ModelRunner:
             with self._timed("drafter"):
                 self._drafter = drafts.load(context, self.model)
         #: The same while it follows the steps.
-        self._following = self._drafter
         self._prompt_adapters = None
         if options.enable_prompt_adapter:
             self._prompt_adapters = PromptAdapters(options, config, context, self.model)
@@ -225,7 +224,7 @@ class ModelRunner:
             residual = self.model.embed(batch.token_ids)
         else:
             residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
-        reader = None if self._following is None else self._following.make_reader()
+        reader = None if self._drafter is None else self._drafter.make_reader()
         hidden = self.model.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
@@ -274,15 +273,6 @@ class ModelRunner:
         self._forward = self._kernels.capture(
             lambda batch: runner._run_network(batch, caches), self._largest(self._max_model_len)
         )
-
-    @torch.inference_mode()
-    def use_drafter(self, used: bool) -> None:
-        """Whether the drafter follows the steps from now on, so that no plan asks for drafts while it does not.
-
-        There may be no sequence.
-        """
-        self._following = self._drafter if used else None
-        self._capture()
 
     @torch.inference_mode()
     def sleep(self, level: int) -> int:
@@ -421,9 +411,9 @@ class ModelRunner:
             self._step_sampler.sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
-        if self._following is not None:
+        if self._drafter is not None:
             sampled = None if step.sampled is None else step.sampled.sample.tokens
-            self._following.after_step(inputs, batch, output, sampled)
+            self._drafter.after_step(inputs, batch, output, sampled)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:

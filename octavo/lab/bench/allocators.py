@@ -17,6 +17,7 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
+from octavo.lab.bench.restartable import RestartableCore, restarted, start
 from octavo.lab.simulate.allocators.comparison import ALLOCATORS
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks, reserving
 from octavo.lab.simulate.engine import SimulatedEngine, run
@@ -148,32 +149,33 @@ def measure(
         share: of each case's requests.
         profile: of this engine, for what the simulator says of the same requests.
     """
-    engine = LLMEngine.from_config(options)
+    core, engine = start(options)
     try:
+        engine = use_allocator(core, engine, cases[0], "paged")
         _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
         for repeat in range(repeats):
             seed = options.seed + repeat
             for case in cases:
                 items = case.items(seed, share)
                 for allocator in ALLOCATORS:
+                    engine = use_allocator(core, engine, case, allocator)
                     figures = _run(engine, case, allocator, items, seed)
                     if profile is not None and case.width == 1:
                         rate = simulated_rate(profile, engine.core.options, case, allocator, items)
                         figures = msgspec.structs.replace(figures, simulated=rate)
                     yield figures
     finally:
-        engine.core.shutdown()
+        core.shutdown()
 
 
-def use_allocator(engine: LLMEngine, case: AllocatorCase, allocator: str) -> None:
-    """Gives an idle engine this memory: empty blocks, as many as the case has."""
-    core = engine.core
+def use_allocator(core: RestartableCore, engine: LLMEngine, case: AllocatorCase, allocator: str) -> LLMEngine:
+    """An engine in place of an idle one, with this memory: empty blocks, as many as the case has."""
 
     def make(sizes: Any, block_size: int, **settings: Any) -> BlockManager:
         return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
 
-    core.make_blocks = make
-    engine.restart({})
+    core.block_manager = make
+    return restarted(core, engine, {})
 
 
 def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
@@ -191,7 +193,6 @@ def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
 def _run(
     engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int
 ) -> AllocatorFigures:
-    use_allocator(engine, case, allocator)
     ids = (0, engine.core.model_config.vocab_size - 1)
     start = time.perf_counter()
     for number, item in enumerate(items):

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.core import POLICY_OPTIONS
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.capacity import REQUESTS
 from octavo.lab.bench.policies.policy_figures import PlaceOutcome
+from octavo.lab.bench.restartable import POLICY_OPTIONS, RestartableCore, restarted, start
 from octavo.lab.bench.timed_run import run_timed, to_its_length
 from octavo.lab.simulate.engine import MaxTokens, SimulatedEngine, exact_max_tokens, run
 from octavo.lab.simulate.run import Recorder
@@ -85,6 +85,7 @@ class InProcess(Place):
 
     def __init__(self, about: str) -> None:
         self.about = about
+        self._core: RestartableCore | None = None
         self._engine: LLMEngine | None = None
         self._options: EngineConfig | None = None
 
@@ -99,20 +100,20 @@ class InProcess(Place):
 
     def close(self) -> None:
         """See ``Place``."""
-        if self._engine is not None:
-            self._engine.core.shutdown()
-        self._engine = self._options = None
+        if self._core is not None:
+            self._core.shutdown()
+        self._core = self._engine = self._options = None
 
     def _started(self, options: EngineConfig) -> LLMEngine:
         """The engine anew under these options: with the weights that are loaded if its workers may stay."""
         before = self._options
         changes = {} if before is None else {k: v for k, v in options if v != getattr(before, k)}
-        if self._engine is None or not changes.keys() <= POLICY_OPTIONS:
+        if self._core is None or self._engine is None or not changes.keys() <= POLICY_OPTIONS:
             self.close()
-            self._engine = LLMEngine.from_config(options)
+            self._core, self._engine = start(options)
             run_timed(self._engine, [WARM_UP])
             changes = {}  # it began with them
-        self._engine.restart(changes)
+        self._engine = restarted(self._core, self._engine, changes)
         self._options = options
         return self._engine
 

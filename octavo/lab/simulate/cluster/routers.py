@@ -60,6 +60,16 @@ class SimulatedRouter(ABC):
         """A replica takes no more requests; if it failed, those that it had are routed again."""
 
 
+class _GrowingRouter(engine_router.Router):
+    """Replicas join while it runs; there is none at first."""
+
+    def add(self, replica: int) -> None:
+        """A replica takes requests, new or again: nothing is outstanding on it, and its cache is empty."""
+        missing = replica + 1 - len(self._replicas)
+        self._replicas += [engine_router.RoutedReplica(is_alive=False) for _ in range(missing)]
+        self._replicas[replica] = engine_router.RoutedReplica()
+
+
 class EngineRouter(SimulatedRouter):
     """The choice of the data-parallel front end, by its own code (``octavo/engine/router.py``)."""
 
@@ -67,7 +77,7 @@ class EngineRouter(SimulatedRouter):
 
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
-        self._router = engine_router.Router(0, settings.block_size, self.routing, settings.kv_blocks)
+        self._router = _GrowingRouter(0, settings.block_size, self.routing, settings.kv_blocks)
         self._replicas: dict[int, Replica] = {}
         self._count = itertools.count()
 
