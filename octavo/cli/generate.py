@@ -25,6 +25,7 @@ from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags
 from octavo.core.adapters import LoRARequest
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        claims = {"priority": arguments.priority, "user": arguments.user, "lora_request": lora}
-        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, claims=claims)
+        options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)
+        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, options=options)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
@@ -119,7 +120,9 @@ def run(arguments: Arguments) -> int:
 
 def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any]) -> None:
     """Gives the jobs the model's defaults of parameters that are not ``given``, and checks them before it is loaded."""
-    inputs = files.inputs()
+    from octavo.engine.input_processor import InputProcessor
+
+    inputs = InputProcessor(files)
     defaults = {name: value for name, value in files.default_sampling.items() if name not in given}
     for job in jobs:
         job.take_defaults(defaults)
@@ -129,7 +132,7 @@ def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any]) -> None
 def _load(files: ModelFiles, lora: LoRARequest | None) -> LLMEngine:
     from octavo.engine.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_files(files)
+    engine = LLMEngine(files)
     if lora is not None:
         engine.add_lora(lora)
     return engine
@@ -191,7 +194,7 @@ def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
     if job.error is not None:
         return
     try:
-        engine.add_request(str(job.index), job.tokenized, job.params, **job.claims, streaming=streaming)
+        engine.add_request(str(job.index), job.tokenized, job.params, job.options, streaming=streaming)
     except InvalidRequestError as e:
         job.error = str(e)
 

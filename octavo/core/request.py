@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.request_options import RequestOptions
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
 from octavo.core.untracked import untracked
@@ -181,7 +181,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     #: Seconds of ``time.monotonic()``.
     arrival_time: float = 0.0
     #: As the caller said them; what the front end has resolved of them is a field here instead.
-    options: RequestOptions = RequestOptions()
+    options: RequestOptions = DEFAULT_OPTIONS
     #: The adapter that the network runs with.
     adapter: AdapterRef | None = None
     #: In the order of their offsets; they do not overlap.

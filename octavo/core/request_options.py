@@ -72,40 +72,54 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
 
+DEFAULT_OPTIONS = RequestOptions()
 #: Names of keywords that are fields of ``RequestOptions``, or that stand for one.
 KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as"}
 
 
-def options_from_keywords(method: str, keywords: Mapping[str, Any]) -> RequestOptions:
-    """The options that the keywords of a method give; None stands for the default.
+def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:
+    """Refuses keywords that are neither in ``KEYWORDS`` nor another engine's, with a value that means nothing here.
+
+    Raises:
+        TypeError, InvalidRequestError: see ``check_keywords``.
+    """
+    check_keywords(method, {name: value for name, value in keywords.items() if name not in KEYWORDS})
+
+
+def options_from_keywords(
+    method: str, keywords: Mapping[str, Any], options: RequestOptions = DEFAULT_OPTIONS
+) -> RequestOptions:
+    """The options with those fields that the keywords of a method give; None is as if it were not given.
 
     Raises:
         TypeError: a keyword is neither one of ``KEYWORDS`` nor one of another engine's.
         InvalidRequestError: a value is wrong, or one of ``FOREIGN_KEYWORDS`` that is not accepted.
         AdapterError: there are two adapters.
     """
-    check_keywords(method, {name: value for name, value in keywords.items() if name not in KEYWORDS})
+    if not keywords:
+        return options
+    check_request_keywords(method, keywords)
     fields = {name: value for name, value in keywords.items() if name in KEYWORDS and value is not None}
     if (named := fields.pop("prompt_adapter_request", None)) is not None:
         fields["lora_request"] = one_adapter(fields.get("lora_request"), named)
-    return RequestOptions(**fields)
+    return msgspec.structs.replace(options, **fields)
 
 
 def options_for_each(method: str, keywords: Mapping[str, Any], count: int) -> list[RequestOptions]:
     """The options of each of ``count`` requests; a keyword has one value for all, or a list with one for each.
 
     Raises:
-        InvalidRequestError: a list is of another length, or as ``options_from_keywords``, which see.
+        InvalidRequestError: a list is of another length.
+        TypeError, InvalidRequestError, AdapterError: as ``options_from_keywords``.
     """
     columns = {name: value for name, value in keywords.items() if name in KEYWORDS and _is_one_each(name, value)}
     for name, column in columns.items():
         check_one_each(name, column, count)
+    options = options_from_keywords(method, {name: value for name, value in keywords.items() if name not in columns})
     if not columns:
-        return [options_from_keywords(method, keywords)] * count
-    return [
-        options_from_keywords(method, {**keywords, **{name: column[i] for name, column in columns.items()}})
-        for i in range(count)
-    ]
+        return [options] * count
+    rows = zip(*columns.values(), strict=True)
+    return [options_from_keywords(method, dict(zip(columns, row, strict=True)), options) for row in rows]
 
 
 def check_one_each(name: str, value: Any, count: int) -> None:
