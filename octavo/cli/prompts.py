@@ -57,6 +57,11 @@ class Job:
             self.error = str(e)
 
     @property
+    def has_one_answer(self) -> bool:
+        """Whether there is one completion, whose text may grow."""
+        return isinstance(self.params, SamplingParams) and self.params.num_sequences == 1
+
+    @property
     def tokenized(self) -> TokensPrompt:
         """Its tokens, with its text if it is one."""
         if isinstance(self.prompt, str) and self.messages is None:
