@@ -140,7 +140,7 @@ class SequenceGroup:
         self.group_id = request.group_id
         #: Orders groups by arrival: seconds, and a number where these are equal.
         self.arrival = (request.arrival_time, number)
-        self.priority = request.priority
+        self.priority = request.options.priority
         task = request.task
         self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
         #: Whether tokens follow the prompt.

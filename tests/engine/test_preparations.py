@@ -41,7 +41,11 @@ class TablePreparer(Preparer):
 
 
 def table_of(request: EngineCoreRequest) -> Preparation | None:
-    return Preparation("table", f"table of {request.user}", request.user.encode()) if request.user else None
+    return (
+        Preparation("table", f"table of {request.options.user}", request.options.user.encode())
+        if request.options.user
+        else None
+    )
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.group_queue import GroupQueue
@@ -87,8 +88,7 @@ def request(
         prompt_token_ids=tokens,
         task=task,
         arrival_time=arrival,
-        priority=priority,
-        cache_salt=salt,
+        options=RequestOptions(priority=priority, cache_salt=salt),
         adapter=adapter,
     )
 
@@ -865,7 +865,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
     assert found(features=[Feature(2, 9, b"dog", b"an image")]) == 13, "the key names the content"
     assert found(features=[late]) == 6, "the tokens before it, as of the first request"
     assert found(adapter=adapter, features=[dog]) == 0
-    assert found(adapter=adapter, cache_salt="x", features=[dog]) == 0
+    assert found(adapter=adapter, options=RequestOptions(cache_salt="x"), features=[dog]) == 0
     assert found(adapter=adapter, features=[dog]) == found() == 13
 
 
@@ -874,7 +874,8 @@ def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
     adapters = [None, *(AdapterRef(text, "a", "a", 8) for text in texts)]
     pairs = [(salt, adapter) for salt in texts for adapter in adapters]
     plain = request(1, 1)
-    contexts = {msgspec.structs.replace(plain, cache_salt=s, adapter=a).cache_context for s, a in pairs}
+    requests = [msgspec.structs.replace(plain, options=RequestOptions(cache_salt=s), adapter=a) for s, a in pairs]
+    contexts = {request.cache_context for request in requests}
     assert len(contexts) == len(pairs)
 
 

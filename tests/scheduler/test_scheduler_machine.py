@@ -13,6 +13,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import GroupBlocks, window_blocks
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence, SequenceGroup
@@ -224,11 +225,13 @@ class Run:
             prompt_token_ids=prompt,
             task=task,
             arrival_time=self.engine.now,
-            priority=rng.randint(0, 3),
-            cache_salt=rng.choice(["", "", "other"]),
-            user=self.own_rng.choice("abc"),
-            ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
-            tpot_target=self.own_rng.choice([None, 1.0]),
+            options=RequestOptions(
+                priority=rng.randint(0, 3),
+                cache_salt=rng.choice(["", "", "other"]),
+                user=self.own_rng.choice("abc"),
+                ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
+                tpot_target=self.own_rng.choice([None, 1.0]),
+            ),
             adapter=self.adapter_rng.choice([None, None, *self.refs]) if self.case.slots else None,
         )
 
@@ -251,7 +254,11 @@ class Run:
             task = Generate(SamplingParams(max_tokens=0), 0, [])
             group_id = 1000 + self.pin_rng.randrange(10**9)
             request = EngineCoreRequest(
-                group_id=group_id, prompt_token_ids=prompt, task=task, arrival_time=self.engine.now, pin_as=name
+                group_id=group_id,
+                prompt_token_ids=prompt,
+                task=task,
+                arrival_time=self.engine.now,
+                options=RequestOptions(pin_as=name),
             )
             self.pinned[name] = request
             self.engine.add(request)
@@ -380,7 +387,7 @@ class Run:
             if answer.error == "unusable":
                 assert isinstance(request.task, Generate) and request.task.grammar and answer.group_reason == "error"
                 return
-        if request.task.num_sequences == 1 and not self.case.failure_rate and request.pin_as is None:
+        if request.task.num_sequences == 1 and not self.case.failure_rate and request.options.pin_as is None:
             assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
             assert not answer.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from octavo.core.config import EngineConfig
@@ -57,10 +58,10 @@ def start(options: EngineConfig) -> tuple[RestartableCore, LLMEngine]:
     """Loads a model; see ``LLMEngine.from_config``."""
     files = find_files(options)
     core = RestartableCore(files.options, files.folder)
-    return core, LLMEngine(core, files.tokenizer, (), files.default_sampling)
+    return core, LLMEngine(files, core=core)
 
 
 def restarted(core: RestartableCore, engine: LLMEngine, changes: Mapping[str, Any]) -> LLMEngine:
     """A new engine over the core, which begins anew; ``engine`` is the one before it, without requests."""
     core.restart(changes)
-    return LLMEngine(core, engine.tokenizer, (), engine.inputs.default_sampling)
+    return LLMEngine(replace(engine.front_end.files, options=core.options, prefixes=[]), core=core)
