@@ -99,8 +99,7 @@ class DraftModel(WorkerDrafter):
         if options.load_format == "dummy":
             self.network = make_dummy_model(self.config, context, options.seed)
             return
-        gguf = gguf_source(options.model) if context.quantization == "gguf" else None
-        self.network = load_model(self._source.folder, self.config, context, gguf)
+        self.network = load_model(self._source.folder, self.config, context, gguf_source(options.model))
 
     def describe(self) -> str:
         """See ``WorkerDrafter``."""
