@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.quantized_rows import QuantizedRows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Types of which the compiled kernels compute the values.
+_COMPILED = ("Q4_0", "Q4_1", "Q8_0")
 #: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
 _AT_ONCE = 1 << 16
 
@@ -72,53 +76,45 @@ class GGUFRows(QuantizedRows):
         return values.t() if self.transposed else values
 
 
-def dequantize(kind: str, rows: np.ndarray) -> Tensor:
-    """The values of rows of a GGUF type, uint8 [N, bytes of a row]: float32 [N, K], with the gguf package's bits."""
+def dequantize(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of rows of a GGUF type, those of the gguf package, rounded to ``dtype``.
+
+    Args:
+        kind: name of the type.
+        rows: uint8 [N, bytes of a row].
+        dtype: of the result [N, K]: float32 or bfloat16.
+    """
     if kind in _PLAIN:
-        return torch.from_numpy(rows).view(_PLAIN[kind]).float()
-    if kind in _QUICK:
-        size, values = _QUICK[kind]
-        return values(torch.from_numpy(rows).view(-1, size)).view(len(rows), -1)
-    return _by_package(kind, rows)
-
-
-def _by_package(kind: str, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).view(_PLAIN[kind]).to(dtype)
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
 
     number = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[number]
-    out = np.empty((len(rows), rows.shape[1] // size * block), np.float32)
+    out = torch.empty((len(rows), rows.shape[1] // size * block), dtype=dtype)
+    if kind in _COMPILED and (cpu := _compiled()) is not None:
+        rows = np.ascontiguousarray(rows)
+        to = cpu.Dtype.f32 if dtype == torch.float32 else cpu.Dtype.bf16
+        cpu.dequantize_gguf(kind, rows.ctypes.data, rows.size // size, out.data_ptr(), to)
+        return out
+    from gguf.quants import dequantize as by_package
+
     step = max(1, _AT_ONCE // max(1, out.shape[1]))
 
     def fill(start: int) -> None:
         with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
-            out[start : start + step] = dequantize(rows[start : start + step], number)
+            out[start : start + step] = torch.from_numpy(by_package(rows[start : start + step], number))
 
-    for _ in _pool().map(fill, range(0, len(rows), step)):
-        pass
-    return torch.from_numpy(out)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(fill, range(0, len(rows), step)):
+            pass
+    return out
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dequantize")
-
-
-def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte ``start`` of each block, as float32 [B, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Codes of bytes [B, 16], the low nibbles first: float32 [B, 32]."""
-    packed = packed.contiguous()
-    return torch.cat((packed & 15, packed >> 4), dim=1).float()
-
-
-#: Bytes of a block of 32 values, and its values; types that are simple enough to be several times faster here.
-_QUICK = {
-    "Q4_0": (18, lambda blocks: _nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks, 0))),
-    "Q4_1": (20, lambda blocks: _nibbles(blocks[:, 4:]).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))),
-    "Q8_0": (34, lambda blocks: blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))),
-}
+def _compiled() -> Any:
+    """The compiled kernels, if they are built and new enough; they are several times faster, whatever the backend."""
+    try:
+        cpu = importlib.import_module("octavo._cpu")
+    except ImportError:
+        return None
+    return cpu if hasattr(cpu, "dequantize_gguf") else None

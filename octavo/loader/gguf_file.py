@@ -11,17 +11,13 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_parts import split_paths
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
@@ -40,8 +36,6 @@ _STRING, _ARRAY = 8, 9
 #: Longest text in bytes (chat templates and whole tokenizers are stored as texts).
 _MAX_TEXT = 64 << 20
 _MAX_DIMS = 4
-#: Bytes that are read and dequantised at once.
-_PIECE = 1 << 18
 
 #: Tensor types that can be dequantized.
 SUPPORTED_TYPES = frozenset(
@@ -140,20 +134,6 @@ class GGUFFile:
         if data.size != count:
             raise WeightError(f"{tensor.path} became shorter while tensor {tensor.name!r} was read")
         return data.reshape(last - first, tensor.row_bytes)
-
-    def read_values(self, tensor: GGUFTensor, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows of a tensor, by default all, dequantised: [rows, columns] of ``dtype``, by default float32."""
-        import torch
-
-        from octavo.kernels.gguf_rows import dequantize
-
-        first, last, _ = (rows or slice(None)).indices(tensor.rows)
-        values = torch.empty((last - first, tensor.shape[-1]), dtype=dtype or torch.float32)
-        step = max(1, _PIECE // max(1, tensor.row_bytes))
-        for start in range(first, last, step):
-            piece = self.read_rows(tensor, slice(start, min(start + step, last)))
-            values[start - first : start - first + len(piece)] = dequantize(tensor.type.name, piece)
-        return values
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor
 from octavo.loader.gguf_metadata import ROPE_TABLES
@@ -159,7 +159,7 @@ class GGUFCheckpoint:
 
     def read_all(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the file under their names there, float32."""
-        return ((name, self.file.read_values(tensor)) for name, tensor in self.file.tensors.items())
+        return ((name, self._values(tensor)) for name, tensor in self.file.tensors.items())
 
     def _find(self, source: str, names: Sequence[str]) -> None:
         shapes = [self._shapes[name] for name in names]
@@ -195,13 +195,17 @@ class GGUFCheckpoint:
 
     def _read(self, name: str, dtype: torch.dtype | None) -> Tensor | QuantizedRows:
         if name in self._split:
-            keys, values = (self.file.read_values(tensor).view(tensor.shape) for tensor in self._split[name])
+            keys, values = (self._values(tensor).view(tensor.shape) for tensor in self._split[name])
             return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
         place = self._places[name]
         source, shape = place.source, place.shape
         if len(source.shape) == 1:
-            return self.file.read_values(source).view(-1)[place.part].view(shape)
+            return self._values(source).view(-1)[place.part].view(shape)
         block = GGML_QUANT_SIZES[source.type][0]
         if dtype is None and block > 1:
             return GGUFRows(source.type.name, self.file.read_rows(source, place.part), shape[-1], block)
-        return self.file.read_values(source, place.part, dtype or torch.float32).view(shape)
+        return dequantize(source.type.name, self.file.read_rows(source, place.part), dtype or torch.float32).view(shape)
+
+    def _values(self, tensor: GGUFTensor) -> Tensor:
+        """All values, float32 [rows, columns]."""
+        return dequantize(tensor.type.name, self.file.read_rows(tensor))

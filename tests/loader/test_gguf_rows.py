@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import ConfigError
+from octavo.kernels import gguf_rows
 from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -43,12 +44,17 @@ def test_blocks_have_the_values_that_are_read_without_them(file: Path, folder: P
     assert isinstance(matrix, GGUFRows) == (not _is_float(file))
 
 
-def test_values_have_the_bits_of_the_gguf_package() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_values_have_the_bits_of_the_gguf_package(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(gguf_rows, "_compiled", lambda: None)
     rng = np.random.default_rng(0)
     for kind in SUPPORTED_TYPES:
-        rows = random_blocks(rng, kind, 33, 2048)
+        rows = random_blocks(rng, kind, 77, 2048)
         wanted = torch.from_numpy(np.array(gguf.quants.dequantize(rows, kind)))
         assert torch.equal(dequantize(kind.name, rows).view(torch.int32), wanted.view(torch.int32)), kind.name
+        rounded = dequantize(kind.name, rows, torch.bfloat16)
+        assert torch.equal(rounded.view(torch.int16), wanted.bfloat16().view(torch.int16)), kind.name
 
 
 def _is_float(file: Path) -> bool:

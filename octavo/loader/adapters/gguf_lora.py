@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo.core.errors import AdapterError, OctavoError
+from octavo.kernels.gguf_rows import dequantize
 from octavo.loader.adapters.lora import LoraPair
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.loader.gguf_config import ARCHITECTURES
@@ -93,7 +94,10 @@ def read_values(file: GGUFFile) -> dict[str, Tensor]:
         AdapterError: it became shorter, or cannot be read.
     """
     try:
-        return {name: file.read_values(tensor).view(tensor.shape) for name, tensor in file.tensors.items()}
+        return {
+            name: dequantize(tensor.type.name, file.read_rows(tensor)).view(tensor.shape)
+            for name, tensor in file.tensors.items()
+        }
     except (OctavoError, OSError) as e:
         raise AdapterError(str(e)) from None
 
