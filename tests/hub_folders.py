@@ -31,7 +31,7 @@ def hub_folder(model: str, dtype: str) -> Path:
         config = json.loads((source / "config.json").read_text()) | {"dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config))
         network = outline(read_model_config(source), "float32")
-        shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+        shapes = network.tensor_shapes()
         tensors = GGUFCheckpoint(file, network.config, shapes).read(shapes, [], getattr(torch, dtype))
         weights = {name: tensor for name, tensor in tensors if isinstance(tensor, torch.Tensor)}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

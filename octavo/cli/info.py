@@ -192,7 +192,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     from octavo.models.config import read_model_config
     from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
 
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+    folder = resolve_model(options.model, revision=options.revision)
     config, gguf = read_model_config(folder), gguf_source(options.model)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = outline(config, dtype, None, options.kv_cache_dtype)
@@ -237,7 +237,7 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
     from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.models.config import read_model_config
 
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
+    folder = resolve_model(options.model, revision=options.revision)
     return msgspec.to_builtins(check_model(folder, read_model_config(folder), gguf_source(options.model)))
 
 

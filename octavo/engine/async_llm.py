@@ -151,7 +151,6 @@ class AsyncLLM(AsyncAdmin):
             folder = await asyncio.to_thread(
                 resolve_model,
                 config.model,
-                dtype=config.dtype,
                 revision=config.revision,
                 weights=config.load_format != "dummy",
             )

@@ -70,7 +70,6 @@ def find_files(options: EngineConfig) -> ModelFiles:
     read_chat_template(options.chat_template)
     folder = resolve_model(
         options.model,
-        dtype=options.dtype,
         revision=options.revision,
         weights=options.load_format != "dummy",
     )

@@ -82,7 +82,7 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
     Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
     """
     network = outline(config, "float32")
-    shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+    shapes = network.tensor_shapes()
     problems: list[Problem] = []
     tensors = size = 0
     try:

@@ -10,33 +10,18 @@ import numpy as np
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
 
-#: Settings that change what a network computes, and the values that leave it as it is. One that an architecture's
-#: config.json does not express must have such a value.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_weights_scale": (0.0, 1.0),
-    "expert_gating_func": (0, 1),
-    "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
-    "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "attention.scale": (0.0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.shared_kv_layers": (0,),
-    "attention.temperature_scale": (0.0,),
-    "attention.kv_lora_rank": (0,),
-    "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "router_logit_softcapping": (0.0,),
+#: Settings that change what a network computes, and the values that leave it as it is, the first where they are absent.
+#: One that an architecture's config.json does not express must have such a value.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("expert_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("expert_group_count", "expert_weights_scale", "expert_gating_func"), (0, 1)),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "attention.scale", "attention.clamp_kqv"), (0,)),
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.shared_kv_layers", "attention.kv_lora_rank"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

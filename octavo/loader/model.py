@@ -52,7 +52,7 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     """
     network = make_network(config, context)
     whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
-    shapes = {name: layer.expected[shard] for name, layer, shard in whole.tensors()}
+    shapes = whole.tensor_shapes()
     entries: list[Entry] = [*network.checkpoint_map]
     tensors: Generator[tuple[str, Tensor | QuantizedRows]]
     if gguf is not None:

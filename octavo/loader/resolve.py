@@ -23,22 +23,17 @@ if TYPE_CHECKING:
 FOLDER_VERSION = 3
 #: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
 
 
-def resolve_model(
-    name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True, weights: bool = True
-) -> Path:
-    """The folder with config.json, tokenizer.json and safetensors of a model.
+def resolve_model(name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
+    """The folder with config.json and tokenizer.json of a model, and its safetensors if it has no GGUF file.
 
     Args:
         name: a folder with config.json, a .gguf file, a built-in name, the name of a shape (see ``shapes``), or a hub
             id ``owner/name``, tried in this order.
-        dtype: type of the weights written when a GGUF file is converted; ``auto`` is bfloat16, and so is ``float16``.
-            Folders keep their own.
         revision: branch, tag or commit of a hub id.
         progress: shows downloads on standard error.
         weights: false if they are not needed (``load_format="dummy"``): then they are not fetched from the hub.
@@ -46,11 +41,8 @@ def resolve_model(
     Raises:
         ModelNotFoundError: nothing of that name exists.
         DownloadError: it exists but could not be fetched, or the cache cannot be written.
-        WeightError, UnsupportedModelError, TokenizerError: a GGUF file cannot be converted.
-        ConfigError: an unknown ``dtype``.
+        WeightError, UnsupportedModelError, TokenizerError: a GGUF file is damaged, or cannot be served.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):  # Path("") is the current folder
         return _checked_folder(path)
@@ -67,13 +59,8 @@ def resolve_model(
     raise ModelNotFoundError(_not_found(name))
 
 
-def pull(name: str, progress: bool = True) -> Path:
-    """Fetches and converts a model before its first use, so that later starts need no network; returns its folder."""
-    return resolve_model(name, progress=progress)
-
-
 def gguf_source(name: str) -> Path | None:
-    """The GGUF file that ``resolve_model`` converts for ``name``; None if the model is not a GGUF file."""
+    """The GGUF file that holds the weights of the model ``name``; None if it is not one."""
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         return None

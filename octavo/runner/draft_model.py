@@ -55,7 +55,7 @@ class DraftModelSource(DraftSource):
         changes = {"model": given.model, "quantization": given.quantization or "auto", "revision": given.revision}
         own = options.model_copy(update=changes)
         dummy = options.load_format == "dummy"
-        folder = resolve_model(own.model, dtype=own.dtype, revision=own.revision, weights=not dummy)
+        folder = resolve_model(own.model, revision=own.revision, weights=not dummy)
         return cls(own, folder, read_model_config(folder))
 
     def load(self, context: LayerContext, model: Network) -> DraftModel:

@@ -151,7 +151,7 @@ def tensors_of(
     """What a network is given of a folder's safetensors, or of a GGUF file, under its own names."""
     config = read_model_config(folder)
     network = outline(config, "float32")
-    shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+    shapes = network.tensor_shapes()
     pairs: Pairs = read_safetensors(folder)
     if gguf is not None:
         pairs = GGUFCheckpoint(gguf, config, shapes).read(shapes, network.checkpoint_map, dtype)

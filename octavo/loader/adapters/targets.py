@@ -52,7 +52,7 @@ class AdapterTargets:
                 self._targets[name] = Target(layer, part, outputs, inputs)
         self._matrices = {name: (target.outputs, target.inputs) for name, target in self._targets.items()}
         #: Of all tensors of the network.
-        self.shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+        self.shapes = network.tensor_shapes()
 
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets.values())
