@@ -41,11 +41,8 @@ class TablePreparer(Preparer):
 
 
 def table_of(request: EngineCoreRequest) -> Preparation | None:
-    return (
-        Preparation("table", f"table of {request.options.user}", request.options.user.encode())
-        if request.options.user
-        else None
-    )
+    user = request.options.user
+    return Preparation("table", f"table of {user}", user.encode()) if user else None
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def add(engine: LLMEngine, name: str, user: str | None) -> None:
 
 def run(engine: LLMEngine) -> dict[str, CompletionOutput]:
     """What ends, in this order."""
-    outputs = {}
+    outputs: dict[str, CompletionOutput] = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
     return outputs
