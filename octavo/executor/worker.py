@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
+from octavo.executor.local_connections import LocalConnections
 
 if TYPE_CHECKING:
     from octavo.runner.model_runner import ModelRunner
@@ -35,43 +35,23 @@ class WorkerSpec(msgspec.Struct):
     config_fields: dict[str, Any]
     folder: str
     dtype: str
-    rank: int
+    rank: int = 0
     #: Of this worker among those of its machine, and how many these are.
     local_rank: int = 0
     local_size: int = 1
 
     @classmethod
-    def of(
-        cls,
-        options: EngineConfig,
-        config: ModelConfig,
-        folder: Path,
-        dtype: str,
-        rank: int,
-        local_rank: int = 0,
-        local_size: int = 1,
-    ) -> WorkerSpec:
-        """The same, of objects of this process."""
+    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> WorkerSpec:
+        """That of the first worker, of objects of this process."""
         kind, values = type(config), msgspec.to_builtins(config)
         name = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(options.model_dump(), name, values, str(folder), dtype, rank, local_rank, local_size)
+        return cls(options.model_dump(), name, values, str(folder), dtype)
 
     def model_config(self) -> ModelConfig:
         """The network's configuration; imports the family's module."""
         module, name = self.config_class.split(":")
         config: ModelConfig = msgspec.convert(self.config_fields, getattr(importlib.import_module(module), name))
         return config
-
-
-@dataclass
-class LocalConnections:
-    """Memory and pipes that the workers of one machine share, as descriptors of this process."""
-
-    #: Of the tensor-parallel group, if its ranks exchange through memory.
-    group: int | None = None
-    #: (memory, end of the pipe) of the link from the stage before, and of the one to the stage after.
-    incoming: tuple[int, int] | None = None
-    outgoing: tuple[int, int] | None = None
 
 
 class Worker:
