@@ -141,7 +141,6 @@ CIRCLES = (
     "octavo.kernels.cpu.backend",
     "octavo.kernels",
     "octavo.sampling.grammar_mask",
-    "octavo.runner.drafter",
     "octavo.server.chat_output",
     "octavo.lab.simulate.cluster.cluster",
 )
