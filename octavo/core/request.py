@@ -23,8 +23,6 @@ class SequenceStatus(enum.Enum):
     """State of a sequence; the finished states give the reason."""
 
     WAITING = "waiting"
-    #: Until the workers have compiled its grammar.
-    WAITING_FOR_GRAMMAR = "waiting for its grammar"
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED_STOPPED = "stop"
@@ -39,9 +37,7 @@ class SequenceStatus(enum.Enum):
         return self not in _UNFINISHED
 
 
-_UNFINISHED = frozenset(
-    {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING, SequenceStatus.SWAPPED}
-)
+_UNFINISHED = frozenset({SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED})
 
 
 class Task(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

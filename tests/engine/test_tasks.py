@@ -47,9 +47,9 @@ def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> lis
     while core.scheduler.has_work:
         outputs = core.step()
         for update in outputs.sequences:
-            assert update.finish_reason != "error", update.error
+            assert update.finish_reason != "error", update.extra
             if update.group_id < 100:
-                assert update.token_id is None and update.extra is not None and update.extra.pooled is not None
+                assert not update.token_ids and update.extra is not None and update.extra.pooled is not None
                 assert update.group_id not in found, "a second vector"
                 found[update.group_id] = update.extra.pooled
         ends.update((end.group_id, end.finish_reason) for end in outputs.groups)

@@ -19,13 +19,11 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Gener
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
 from octavo.scheduler.step import Step
-from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
-from tests.scheduler.fake_grammars import FakeGrammars
+from tests.scheduler.fake_preparations import FakePreparations, adapter_options, limits_for
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -46,8 +44,7 @@ def make(
     host_cache: bool = False,
     depth: int = 1,
     adapters: AdapterOptions | None = None,
-    steps_per_load: int = 0,
-    grammars: FakeGrammars | None = None,
+    steps_per_preparation: int = 0,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -64,9 +61,7 @@ def make(
         SchedulerOptions(**{**defaults, **options}),
         blocks * BLOCK,
         max_in_flight=depth,
-        adapters=Adapters(adapters) if adapters else None,
-        worker_adapters=FakeAdapters(adapters, steps_per_load),
-        grammars=grammars,
+        preparations=FakePreparations(limits_for(adapters), steps_per_preparation),
     )
 
 

@@ -13,7 +13,7 @@ from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.policies import POLICIES
-from tests.scheduler.fake_grammars import FakeGrammars, grammar
+from tests.scheduler.fake_preparations import FakePreparations, grammar
 from tests.scheduler.fake_worker import (
     EOS,
     Engine,
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             self.limit,
             max_in_flight=depth,
-            grammars=FakeGrammars(steps_per_grammar),
+            preparations=FakePreparations(steps=steps_per_grammar),
         )
         self.requests = 0
 

@@ -51,8 +51,7 @@ class RestartableCore(EngineCore):
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
         self.options = self.options.model_copy(update=dict(changes))
-        old = self.scheduler
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.preparations)
 
 
 def start(options: EngineConfig) -> tuple[RestartableCore, LLMEngine]:

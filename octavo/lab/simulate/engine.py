@@ -208,7 +208,7 @@ class SimulatedEngine:
             request = open_[output.group_id]
             last = request.last
             request.last = now
-            request.tokens += 1
+            request.tokens += len(output.token_ids)
             if last == before:
                 steady += 1
             elif last < 0:
