@@ -63,7 +63,7 @@ def add(engine: LLMEngine, name: str, user: str | None) -> None:
 
 def run(engine: LLMEngine) -> dict[str, CompletionOutput]:
     """What ends, in this order."""
-    outputs = {}
+    outputs: dict[str, CompletionOutput] = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
     return outputs

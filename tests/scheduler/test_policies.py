@@ -244,9 +244,8 @@ def test_fair_counts_what_was_served_once() -> None:
 
 def fair_group(number: int, user: str) -> SequenceGroup:
     prompt = [1] * (1 + number % 7)
-    request = EngineCoreRequest(
-        group_id=number, prompt_token_ids=prompt, task=Generate(SamplingParams(max_tokens=9), 0), user=user
-    )
+    task, options = Generate(SamplingParams(max_tokens=9), 0), RequestOptions(user=user)
+    request = EngineCoreRequest(group_id=number, prompt_token_ids=prompt, task=task, options=options)
     return SequenceGroup(request, number, number, 100)
 
 
@@ -256,7 +255,7 @@ def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, mo
     rng, policy = random.Random(seed), FairShare({"u3": 5.0})
     groups: list[SequenceGroup] = []
     for number in range(600):
-        user, waiting = f"u{rng.randrange(12)}", {g.request.user for g in groups if g.policy_data.waiting}
+        user, waiting = f"u{rng.randrange(12)}", {g.request.options.user for g in groups if g.policy_data.waiting}
         before = policy.counters()
         group = fair_group(number, user)
         policy.on_arrival(group)
