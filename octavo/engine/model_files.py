@@ -86,7 +86,6 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     read_chat_template(options.chat_template)
     folder = resolve_model(
         options.model,
-        dtype=options.dtype,
         revision=options.revision,
         weights=options.load_format != "dummy",
     )

@@ -41,11 +41,8 @@ class TablePreparer(Preparer):
 
 
 def table_of(request: EngineCoreRequest) -> Preparation | None:
-    return (
-        Preparation("table", f"table of {request.options.user}", request.options.user.encode())
-        if request.options.user
-        else None
-    )
+    user = request.options.user
+    return Preparation("table", f"table of {user}", user.encode()) if user else None
 
 
 @pytest.fixture
