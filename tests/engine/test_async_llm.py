@@ -408,9 +408,9 @@ FIELDS: list[tuple[type[SamplingParams | BeamSearchParams] | None, str]] = [
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(llm: AsyncLLM) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(core_client, "MAX_BYTES_TO_CORE", 100)
-            with pytest.raises(InvalidRequestError, match="at most 100 can be sent"):
-                await llm.submit("a", [5] * 200, LONG)
+            patch.setattr(core_client, "MAX_BYTES_TO_CORE", 20)
+            with pytest.raises(InvalidRequestError, match="at most 20 can be sent"):
+                await llm.submit("a", [5] * 30, LONG)
         assert (llm.num_open, llm.num_queued, llm.queued_tokens) == (0, 0, 0)
         outputs = [output async for output in llm.generate("a", [5, 6], SamplingParams(max_tokens=1))]
         assert outputs[-1].finished
