@@ -51,17 +51,6 @@ class SpeculativeConfig(OptionPart):
         """Whether the workers propose the drafts, with a network of their own."""
         return self.method in MODEL_METHODS
 
-    def same_network(self, loaded: SpeculativeConfig | None) -> bool:
-        """Whether workers that were started with ``loaded`` have the network that this drafts with, if any."""
-        if not self.drafts_on_workers:
-            return True
-        names = ("method", "model", "quantization", "revision")
-        return (
-            loaded is not None
-            and all(getattr(self, name) == getattr(loaded, name) for name in names)
-            and self.num_speculative_tokens <= loaded.num_speculative_tokens
-        )
-
     @model_validator(mode="before")
     @classmethod
     def _bounds_meet(cls, given: Any) -> Any:

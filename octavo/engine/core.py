@@ -6,17 +6,17 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
-from octavo.core.errors import AdapterError, ConfigError, EngineStateError
+from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.idle_options import idle_options
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
+from octavo.core.preparations import adapter_preparation, limits_of
 from octavo.core.startup import StartupFacts
 from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop
@@ -26,35 +26,18 @@ from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
-from octavo.scheduler.adapters import Adapters
-from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.policies import load_policy
+from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
 
 logger = logging.getLogger("octavo")
 #: Of its own, so that a command can leave these lines out.
 startup_logger = logging.getLogger("octavo.startup")
-#: Options that only the scheduler reads, see ``EngineCore.restart``.
-POLICY_OPTIONS = frozenset(
-    {
-        "scheduling_policy",
-        "user_weights",
-        "ttft_target",
-        "tpot_target",
-        "aging_limit",
-        "preemption_victim",
-        "priority_preemption",
-        "speculative_config",
-    }
-)
 
 
 class EngineCore(StepLoop):
     """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
-
-    #: Called as ``BlockManager`` is, again by ``restart``: the lab compares it with other managers.
-    make_blocks: Callable[..., BlockManager] = BlockManager
 
     def __init__(self, options: EngineConfig, folder: Path, replica: int = 0) -> None:
         """Loads the model in ``folder`` and makes its KV cache; ``replica``: see ``make_executor``.
@@ -79,7 +62,6 @@ class EngineCore(StepLoop):
         check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options = options.with_token_budget(device, context_length)
-        self._loaded_drafter = options.speculative_config
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -101,8 +83,7 @@ class EngineCore(StepLoop):
             for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        adapters = Adapters(options) if options.enable_lora or options.enable_prompt_adapter else None
-        scheduler = self._new_scheduler(executor, sizes, adapters, Grammars())
+        scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -127,14 +108,11 @@ class EngineCore(StepLoop):
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
-    def _new_scheduler(
-        self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None, grammars: Grammars
-    ) -> Scheduler:
+    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
-        self.blocks = self.make_blocks(
+        self.blocks = self._new_blocks(
             sizes,
-            options.block_size,
             max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
             cuts_prompts=options.cuts_prompts,
             watermark=options.watermark,
@@ -148,8 +126,7 @@ class EngineCore(StepLoop):
             speculator=make_speculator(options.speculative_config),
             runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
-            adapters=adapters,
-            grammars=grammars,
+            preparations=preparations,
         )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
@@ -157,34 +134,8 @@ class EngineCore(StepLoop):
                 scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         return scheduler
 
-    def restart(self, changes: Mapping[str, Any]) -> None:
-        """Begins anew with the same workers: empty blocks, and a scheduler that has learned nothing.
-
-        ``changes``: new values of ``POLICY_OPTIONS``, which the workers do not depend on: a drafter of theirs must be
-        that of the options that the engine began with, or none.
-
-        Raises:
-            ConfigError: another option is among them, or another drafter.
-            EngineStateError: requests are unfinished, prefixes are pinned, or it sleeps.
-        """
-        if others := set(changes) - POLICY_OPTIONS:
-            raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
-        drafts = changes.get("speculative_config")
-        if drafts is not None and not drafts.same_network(self._loaded_drafter):
-            raise ConfigError("the workers have no such drafter loaded: make a new engine to change that")
-        if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
-            raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
-        plan = self.scheduler.schedule()  # the workers forget what has ended
-        self.scheduler.update(plan, self.executor.execute(plan))
-        if (
-            "speculative_config" in changes
-            and self._loaded_drafter is not None
-            and self._loaded_drafter.drafts_on_workers
-        ):
-            self.executor.collective_rpc("use_drafter", (drafts is not None and drafts.drafts_on_workers,))
-        self.options = self.options.model_copy(update=dict(changes))
-        old = self.scheduler
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
+    def _new_blocks(self, sizes: list[GroupBlocks], **settings: Any) -> BlockManager:
+        return BlockManager(sizes, self.options.block_size, **settings)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -202,14 +153,11 @@ class EngineCore(StepLoop):
         Raises:
             AdapterError: so many are pinned that no other could run, or its kind is not enabled.
         """
-        if self.scheduler.adapters is None:
-            raise AdapterError(f"adapter {adapter.name!r} needs the option enable_lora or enable_prompt_adapter")
-        self.scheduler.adapters.pin(adapter)
+        self.scheduler.preparations.pin(adapter_preparation(adapter), adapter.name)
 
     def unpin_adapter(self, key: str) -> None:
         """Lets a pinned adapter go when others need its place; nothing happens if it is not pinned."""
-        if self.scheduler.adapters is not None:
-            self.scheduler.adapters.unpin(key)
+        self.scheduler.preparations.unpin(key)
 
     def sleep(self, level: int = 1) -> None:
         """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.

@@ -19,7 +19,9 @@ _LONGEST_PREFIX = 2048
 
 
 @dataclass
-class _Replica:
+class RoutedReplica:
+    """What is known of one replica."""
+
     is_alive: bool = True
     #: Tokens of its open requests that are still to be computed, as far as that is known.
     outstanding: int = 0
@@ -31,6 +33,7 @@ class _Replica:
         return next((i for i, digest in enumerate(digests) if digest not in self.blocks), len(digests))
 
     def remember(self, digests: Sequence[bytes], most: int) -> None:
+        """It is given these blocks; the ``most`` that it was given last are kept."""
         # Last block first: when room is short the ends of prompts go before their beginnings.
         for digest in reversed(digests):
             self.blocks[digest] = None
@@ -50,7 +53,7 @@ class Router:
         self, replicas: int, block_size: int, routing: Routing = "prefix", max_blocks: int = MAX_BLOCKS
     ) -> None:
         """``block_size``: tokens of a block of the replicas' prefix caches; ``max_blocks``: remembered of each."""
-        self._replicas = [_Replica() for _ in range(replicas)]
+        self._replicas = [RoutedReplica() for _ in range(replicas)]
         self._block_size = block_size
         self._routing = routing
         self._max_blocks = max_blocks
@@ -103,15 +106,9 @@ class Router:
         for replica in self._replicas:
             replica.blocks.clear()
 
-    def add(self, replica: int) -> None:
-        """A replica takes requests, new or again: nothing is outstanding on it, and its cache is empty."""
-        missing = replica + 1 - len(self._replicas)
-        self._replicas += [_Replica(is_alive=False) for _ in range(missing)]
-        self._replicas[replica] = _Replica()
-
     def remove(self, replica: int) -> None:
         """The replica is dead: it gets no more requests."""
-        self._replicas[replica] = _Replica(is_alive=False)
+        self._replicas[replica] = RoutedReplica(is_alive=False)
 
 
 def router_of(config: EngineConfig) -> Router:

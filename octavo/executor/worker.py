@@ -155,10 +155,6 @@ class Worker:
             _stay_on_own_processors(spec.local_rank, spec.local_size)
         self._runner = ModelRunner(self.options, spec.model_config(), Path(spec.folder), spec.dtype, share, self._ranks)
 
-    def replace_runner(self, runner: Any) -> None:
-        """Makes another object compute the steps, for measurements without a model."""
-        self._runner = runner
-
     def shutdown(self) -> None:
         """Drops weights and KV cache."""
         self._runner = None

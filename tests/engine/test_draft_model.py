@@ -242,22 +242,6 @@ def test_its_layers_are_counted_in_the_blocks(tiny_model: Path, tiny_draft: Path
     assert any(line.startswith("drafts: draft_model ") and "% of the KV cache" in line for line in facts.lines())
 
 
-def test_an_engine_without_drafts_computes_nothing_for_them(
-    tiny_model: Path, tiny_draft: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = drafting(tiny_model, tiny_draft)
-    config = llm.llm_engine.core.options.speculative_config
-    llm.llm_engine.restart({"speculative_config": None})
-    monkeypatch.setattr(DraftModel, "draft", lambda *_: pytest.fail("drafted"))
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
-    monkeypatch.undo()
-    llm.llm_engine.restart({"speculative_config": config})
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
-    assert config is not None
-    with pytest.raises(ConfigError, match="no such drafter"):
-        llm.llm_engine.restart({"speculative_config": config.model_copy(update={"quantization": "int8"})})
-
-
 def changed_vocabulary(model: Path, folder: Path, change: Any) -> Path:
     shutil.copytree(model, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

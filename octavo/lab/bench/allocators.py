@@ -17,14 +17,15 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
+from octavo.lab.bench.restartable import RestartableCore, restarted, start
 from octavo.lab.simulate.allocators.comparison import ALLOCATORS
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks, reserving
 from octavo.lab.simulate.engine import SimulatedEngine, run
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import Recorder
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.lengths import Lengths, Uniform
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 from octavo.memory.block_manager import BlockManager
 
@@ -34,7 +35,7 @@ _WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class Case:
+class AllocatorCase:
     """Requests that are all there at the start, and as much memory as Max needs for ``width`` sequences, two at least.
 
     So memory binds before the processor does: a step of some ten sequences takes hardly longer on two cores than one of
@@ -83,18 +84,18 @@ _SHORT = Uniform(8, 32), Uniform(8, 48)
 CASES = {
     case.name: case
     for case in (
-        Case("short", 64, *_SHORT),
-        Case("long", 20, Uniform(16, 96), Uniform(16, 128)),
-        *(Case(f"samples-{n}", 72 // n, *_SHORT, width=n) for n in (2, 4, 6)),
-        *(Case(f"beams-{n}", 72 // n, *_SHORT, width=n, beams=True) for n in (2, 4, 6)),
-        Case("one-shot", 32, *_SHORT, shared=80),
-        Case("five-shot", 20, *_SHORT, context=512, shared=341),
-        Case("chat", 16, Uniform(96, 320), Uniform(16, 128), context=512),
+        AllocatorCase("short", 64, *_SHORT),
+        AllocatorCase("long", 20, Uniform(16, 96), Uniform(16, 128)),
+        *(AllocatorCase(f"samples-{n}", 72 // n, *_SHORT, width=n) for n in (2, 4, 6)),
+        *(AllocatorCase(f"beams-{n}", 72 // n, *_SHORT, width=n, beams=True) for n in (2, 4, 6)),
+        AllocatorCase("one-shot", 32, *_SHORT, shared=80),
+        AllocatorCase("five-shot", 20, *_SHORT, context=512, shared=341),
+        AllocatorCase("chat", 16, Uniform(96, 320), Uniform(16, 128), context=512),
     )
 }
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class AllocatorFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a case with one allocator."""
 
     case: str
@@ -110,7 +111,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     simulated: float | None = None
 
 
-def make_options(options: EngineConfig, cases: Sequence[Case]) -> EngineConfig:
+def make_options(options: EngineConfig, cases: Sequence[AllocatorCase]) -> EngineConfig:
     """The engine's, with the context and the memory that the cases need.
 
     Raises:
@@ -133,12 +134,12 @@ def make_options(options: EngineConfig, cases: Sequence[Case]) -> EngineConfig:
 
 def measure(
     options: EngineConfig,
-    cases: Sequence[Case],
+    cases: Sequence[AllocatorCase],
     *,
     repeats: int,
     share: float = 1.0,
     profile: StepProfile | None = None,
-) -> Iterator[Figures]:
+) -> Iterator[AllocatorFigures]:
     """Each case with each allocator, once in each repeat, so that what slows the machine down does so for all.
 
     Args:
@@ -148,35 +149,36 @@ def measure(
         share: of each case's requests.
         profile: of this engine, for what the simulator says of the same requests.
     """
-    engine = LLMEngine.from_config(options)
+    core, engine = start(options)
     try:
+        engine = use_allocator(core, engine, cases[0], "paged")
         _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
         for repeat in range(repeats):
             seed = options.seed + repeat
             for case in cases:
                 items = case.items(seed, share)
                 for allocator in ALLOCATORS:
+                    engine = use_allocator(core, engine, case, allocator)
                     figures = _run(engine, case, allocator, items, seed)
                     if profile is not None and case.width == 1:
                         rate = simulated_rate(profile, engine.core.options, case, allocator, items)
                         figures = msgspec.structs.replace(figures, simulated=rate)
                     yield figures
     finally:
-        engine.core.shutdown()
+        core.shutdown()
 
 
-def use_allocator(engine: LLMEngine, case: Case, allocator: str) -> None:
-    """Gives an idle engine this memory: empty blocks, as many as the case has."""
-    core = engine.core
+def use_allocator(core: RestartableCore, engine: LLMEngine, case: AllocatorCase, allocator: str) -> LLMEngine:
+    """An engine in place of an idle one, with this memory: empty blocks, as many as the case has."""
 
     def make(sizes: Any, block_size: int, **settings: Any) -> BlockManager:
         return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
 
-    core.make_blocks = make
-    engine.restart({})
+    core.block_manager = make
+    return restarted(core, engine, {})
 
 
-def _manager(case: Case, allocator: str, queues: Any) -> Any:
+def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
     """What makes the blocks, called as ``BlockManager`` is."""
     if allocator == "paged":
         return BlockManager
@@ -188,8 +190,9 @@ def _manager(case: Case, allocator: str, queues: Any) -> Any:
     return make
 
 
-def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem], seed: int) -> Figures:
-    use_allocator(engine, case, allocator)
+def _run(
+    engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int
+) -> AllocatorFigures:
     ids = (0, engine.core.model_config.vocab_size - 1)
     start = time.perf_counter()
     for number, item in enumerate(items):
@@ -210,7 +213,7 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
             sequences += seconds * (scheduler.queues.num_running_seqs + ended)
             filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
     total = time.perf_counter() - start
-    return Figures(
+    return AllocatorFigures(
         case=case.name,
         allocator=allocator,
         seed=seed,
@@ -223,7 +226,7 @@ def _run(engine: LLMEngine, case: Case, allocator: str, items: Sequence[WorkItem
 
 
 def simulated_rate(
-    profile: StepProfile, options: EngineConfig, case: Case, allocator: str, items: Sequence[WorkItem]
+    profile: StepProfile, options: EngineConfig, case: AllocatorCase, allocator: str, items: Sequence[WorkItem]
 ) -> float:
     """Requests a second of the same requests and memory in the simulator."""
     changes = {"num_gpu_blocks_override": case.num_blocks, "enable_prefix_caching": allocator == "paged"}

@@ -24,7 +24,7 @@ from octavo.executor.executor import Executor
 from octavo.kernels import resolve_device
 from octavo.lab.bench.least_squares import robust_relative
 from octavo.lab.bench.offline import greedy, random_prompts
-from octavo.lab.simulate.profile import FitError, Overhead, StepProfile
+from octavo.lab.simulate.step_profile import FitError, Overhead, StepProfile
 from octavo.lab.simulate.work import StepWork, count_work
 from octavo.models.sizes import kv_bytes_per_token, outline
 

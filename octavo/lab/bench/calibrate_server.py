@@ -11,14 +11,14 @@ import msgspec
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.lab.bench import serve
+from octavo.lab.bench import serve_load
 from octavo.lab.bench.own_server import SERVED_NAME, running_server, token_id_range
-from octavo.lab.bench.serve_client import Client, Outcome
+from octavo.lab.bench.serve_client import Client, RequestOutcome
 from octavo.lab.bench.serve_workload import requests
-from octavo.lab.simulate.profile import Overhead, StepProfile
+from octavo.lab.simulate.step_profile import Overhead, StepProfile
 from octavo.lab.simulate.work import StepWork
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Tokens of each prompt and of each answer, requests of one client, and of several that send at once.
 _INPUT, _OUTPUT, _ALONE, _TOGETHER = 16, 33, 16, 64
@@ -44,7 +44,7 @@ def calibrate_server(profile: StepProfile, options: EngineConfig) -> StepProfile
     return msgspec.structs.replace(profile, server=overhead(profile, alone, together))
 
 
-def overhead(profile: StepProfile, alone: Sequence[Outcome], together: Sequence[Outcome]) -> Overhead:
+def overhead(profile: StepProfile, alone: Sequence[RequestOutcome], together: Sequence[RequestOutcome]) -> Overhead:
     """From requests sent one after the other, and by ``_CLIENTS`` clients at once."""
     gaps = [[o.tpot for o in some if o.tpot is not None] for some in (alone, together)]
     extra = [
@@ -63,12 +63,14 @@ def _decodes(count: int) -> StepWork:
     return StepWork(count, count, count * (_INPUT + _OUTPUT // 2), 0, 0, count)
 
 
-def _send(client: Client, options: EngineConfig, name: str, count: int, clients: int) -> list[Outcome]:
+def _send(client: Client, options: EngineConfig, name: str, count: int, clients: int) -> list[RequestOutcome]:
     items = [
         WorkItem(at=0.0, input_len=_INPUT, output_len=_OUTPUT, stream=f"calibrate/{name}/{i}") for i in range(count)
     ]
     to_send = requests(items, functools.partial(token_ids, id_range=token_id_range(options)))
-    outcomes, _ = asyncio.run(serve.measure(client, to_send, clients=clients, warmup=to_send[:1], ended=lambda: None))
+    outcomes, _ = asyncio.run(
+        serve_load.measure(client, to_send, clients=clients, warmup=to_send[:1], ended=lambda: None)
+    )
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failed:
         raise ConfigError(f"{len(failed)} of {count} requests to the server failed: {failed[0]}")

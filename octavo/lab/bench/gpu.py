@@ -21,7 +21,7 @@ from octavo.lab.bench.gpu_engine import deterministic_part, engine_part, profile
 from octavo.lab.bench.gpu_scale import FULL, SMOKE, Figure, Roofline, Row, Scale, batch_name, each
 
 if TYPE_CHECKING:
-    from octavo.lab.bench.kernel_cases import Case
+    from octavo.lab.bench.kernel_cases import KernelCase
 
 
 def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
@@ -51,7 +51,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     shapes = Shapes(list(scale.rows), [scale.attention], [scale.prefill])
     unknown = float("inf")
 
-    def row(case: Case) -> Iterator[Row]:
+    def row(case: KernelCase) -> Iterator[Row]:
         f = measure_case(kernels, case, device, lambda _: (peak.gb_s or unknown, peak.tflops * 1e3 or unknown))
         yield (
             _case_name(case),
@@ -67,7 +67,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
                 yield from each([(_case_name(case), partial(row, case))])
 
 
-def _case_name(case: Case) -> str:
+def _case_name(case: KernelCase) -> str:
     return f"{case.kernel} {case.shape}, {case.rows} rows"
 
 

@@ -65,7 +65,7 @@ def gpu_shapes(rows: list[int]) -> Shapes:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """The work of one kernel at one shape."""
 
     kernel: str
@@ -85,7 +85,7 @@ class Case:
 
 def linear_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """The matrix products of a layer and of the head, made one at a time as their tensors are large."""
     for name, weights in _layers(c, types, head=True).items():
         for use in _USES.get(name, [""]):
@@ -113,7 +113,7 @@ def _linear_cases(
     dtype: torch.dtype,
     rows: list[int],
     device: torch.device,
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """The product of one layer, for each number of rows."""
     weight = weights[0]
     outputs, inputs = weight.shape
@@ -132,7 +132,7 @@ def _linear_cases(
             options = {"out_dtype": torch.float32, "add": torch.zeros(count, outputs, device=device)}
         elif weight.kind == "head":
             options = {"out_dtype": torch.float32}
-        yield Case(
+        yield KernelCase(
             f"linear {name}{use and ', ' + use}",
             f"{outputs} x {inputs}",
             count,
@@ -155,7 +155,7 @@ _ADAPTERS, _RANK = 8, 16
 
 def low_rank_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """What adapters add to each product of a layer: each row has one of several, in turn."""
     for name, weights in _layers(c, types).items():
         outputs, inputs = weights[0].shape
@@ -184,7 +184,7 @@ def low_rank_cases(
                 return ForwardOutput(out)
 
             numbers = _RANK * (outputs + inputs)
-            yield Case(
+            yield KernelCase(
                 f"low-rank {_RANK} {name}",
                 f"{outputs} x {inputs}",
                 rows,
@@ -199,7 +199,7 @@ def low_rank_cases(
 
 def expert_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """The experts of each layer, of which each row has as many random ones as a token of the model."""
     layers: dict[str, list[Weight]] = {}
     for weight in matrices(types.network(c)):
@@ -236,7 +236,7 @@ def expert_cases(
 
         size = size_bytes(gate_up, down)
         elements = math.prod(gate_up.shape) + math.prod(down.shape)
-        yield Case(
+        yield KernelCase(
             "experts",
             f"{slots} of {count}, {down.shape[0]} x {down.shape[1]}",
             rows,
@@ -264,7 +264,7 @@ def _repeated(packed: list[PackedWeight], x: Tensor, options: dict[str, Any]) ->
 
 def attention_cases(
     kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Attention of decodes, then of prefills, one case at a time."""
     network = types.network(c)
     spec = network.kv_specs[0]
@@ -292,7 +292,7 @@ def _attention_case(
     tokens: int,
     token_bytes: float,
     token_flops: float,
-) -> Case:
+) -> KernelCase:
     blocks = int(batch.block_tables.max()) + 1
     device, rows = batch.positions.device, len(batch.positions)
     # One layer exceeds a GPU's caches; the KV cache of all layers might not fit its memory.
@@ -310,7 +310,7 @@ def _attention_case(
         return ForwardOutput(out.view(rows, -1))
 
     size, flops, arithmetic = tokens * token_bytes, tokens * token_flops, _name(types.dtype)
-    return Case("attention", shape, rows, size, flops, len(caches), forward, batch, True, arithmetic)
+    return KernelCase("attention", shape, rows, size, flops, len(caches), forward, batch, True, arithmetic)
 
 
 def _latent_value(network: Network) -> int | None:

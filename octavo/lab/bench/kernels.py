@@ -16,7 +16,7 @@ from octavo.kernels.interface import Kernels
 from octavo.kernels.limits import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
 from octavo.lab.bench.kernel_cases import (
     BLOCK,
-    Case,
+    KernelCase,
     Shapes,
     Types,
     attention_cases,
@@ -47,7 +47,7 @@ class KernelFigures:
 
 
 #: 10^9 bytes read and operations done a second that a case could reach now.
-Limits = Callable[[Case], tuple[float, float]]
+Limits = Callable[[KernelCase], tuple[float, float]]
 
 
 def cpu_limits() -> tuple[CpuLimits, Limits]:
@@ -81,7 +81,7 @@ def measure(
             yield measure_case(kernels, case, device, limits)
 
 
-def measure_case(kernels: Kernels, case: Case, device: torch.device, limits: Limits) -> KernelFigures:
+def measure_case(kernels: Kernels, case: KernelCase, device: torch.device, limits: Limits) -> KernelFigures:
     """Measures one kernel at one shape, and its limits right before and after it."""
     before, limit_gflops = limits(case)
     seconds = _seconds(kernels, case, device) / case.calls
@@ -101,7 +101,7 @@ def measure_case(kernels: Kernels, case: Case, device: torch.device, limits: Lim
     )
 
 
-def _seconds(kernels: Kernels, case: Case, device: torch.device) -> float:
+def _seconds(kernels: Kernels, case: KernelCase, device: torch.device) -> float:
     """Median seconds of a run of all calls; a minimum would favour short cases on a busy machine."""
     if device.type == "cuda":
         return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)

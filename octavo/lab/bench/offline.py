@@ -15,9 +15,9 @@ from msgspec import structs
 
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
 
@@ -127,7 +127,7 @@ def step_bytes(core: EngineCore, run: BatchRun) -> float:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TimedStep:
     """One call of the engine's ``step``."""
 
     seconds: float
@@ -149,7 +149,7 @@ class BatchRun:
     prefill_seconds: float
     batch: int
     #: Steps in which every sequence decoded and none was prefilled.
-    steady: list[_Step] = field(repr=False)
+    steady: list[_TimedStep] = field(repr=False)
 
     @property
     def step_seconds(self) -> float:
@@ -193,7 +193,7 @@ def run_batch(engine: LLMEngine, prompts: list[list[int]], params: Sequence[Samp
     counts, times = engine.core.scheduler.counts, engine.core.times
     base = counts().prefill_tokens + counts().decode_tokens
     outputs: dict[str, RequestOutput] = {}
-    calls: list[_Step] = []
+    calls: list[_TimedStep] = []
     clock, start = time.monotonic(), time.perf_counter()
     for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), prompt, wanted, streaming=False)
@@ -204,7 +204,7 @@ def run_batch(engine: LLMEngine, prompts: list[list[int]], params: Sequence[Samp
             outputs[output.request_id] = output
         ended, now = time.perf_counter(), counts()
         calls.append(
-            _Step(
+            _TimedStep(
                 seconds=ended - began,
                 prefill_tokens=now.prefill_tokens - prefill,
                 decode_tokens=now.decode_tokens - decode,

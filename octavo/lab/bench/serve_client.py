@@ -27,7 +27,7 @@ CONNECT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of one request. Times in seconds, on the clock of ``time.perf_counter()``."""
 
     #: When it was due and when it was sent.
@@ -106,11 +106,11 @@ class Client:
                 "and wait until it says 'serving'; or name its address with --base-url"
             ) from None
 
-    async def send(self, request: Request, due: float | None = None) -> Outcome:
+    async def send(self, request: Request, due: float | None = None) -> RequestOutcome:
         """Sends a request and reads the response; failures of the server go into the outcome."""
         content = msgspec.json.encode(self._fields(request))
         sent = time.perf_counter()
-        outcome = Outcome(due=sent if due is None else due, sent=sent, limits=request.limits)
+        outcome = RequestOutcome(due=sent if due is None else due, sent=sent, limits=request.limits)
         reader = _ResponseReader(outcome)
         try:
             async with asyncio.timeout(self._timeout):
@@ -159,7 +159,7 @@ class _ResponseError(Exception):
 class _ResponseReader:
     """Reads the events of a response into its outcome as they arrive."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RequestOutcome) -> None:
         self._outcome = outcome
         self._rest = b""
         self._finished = False
@@ -229,14 +229,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class _UsageField(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _UsageField | None = None
     error: Any = None
 
 

@@ -98,7 +98,7 @@ class Poster:
         return response.status
 
 
-class Response:
+class ResponseParser:
     """Parses a response as bytes arrive; ``complete`` is set with the last of them."""
 
     def __init__(self) -> None:
@@ -205,18 +205,18 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.closed = False
         self._transport: asyncio.Transport
-        self._response = Response()
+        self._response = ResponseParser()
         self._on_body: OnBody
-        self._done: asyncio.Future[Response] | None = None
+        self._done: asyncio.Future[ResponseParser] | None = None
 
     @property
     def responded(self) -> bool:
         """Whether a response to the last request has begun."""
         return self._response.status > 0
 
-    def send(self, request: bytes, on_body: OnBody) -> asyncio.Future[Response]:
+    def send(self, request: bytes, on_body: OnBody) -> asyncio.Future[ResponseParser]:
         """Sends a request; the future is done when the response is complete."""
-        self._response = Response()
+        self._response = ResponseParser()
         self._on_body = on_body
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.lab.bench.serve_client import Outcome
-from octavo.lab.bench.serve_report import Report, Spread, gaps
+from octavo.lab.bench.serve_client import RequestOutcome
+from octavo.lab.bench.serve_report import ServeReport, Spread, gaps
 from octavo.lab.plots.drawings import draw_cumulative
-from octavo.lab.plots.report import Report as Page
+from octavo.lab.plots.report import Report
 from octavo.lab.plots.style import load_matplotlib, styled
 
 
-def draw(report: Report, outcomes: list[Outcome]) -> Any:
+def draw(report: ServeReport, outcomes: list[RequestOutcome]) -> Any:
     """A figure of matplotlib: latencies as cumulative shares, and tokens and open requests over time.
 
     Raises:
@@ -37,9 +37,9 @@ def draw(report: Report, outcomes: list[Outcome]) -> Any:
         return figure
 
 
-def make_page(report: Report, drawn: Any, command: Sequence[str], options: Mapping[str, Any]) -> Page:
+def make_page(report: ServeReport, drawn: Any, command: Sequence[str], options: Mapping[str, Any]) -> Report:
     """The report as a page with its drawing; ``command`` and ``options`` repeat the run."""
-    page = Page(f"{report.model} under load: {report.arrivals}", command, options)
+    page = Report(f"{report.model} under load: {report.arrivals}", command, options)
     page.text(f"Latencies and rates as the client of {report.base_url} ({report.endpoint}) saw them.")
     figures = msgspec.structs.asdict(report)
     spreads = [(name.removesuffix("_ms"), figures.pop(name)) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
@@ -53,7 +53,7 @@ def make_page(report: Report, drawn: Any, command: Sequence[str], options: Mappi
     return page
 
 
-def _timeline(axes: Any, outcomes: list[Outcome]) -> None:
+def _timeline(axes: Any, outcomes: list[RequestOutcome]) -> None:
     start = min(o.sent for o in outcomes)
     end = max(o.ended for o in outcomes)
     edges = np.linspace(start, max(end, start + 1e-6), 101)

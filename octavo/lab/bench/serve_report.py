@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from octavo.core.errors import ConfigError
-from octavo.lab.bench.serve_client import Outcome
+from octavo.lab.bench.serve_client import RequestOutcome
 
 #: The error of a full queue, counted apart from failures.
 REJECTED = "http 429"
@@ -35,7 +35,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(*(round(float(value), 3) for value in (values.mean(), p50, p90, p99, values.max())))
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a run and its figures; token counts and rates are of completed requests only."""
 
     base_url: str
@@ -102,13 +102,13 @@ class Goodput:
                 raise ConfigError(f"--goodput is ttft:MS,tpot:MS,e2e:MS, some or all of them, not {text!r}")
         return cls(limits)
 
-    def is_met_by(self, outcome: Outcome) -> bool:
+    def is_met_by(self, outcome: RequestOutcome) -> bool:
         """Whether a completed request is within all limits and its own ones; a request of one token has no tpot."""
         limits = (*self.limits.items(), *outcome.limits.items())
         return all((getattr(outcome, name) or 0.0) <= limit for name, limit in limits)
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunSettings(msgspec.Struct, frozen=True):
     """The settings of a run."""
 
     base_url: str
@@ -118,7 +118,9 @@ class Run(msgspec.Struct, frozen=True):
     seed: int
 
 
-def make_report(run: Run, outcomes: list[Outcome], cpu_seconds: float, goodput: Goodput | None) -> Report:
+def make_report(
+    run: RunSettings, outcomes: list[RequestOutcome], cpu_seconds: float, goodput: Goodput | None
+) -> ServeReport:
     """The report of these outcomes; ``cpu_seconds`` is the client's processor time."""
     if goodput is None and any(outcome.limits for outcome in outcomes):
         goodput = Goodput({})
@@ -128,7 +130,7 @@ def make_report(run: Run, outcomes: list[Outcome], cpu_seconds: float, goodput: 
     prompt_tokens = sum(o.prompt_tokens for o in completed)
     output_tokens = sum(o.output_tokens for o in completed)
     num_good = None if goodput is None else sum(goodput.is_met_by(o) for o in completed)
-    return Report(
+    return ServeReport(
         **msgspec.structs.asdict(run),
         num_requests=len(outcomes),
         completed=len(completed),
@@ -154,12 +156,12 @@ def make_report(run: Run, outcomes: list[Outcome], cpu_seconds: float, goodput: 
     )
 
 
-def gaps(outcomes: list[Outcome]) -> list[float]:
+def gaps(outcomes: list[RequestOutcome]) -> list[float]:
     """Seconds between consecutive chunks, over all requests."""
     return list(chain.from_iterable((b - a for a, b in pairwise(o.chunks)) for o in outcomes))
 
 
-def as_text(report: Report) -> str:
+def as_text(report: ServeReport) -> str:
     """The report for a terminal."""
     lines = [
         f"{report.model} at {report.base_url} ({report.endpoint}), {report.arrivals}: {report.num_requests} requests"

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.draws import Weighted, zipf
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Workload:
+class PromptSet:
     """Prompts of one kind, as texts of a chat or as token ids."""
 
     name: str
@@ -78,19 +78,25 @@ class SpeculationFigures:
     output_tokens: int
 
 
+#: Makes an engine that drafts so, or not at all.
+MakeLLM = Callable[[SpeculativeConfig | None], "LLM"]
+
+
 def measure(
-    llm: LLM, methods: Sequence[SpeculativeConfig], batches: Sequence[int], output_len: int, rounds: int, seed: int = 0
+    make: MakeLLM, methods: Sequence[SpeculativeConfig], batches: Sequence[int], output_len: int, rounds: int, seed: int
 ) -> Iterator[SpeculationFigures]:
-    """Runs each workload with each method, and without, in turns; the engine should have room for the largest batch.
+    """Runs each workload with each method, and without, in turns, each on a new engine with room for the largest batch.
 
     With the method ``prediction`` each request predicts its whole answer: drafts cannot bring more.
     """
-    for batch in batches:
-        for load in workloads(llm, batch, seed):
-            yield from _measure(llm, load, methods, output_len, rounds)
+    plain = make(None)
+    loads = [load for batch in batches for load in workloads(plain, batch, seed)]
+    plain.llm_engine.core.shutdown()
+    for load in loads:
+        yield from _measure(make, load, methods, output_len, rounds)
 
 
-def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
+def workloads(llm: LLM, count: int, seed: int) -> list[PromptSet]:
     """``count`` requests of each kind. A model without tokenizer, as one of dummy weights is, has random prompts alone.
 
     ``greedy``: what networks of random weights answer to random prompts soon repeats itself.
@@ -99,14 +105,14 @@ def workloads(llm: LLM, count: int, seed: int) -> list[Workload]:
     vocab_size = llm.llm_engine.core.model_config.vocab_size
     noise = [[rng.randrange(vocab_size) for _ in range(_RANDOM_PROMPT)] for _ in range(count)]
     if llm.llm_engine.core.options.skip_tokenizer_init:
-        return [Workload("greedy", noise, 0.0), Workload("random", noise, 1.0)]
+        return [PromptSet("greedy", noise, 0.0), PromptSet("random", noise, 1.0)]
     prompts = example_prompts(count, rng)
     chats = prompts[:count]
     return [
-        Workload("edit", prompts[count:], 0.0),
-        Workload("chat", chats, 0.7),
-        Workload("chat again", chats, 0.7, repeated=True),
-        Workload("random", noise, 1.0),
+        PromptSet("edit", prompts[count:], 0.0),
+        PromptSet("chat", chats, 0.7),
+        PromptSet("chat again", chats, 0.7, repeated=True),
+        PromptSet("random", noise, 1.0),
     ]
 
 
@@ -130,12 +136,11 @@ def _edit(rng: random.Random) -> str:
 
 
 def _measure(
-    llm: LLM, load: Workload, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
+    make: MakeLLM, load: PromptSet, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
 ) -> Iterator[SpeculationFigures]:
-    prompts = _tokenized(llm.get_tokenizer(), load)
     params = [
         SamplingParams(temperature=load.temperature, seed=i, max_tokens=output_len, detokenize=False)
-        for i in range(len(prompts))
+        for i in range(len(load.prompts))
     ]
     rates: dict[str, list[float]] = {method: [] for method in ("", *(m.method for m in methods))}
     stats: dict[str, SpeculationStats | None] = {}
@@ -144,9 +149,12 @@ def _measure(
         ordered = [None, *methods]
         for config in ordered if turn % 2 == 0 else ordered[::-1]:
             name = "" if config is None else config.method
-            llm.llm_engine.restart({"speculative_config": config})
+            llm = make(config)
+            prompts = _tokenized(llm.get_tokenizer(), load)
             if load.repeated:
                 _run(llm, prompts, params)
+            else:  # its memory is touched for the first time
+                _run(llm, [prompts[0][:1]], [SamplingParams(max_tokens=1, detokenize=False)])
             right = expected if name == "prediction" else None
             seconds, tokens = _run(llm, prompts, params, right)
             expected = expected or tokens
@@ -154,8 +162,9 @@ def _measure(
                 raise WorkerError(f"workload {load.name!r}: answers with {name or 'no'} drafts differ from the others")
             rates[name].append(sum(map(len, tokens)) / seconds)
             stats[name] = llm.llm_engine.core.scheduler.counts().speculation
+            llm.llm_engine.core.shutdown()
     for config in methods:
-        yield _figures(load.name, len(prompts), config.method, rates, stats[config.method], expected)
+        yield _figures(load.name, len(params), config.method, rates, stats[config.method], expected)
 
 
 def _figures(
@@ -180,7 +189,7 @@ def _figures(
     )
 
 
-def _tokenized(tokenizer: Tokenizer, load: Workload) -> list[list[int]]:
+def _tokenized(tokenizer: Tokenizer, load: PromptSet) -> list[list[int]]:
     return [
         tokenizer.encode_chat([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
         for prompt in load.prompts

@@ -9,8 +9,8 @@ from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 
 
 def to_its_length(item: WorkItem) -> SamplingParams:

@@ -18,8 +18,8 @@ from octavo.lab.bench.capacity import capacity_of, full_load
 from octavo.lab.bench.timed_run import run_timed
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import Recorder
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.arrivals import parse_arrivals
 from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 from octavo.lab.workloads.workload import Workload
@@ -38,7 +38,7 @@ LOADS = (0.3, 0.6, 0.9)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ValidatedWorkload:
     """One workload: what was measured, and what the simulation says. Times in seconds."""
 
     FIGURES: ClassVar = ("requests/s", "mean ttft", "p99 ttft", "mean e2e", "p99 e2e")
@@ -57,10 +57,10 @@ class Comparison:
     paced_errors: list[float]
 
 
-def summary(found: list[Comparison]) -> str:
+def summary(found: list[ValidatedWorkload]) -> str:
     """Lines on the errors of all figures, and of each; and the same at the pace of each run."""
     lines = [f"{'':12} {'with the profile':34}  at the pace of each run"]
-    for i, name in [(None, "all"), *enumerate(Comparison.FIGURES)]:
+    for i, name in [(None, "all"), *enumerate(ValidatedWorkload.FIGURES)]:
         both = (
             _spread([e for of_one in errors for e in (of_one if i is None else [of_one[i]])])
             for errors in ([c.errors for c in found], [c.paced_errors for c in found])
@@ -74,7 +74,9 @@ def _spread(errors: list[float]) -> str:
     return f"median error {np.median(sizes):6.1%}, worst {sizes.max():6.1%}"
 
 
-def compare(llm: LLM, profile: StepProfile, seconds: float, *, rounds: int = 1, seed: int = 0) -> Iterator[Comparison]:
+def compare(
+    llm: LLM, profile: StepProfile, seconds: float, *, rounds: int = 1, seed: int = 0
+) -> Iterator[ValidatedWorkload]:
     """Runs each of ``KINDS`` at each of ``LOADS``, each for about so many seconds of arrivals.
 
     All of them are run ``rounds`` times, one round after the other; a measured figure is the median of its rounds.
@@ -102,11 +104,11 @@ def compare(llm: LLM, profile: StepProfile, seconds: float, *, rounds: int = 1, 
                 errors = [ours / real - 1 for real, ours in pairs]
                 pace = float(np.median([run.pace for run in of_one]))
                 paced = np.median([run.paced_errors for run in of_one], axis=0).tolist()
-                yield Comparison(kind, load, rate, len(workload), pairs, errors, pace, paced)
+                yield ValidatedWorkload(kind, load, rate, len(workload), pairs, errors, pace, paced)
 
 
 class _Run(NamedTuple):
-    """See ``Comparison``."""
+    """See ``ValidatedWorkload``."""
 
     figures: list[float]
     pace: float
@@ -153,7 +155,7 @@ def _simulated(profile: StepProfile, options: EngineConfig, workload: Workload) 
 
 
 def _figures(done: Completions) -> list[float]:
-    """In the order of ``Comparison.FIGURES``."""
+    """In the order of ``ValidatedWorkload.FIGURES``."""
     if done.failed:
         raise ConfigError(f"requests of the workload failed: {dict(done.failed)}")
     rate = len(done.sent) / (max(done.last) - min(done.sent))

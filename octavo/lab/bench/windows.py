@@ -14,8 +14,8 @@ from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.kv_spec import KVSpec, group_layers
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.lab.bench.memory import trace
-from octavo.lab.bench.scheduler import sampled
+from octavo.lab.bench.memory_use import trace
+from octavo.lab.bench.scheduler_cost import sampled
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 

@@ -214,7 +214,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
-    from octavo.lab.bench.memory import measure_sharing, measure_use
+    from octavo.lab.bench.memory_use import measure_sharing, measure_use
     from octavo.loader.shapes import SHAPES
 
     options = read_engine_config(arguments, model)
@@ -267,7 +267,7 @@ def _windows(options: EngineConfig) -> Iterator[WindowFigures]:
 
 
 def _scheduler(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
-    from octavo.lab.bench.scheduler import OPTIONS, measure
+    from octavo.lab.bench.scheduler_cost import OPTIONS, measure
 
     why = "octavo bench scheduler, which has no model and sets the sequences by --running"
     refuse_idle_flags(arguments, OPTIONS, why)
@@ -305,26 +305,26 @@ def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -
 
 def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
-    from octavo.lab.bench.validate import Comparison, compare, summary
-    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.bench.validate import ValidatedWorkload, compare, summary
+    from octavo.lab.simulate.step_profile import load_profile
 
     profile = load_profile(arguments.profile)
     if not 0 < arguments.seconds < 1e6:
         raise ConfigError(f"--seconds must be above 0, not {arguments.seconds:g}")
     llm = LLM(**read_engine_config(arguments, model).model_dump(exclude_unset=True))
-    found: list[Comparison] = []
+    found: list[ValidatedWorkload] = []
 
-    def collected() -> Iterator[Comparison]:
+    def collected() -> Iterator[ValidatedWorkload]:
         for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
             found.append(comparison)
             yield comparison
 
-    def line(c: Comparison) -> str:
+    def line(c: ValidatedWorkload) -> str:
         each = zip(c.pairs, c.errors, c.paced_errors, strict=True)
         columns = (f"{measured:8.3f} {error:+7.1%} {paced:+7.1%}" for (measured, _), error, paced in each)
         return f"{c.kind:13} {c.load:5.0%} {c.requests:8} {c.pace:6.3f}  " + "  ".join(columns)
 
-    names = "".join(f"  {name:>24}" for name in Comparison.FIGURES)
+    names = "".join(f"  {name:>24}" for name in ValidatedWorkload.FIGURES)
     title = f"kind           load requests   pace{names}\n{'':37}(measured in s; simulated; simulated at this pace)"
     show(collected(), stream, title, line)
     if stream is None:

@@ -13,7 +13,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.bench.allocators import Case, Figures
+    from octavo.lab.bench.allocators import AllocatorCase, AllocatorFigures
 
 EXAMPLE = """\
 examples:
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Measures and prints tables in Markdown; JSON has every run."""
     from octavo.lab.bench.allocators import CASES, make_options, measure
-    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.simulate.step_profile import load_profile
 
     model = take_model(arguments)
     names = list(CASES) if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def table(cases: Sequence[Case], runs: Sequence[Figures]) -> str:
+def table(cases: Sequence[AllocatorCase], runs: Sequence[AllocatorFigures]) -> str:
     """A line for each case and allocator; rates and sequences of the paged one relative to those of the same seed."""
     from octavo.lab.bench.policies.tables import markdown_table, spread
     from octavo.lab.simulate.allocators.comparison import ALLOCATORS
@@ -90,7 +90,7 @@ def table(cases: Sequence[Case], runs: Sequence[Figures]) -> str:
     for case, allocator in itertools.product(cases, ALLOCATORS):
         own, paged = by_key[case.name, allocator], by_key[case.name, "paged"]
 
-        def times(figure: str, own: list[Figures] = own, paged: list[Figures] = paged) -> str:
+        def times(figure: str, own: list[AllocatorFigures] = own, paged: list[AllocatorFigures] = paged) -> str:
             pairs = [(getattr(p, figure), getattr(f, figure)) for p, f in zip(paged, own, strict=True)]
             held = [p / f for p, f in pairs if p and f]
             return spread(held, lambda ratio: f"{ratio:.2f}") if held else "-"

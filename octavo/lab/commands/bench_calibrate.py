@@ -17,7 +17,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     from octavo.kernels import resolve_device
     from octavo.lab.bench.calibrate import calibrate
     from octavo.lab.bench.calibrate_server import calibrate_server
-    from octavo.lab.simulate.profile import format_profile
+    from octavo.lab.simulate.step_profile import format_profile
 
     options = read_engine_config(arguments, model)
     device = f"{options.num_threads or usable_cores()} threads of {cpu_name()}"

@@ -20,7 +20,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
 
     from octavo.kernels import load_kernels, resolve_device
     from octavo.kernels.limits import measure_device
-    from octavo.lab.bench.kernel_cases import Case, Types, cpu_shapes, gpu_shapes
+    from octavo.lab.bench.kernel_cases import KernelCase, Types, cpu_shapes, gpu_shapes
     from octavo.lab.bench.kernels import cpu_limits, measure
     from octavo.loader.resolve import resolve_model, weight_quantization
     from octavo.models.config import read_model_config
@@ -42,7 +42,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
         of_gpu = measure_device(device)
         gpu_limits = of_gpu.bandwidth_gb_s, of_gpu.bf16_tflops * 1e3
 
-        def limits(case: Case) -> tuple[float, float]:
+        def limits(case: KernelCase) -> tuple[float, float]:
             return gpu_limits
 
         known = f"reads {gpu_limits[0]:.1f} GB/s, computes {gpu_limits[1]:.0f} GFLOP/s"

@@ -13,7 +13,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.bench.policies.lab import Configure, Row
+    from octavo.lab.bench.policies.lab import Configure, ScenarioRow
     from octavo.lab.bench.policies.places import Place
     from octavo.lab.bench.policies.scenarios import Scenario
 
@@ -95,7 +95,7 @@ def run(arguments: Arguments) -> int:
         runs = len(places) * len(scenarios) * len(policies) * arguments.repeats
         with tqdm(total=runs, disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal
 
-            def ended(row: Row) -> None:
+            def ended(row: ScenarioRow) -> None:
                 bar.set_postfix_str(f"{row.place} {row.scenario} {row.policy}")
                 bar.update()
 
@@ -114,7 +114,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _draw(arguments: Arguments, rows: list[Row], scenarios: list[Scenario], about: Mapping[str, str]) -> None:
+def _draw(arguments: Arguments, rows: list[ScenarioRow], scenarios: list[Scenario], about: Mapping[str, str]) -> None:
     from octavo.lab.bench.policies import pictures
     from octavo.lab.commands.simulate_report import write_plots
 
@@ -156,7 +156,7 @@ def _configure(arguments: Arguments, model: str | None) -> Configure:
 def _place(name: str, arguments: argparse.Namespace, configure: Configure) -> Place:
     if name == "simulated":
         from octavo.lab.bench.policies.places import Simulated
-        from octavo.lab.simulate.profile import load_profile
+        from octavo.lab.simulate.step_profile import load_profile
 
         return Simulated(load_profile(arguments.profile), arguments.mode)
     model = configure(name, {}).model

@@ -26,8 +26,8 @@ from octavo.lab.plots.style import check_image
 from octavo.lab.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
-    from octavo.lab.bench.serve_client import Client, Outcome
-    from octavo.lab.bench.serve_report import Report
+    from octavo.lab.bench.serve_client import Client, RequestOutcome
+    from octavo.lab.bench.serve_report import ServeReport
     from octavo.lab.bench.serve_workload import Request
 
 EXAMPLE = f"""\
@@ -123,14 +123,14 @@ def run(arguments: Arguments) -> int:
     return 0 if report.completed else EXIT_FAILED
 
 
-def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[Report, list[Outcome]]:
+def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport, list[RequestOutcome]]:
     import asyncio
 
     import msgspec
     from tqdm import tqdm
 
-    from octavo.lab.bench.serve import measure
-    from octavo.lab.bench.serve_report import Goodput, Run, as_text, make_report
+    from octavo.lab.bench.serve_load import measure
+    from octavo.lab.bench.serve_report import Goodput, RunSettings, as_text, make_report
 
     goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
     requests, warmup, arrivals = _workload(arguments)
@@ -138,7 +138,7 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[Report, list
     client = _client(arguments)
     with tqdm(total=len(requests), disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal
         outcomes, cpu = asyncio.run(measure(client, requests, clients=clients, warmup=warmup, ended=bar.update))
-    asked = Run(
+    asked = RunSettings(
         base_url=arguments.base_url,
         model=arguments.model,
         endpoint=arguments.endpoint,

@@ -41,8 +41,6 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
 
     given = options.speculative_config
     methods = [_with_method(given, method.strip()) for method in arguments.speculative.split(",")]
-    # The workers have one drafter, or none.
-    loaded = next((config for config in methods if config.drafts_on_workers), None)
     if not arguments.output_len.isdigit():
         raise ConfigError(f"with --speculative, --output-len must be a number, not {arguments.output_len!r}")
     output_len = int(arguments.output_len)
@@ -53,8 +51,12 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
         # What is repeated shall show what drafts bring, and no cached prompts.
         "enable_prefix_caching": False,
     }
-    llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True), "speculative_config": loaded})
-    return speculation.measure(llm, methods, arguments.batches, output_len, arguments.rounds, options.seed)
+    kept = {**defaults, **options.model_dump(exclude_unset=True)}
+
+    def make(config: SpeculativeConfig | None) -> LLM:
+        return LLM(**{**kept, "speculative_config": config})
+
+    return speculation.measure(make, methods, arguments.batches, output_len, arguments.rounds, options.seed)
 
 
 def _with_method(given: SpeculativeConfig | None, method: str) -> SpeculativeConfig:

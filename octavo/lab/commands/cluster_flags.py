@@ -11,7 +11,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.simulate.cluster.figures import ReplicaFigures
+    from octavo.lab.simulate.cluster.cluster_figures import ReplicaFigures
     from octavo.lab.simulate.cluster.spec import ClusterSpec
     from octavo.lab.simulate.figures import RunFigures
 
@@ -155,7 +155,7 @@ def num_processes(arguments: Arguments) -> int:
 
 def cluster_lines(f: RunFigures) -> list[str]:
     """What the table says of a cluster, below the lines of any run; nothing if it is none."""
-    from octavo.lab.simulate.cluster.figures import ClusterFigures
+    from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
 
     if not isinstance(f, ClusterFigures):
         return []

@@ -34,10 +34,10 @@ from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
-    from octavo.lab.commands.simulate_report import Run
+    from octavo.lab.commands.simulate_report import PolicyRun
     from octavo.lab.simulate.cluster.spec import ClusterSpec
     from octavo.lab.simulate.figures import Completions, Latency, RunFigures
-    from octavo.lab.simulate.profile import StepProfile
+    from octavo.lab.simulate.step_profile import StepProfile
     from octavo.lab.workloads.workload import Workload
 
 EXAMPLE = f"""\
@@ -105,7 +105,7 @@ def run(arguments: Arguments) -> int:
         return _COMMANDS[arguments.command_of_simulate].run(arguments)
     from octavo.lab.commands import simulate_report
     from octavo.lab.plots.style import load_matplotlib
-    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.simulate.step_profile import load_profile
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
@@ -124,7 +124,7 @@ def run(arguments: Arguments) -> int:
     runs = []
     for policy in _policies(options.scheduling_policy, arguments.compare):
         figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
-        runs.append(simulate_report.Run(policy, figures, done))
+        runs.append(simulate_report.PolicyRun(policy, figures, done))
     if arguments.json is None:
         print("\n".join(_table(profile, runs[0].figures) if len(runs) == 1 else simulate_report.comparison_text(runs)))
         seconds = time.perf_counter() - start
@@ -146,7 +146,7 @@ def _simulate(
     arguments: Arguments, place: StepProfile | ClusterSpec, options: EngineConfig, load: Workload
 ) -> tuple[RunFigures, Completions]:
     """On one engine with a profile, or on a cluster."""
-    from octavo.lab.simulate.cluster.run import record_cluster
+    from octavo.lab.simulate.cluster.cluster_run import record_cluster
     from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
     from octavo.lab.simulate.run import record
 
@@ -176,7 +176,7 @@ def _under(options: EngineConfig, policy: str) -> EngineConfig:
     return options.model_copy(update={"scheduling_policy": policy, "priority_preemption": False})
 
 
-def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[Run]) -> None:
+def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[PolicyRun]) -> None:
     """One run's figures beside the settings; those of several as ``runs``, by policy."""
     found: dict[str, Any] = {
         "profile": arguments.profile,

@@ -12,7 +12,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, re
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.simulate.allocators.comparison import Comparison
+    from octavo.lab.simulate.allocators.comparison import AllocatorComparison
 
 EXAMPLE = """\
 examples:
@@ -63,7 +63,7 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.commands.simulate_report import write_plots
     from octavo.lab.plots.style import load_matplotlib
     from octavo.lab.simulate.allocators.comparison import compare, make_setting
-    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.simulate.step_profile import load_profile
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
     refuse_words(arguments)
@@ -93,7 +93,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def draw(found: Comparison) -> Any:
+def draw(found: AllocatorComparison) -> Any:
     """A figure of matplotlib as figure 12 of the paper: normalized latency against the rate."""
     from octavo.lab.plots.drawings import curves
 
@@ -104,7 +104,7 @@ def draw(found: Comparison) -> Any:
     return curves(points, "requests/s", "normalized latency (s/token)", 4 * found.latency_limit)
 
 
-def _table(trace: str, found: Comparison) -> list[str]:
+def _table(trace: str, found: AllocatorComparison) -> list[str]:
     paged = found.allocators[0]
     lines = [
         f"{trace} ({TRACES[trace][0]}): {found.requests} requests of {found.mean_input:.1f} + {found.mean_output:.1f} "

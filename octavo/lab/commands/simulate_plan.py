@@ -14,7 +14,7 @@ from octavo.lab.commands.cluster_flags import OPTIONS, add_cluster_flags, add_pr
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
-    from octavo.lab.simulate.cluster.plan import TrafficPlan, Tried
+    from octavo.lab.simulate.cluster.capacity_plan import TrafficPlan, Tried
 
 EXAMPLE = f"""\
 examples:
@@ -49,7 +49,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints the table and the answer, or JSON; 1 if no number suffices."""
-    from octavo.lab.simulate.cluster.plan import plan_traffic
+    from octavo.lab.simulate.cluster.capacity_plan import plan_traffic
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")

@@ -12,8 +12,8 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, re
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.simulate.preemption import Load, OnePreemption, Runs
-    from octavo.lab.simulate.profile import StepProfile
+    from octavo.lab.simulate.step_profile import StepProfile
+    from octavo.lab.simulate.swap_or_recompute import Load, OnePreemption, Runs
 
 #: A table: its title, its records, and its text.
 _Part = tuple[str, list[Any], str]
@@ -57,7 +57,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints a table for each kind of requests, or JSON with every run."""
-    from octavo.lab.simulate.profile import load_profile
+    from octavo.lab.simulate.step_profile import load_profile
 
     refuse_words(arguments)
     for name in ("link_gb_s", "copy_us"):
@@ -113,7 +113,7 @@ def _relative(runs: Runs, to: Runs) -> str:
 
 
 def _parts(profile: StepProfile, arguments: Arguments) -> Iterator[_Part]:
-    from octavo.lab.simulate.preemption import SHARED_LOADS, at_equal_memory
+    from octavo.lab.simulate.swap_or_recompute import SHARED_LOADS, at_equal_memory
 
     for load in _sized(SHARED_LOADS, arguments):
         rows = list(at_equal_memory(profile, load, _seeds(arguments)))
@@ -144,7 +144,7 @@ def _shared_table(rows: list[Runs]) -> str:
 
 
 def _link_parts(profile: StepProfile, copies: list[int], arguments: Arguments) -> Iterator[_Part]:
-    from octavo.lab.simulate.preemption import CONTEXTS, LINK_LOADS, one_preemption, with_link
+    from octavo.lab.simulate.swap_or_recompute import CONTEXTS, LINK_LOADS, one_preemption, with_link
 
     linked = {n: with_link(profile, arguments.link_gb_s, n, arguments.copy_us * 1e-6) for n in copies}
     contexts = [c for c in CONTEXTS if c <= profile.max_model_len]
@@ -172,7 +172,7 @@ def _one_table(ones: Mapping[tuple[int, int], OnePreemption]) -> str:
 
 def _link_rows(load: Load, linked: Mapping[int, StepProfile], seeds: Sequence[int]) -> list[list[tuple[int, Runs]]]:
     """By block size: (copies, runs) of recomputing with the prefix cache and without it, then of swap and auto."""
-    from octavo.lab.simulate.preemption import RUN_SIZES, across_link
+    from octavo.lab.simulate.swap_or_recompute import RUN_SIZES, across_link
 
     rows = []
     for size in RUN_SIZES:

@@ -40,8 +40,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Writes the profile."""
-    from octavo.lab.simulate.computed import Device, computed_profile
-    from octavo.lab.simulate.profile import format_profile
+    from octavo.lab.simulate.computed import Accelerator, computed_profile
+    from octavo.lab.simulate.step_profile import format_profile
     from octavo.loader.resolve import resolve_model
     from octavo.models.config import read_model_config
 
@@ -54,7 +54,7 @@ def run(arguments: Arguments) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {getattr(arguments, name):g}")
     if not 0 <= arguments.step_overhead_ms < 1e6:
         raise ConfigError(f"--step-overhead-ms must be at least 0, not {arguments.step_overhead_ms:g}")
-    device = Device(
+    device = Accelerator(
         name=arguments.name,
         bandwidth=arguments.bandwidth_gb_s * 1e9,
         operations=arguments.tflops * 1e12,

@@ -12,7 +12,7 @@ from octavo.lab.plots import drawings
 from octavo.lab.plots.report import Report
 from octavo.lab.plots.style import save
 from octavo.lab.simulate.figures import Completions, Latency, RunFigures
-from octavo.lab.simulate.profile import StepProfile
+from octavo.lab.simulate.step_profile import StepProfile
 
 #: What becomes of the origin of a profile in a title.
 ORIGINS = {"computed": " (computed, not measured)", "fitted": ""}
@@ -39,7 +39,7 @@ COUNTS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PolicyRun:
     """A workload under one policy: its figures, and the times of its requests."""
 
     policy: str
@@ -71,13 +71,13 @@ _COLUMNS: dict[str, Callable[[RunFigures], float | None]] = {
 }
 
 
-def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
+def comparison(runs: Sequence[PolicyRun]) -> tuple[list[str], list[list[Any]]]:
     """Headers and rows of a table with a line for each policy; latencies in seconds."""
     columns = {name: value for name, value in _COLUMNS.items() if any(value(run.figures) is not None for run in runs)}
     return ["policy", *columns], [[run.policy, *(value(run.figures) for value in columns.values())] for run in runs]
 
 
-def comparison_text(runs: Sequence[Run]) -> list[str]:
+def comparison_text(runs: Sequence[PolicyRun]) -> list[str]:
     """The table for a terminal."""
     headers, rows = comparison(runs)
     cells = [headers, *([row[0], *("-" if value is None else f"{value:.5g}" for value in row[1:])] for row in rows)]
@@ -89,7 +89,7 @@ def comparison_text(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def draw(runs: Sequence[Run]) -> dict[str, tuple[Any, str]]:
+def draw(runs: Sequence[PolicyRun]) -> dict[str, tuple[Any, str]]:
     """Figures of matplotlib with their captions, by name.
 
     Raises:
@@ -129,7 +129,7 @@ def write_plots(drawn: Mapping[str, tuple[Any, str]], folder: Path) -> None:
 
 def make_report(
     profile: StepProfile,
-    runs: Sequence[Run],
+    runs: Sequence[PolicyRun],
     drawn: Mapping[str, tuple[Any, str]],
     command: Sequence[str],
     options: Mapping[str, Any],

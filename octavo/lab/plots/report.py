@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ReportPart:
     """One part of the page: its kind, which says what the template does with the rest."""
 
     kind: str
@@ -39,16 +39,16 @@ class Report:
         """``command``: words of the command line; ``options``: what was in force, those with defaults too."""
         self.title = title
         self.command, self.options = shlex.join(command), dict(options or {})
-        self._parts: list[_Part] = []
+        self._parts: list[_ReportPart] = []
         self._figures = 0
 
     def heading(self, text: str) -> None:
         """Begins a section."""
-        self._parts.append(_Part("heading", text))
+        self._parts.append(_ReportPart("heading", text))
 
     def text(self, text: str) -> None:
         """A paragraph."""
-        self._parts.append(_Part("text", text))
+        self._parts.append(_ReportPart("text", text))
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
         """A table; floats are shown with four digits, and are in the page with all (``<data value=...>``).
@@ -59,12 +59,12 @@ class Report:
         for row in cells:
             if len(row) != len(headers):
                 raise ValueError(f"a row of {len(row)} cells in a table of {len(headers)} columns: {row}")
-        self._parts.append(_Part("table", caption, list(headers), cells))
+        self._parts.append(_ReportPart("table", caption, list(headers), cells))
 
     def figure(self, figure: Any, caption: str = "") -> None:
         """A figure of matplotlib, in the page as SVG."""
         self._figures += 1
-        self._parts.append(_Part("figure", caption, rows=[[as_svg(figure, self._figures)]]))
+        self._parts.append(_ReportPart("figure", caption, rows=[[as_svg(figure, self._figures)]]))
 
     def html(self) -> str:
         """The page."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.lab.simulate.profile import StepProfile
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.memory.block_manager import BlockManager
 
 _GIB = 1 << 30

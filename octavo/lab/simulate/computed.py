@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
-from octavo.lab.simulate.profile import StepProfile
+from octavo.lab.simulate.step_profile import StepProfile
 
 #: Points of the curve of the matrix products.
 _TOKENS = sorted({round(2 ** (i / 2)) for i in range(1, 29)} | {1})
@@ -17,7 +17,7 @@ _TOKENS = sorted({round(2 ** (i / 2)) for i in range(1, 29)} | {1})
 _OTHER_MEMORY = 0.12
 
 
-class Device(msgspec.Struct, frozen=True):
+class Accelerator(msgspec.Struct, frozen=True):
     """What a device can do. Rates are peak rates; the shares say how much of them kernels reach."""
 
     name: str
@@ -34,7 +34,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def computed_profile(
-    model: str, config: ModelConfig, device: Device, *, dtype: str = "bfloat16", quantization: str | None = None
+    model: str, config: ModelConfig, device: Accelerator, *, dtype: str = "bfloat16", quantization: str | None = None
 ) -> StepProfile:
     """The profile of a network on a device.
 

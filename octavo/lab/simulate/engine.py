@@ -12,14 +12,15 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.step_loop import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
-from octavo.lab.simulate.profile import Overhead, StepProfile
-from octavo.lab.simulate.prompts import TOKEN, prompt_of
+from octavo.lab.simulate.prompt_ids import TOKEN, prompt_of
+from octavo.lab.simulate.step_profile import Overhead, StepProfile
 from octavo.lab.simulate.work import count_work
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.tokens import output_ids
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.scheduler.scheduler import Scheduler
@@ -207,7 +208,7 @@ class SimulatedEngine:
             request = open_[output.group_id]
             last = request.last
             request.last = now
-            request.tokens += 1
+            request.tokens += len(output.token_ids)
             if last == before:
                 steady += 1
             elif last < 0:
@@ -287,7 +288,7 @@ class _Workers:
                 self.ends.pop(request.number, None)
                 self.answers.pop(request.number, None)
 
-    def submit(self, plan: StepPlan) -> _PendingStep:
+    def submit(self, plan: StepPlan) -> _SimulatedStep:
         engine = self._engine
         work, sampled = count_work(plan, engine.scheduler.queues)
         if self.received and plan.blocks_to_swap_in:
@@ -305,7 +306,7 @@ class _Workers:
         result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
         if result.swap_seconds:
             result.swaps = [(work.moved // engine.options.block_size, result.swap_seconds)]
-        return _PendingStep(self, result, sampled, self._free_at)
+        return _SimulatedStep(self, result, sampled, self._free_at)
 
     def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:
         """The step's result, at its end."""
@@ -325,7 +326,7 @@ class _Workers:
 
 
 @dataclass(slots=True)
-class _PendingStep:
+class _SimulatedStep:
     workers: _Workers
     result: StepResult
     sampled: list[Sequence]
@@ -348,10 +349,12 @@ def _core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: in
         prompt_token_ids=prompt,
         task=_task(max_tokens),
         arrival_time=item.at,
-        priority=item.priority,
-        user=item.user or "",
-        ttft_target=item.ttft_target,
-        tpot_target=item.tpot_target,
+        options=RequestOptions(
+            priority=item.priority,
+            user=item.user or "",
+            ttft_target=item.ttft_target,
+            tpot_target=item.tpot_target,
+        ),
     )
 
 

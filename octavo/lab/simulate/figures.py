@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Bins of a histogram of gaps per factor of e: each is half a percent wide.
 _BINS = 200
@@ -167,7 +167,7 @@ def meets_targets(item: WorkItem, ttft: float, tpot: float) -> bool:
     )
 
 
-class Service(msgspec.Struct, frozen=True):
+class ServiceByUser(msgspec.Struct, frozen=True):
     """Service of users at sampled moments: tokens (of prompts once, of outputs twice) divided by the user's weight."""
 
     seconds: list[float]
@@ -211,7 +211,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     mean_blocks_used: float = 0.0
     series: dict[str, list[float]] = {}
     #: None without users.
-    service: Service | None = None
+    service: ServiceByUser | None = None
 
 
 def rates(done: Completions, gaps: Gaps) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 from octavo.core.config import EngineConfig
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest, run
 from octavo.lab.simulate.figures import Completions, Gaps, RunFigures, Series, rates
-from octavo.lab.simulate.profile import StepProfile
-from octavo.lab.simulate.service import ServiceRecorder
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.service_by_user import ServiceRecorder
+from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.workloads.work_items import WorkItem
 
 _SERIES = ("waiting", "running", "swapped", "blocks_used")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.draws import poisson
-from octavo.lab.workloads.specs import Form, parse, require
+from octavo.lab.workloads.specs import SpecForm, parse, require
 
 DAY = 86_400.0
 
@@ -202,14 +202,14 @@ class Steps(Varying):
 
 #: Most rates of ``steps``: an hour each for four weeks.
 _MOST_STEPS = 672
-_FORMS: dict[str, Form[Arrivals]] = {
-    "poisson": Form("poisson:RATE", (1,), Gamma),
-    "gamma": Form("gamma:RATE,BURSTINESS", (2,), Gamma),
-    "fixed": Form("fixed:RATE", (1,), lambda rate: Gamma(rate, math.inf)),
-    "at-once": Form("at-once", (0,), AtOnce),
-    "ticks": Form("ticks:RATE[,SECONDS]", (1, 2), Ticks),
-    "day": Form("day:LOW,HIGH[,PERIOD]", (2, 3), Day),
-    "steps": Form(
+_FORMS: dict[str, SpecForm[Arrivals]] = {
+    "poisson": SpecForm("poisson:RATE", (1,), Gamma),
+    "gamma": SpecForm("gamma:RATE,BURSTINESS", (2,), Gamma),
+    "fixed": SpecForm("fixed:RATE", (1,), lambda rate: Gamma(rate, math.inf)),
+    "at-once": SpecForm("at-once", (0,), AtOnce),
+    "ticks": SpecForm("ticks:RATE[,SECONDS]", (1, 2), Ticks),
+    "day": SpecForm("day:LOW,HIGH[,PERIOD]", (2, 3), Day),
+    "steps": SpecForm(
         "steps:SECONDS,RATE,RATE,...",
         tuple(range(2, _MOST_STEPS + 2)),
         lambda seconds, *rates: Steps(seconds, rates),

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from octavo.lab.workloads.draws import poisson
-from octavo.lab.workloads.specs import Form, parse, require, whole
+from octavo.lab.workloads.specs import SpecForm, parse, require, whole
 
 #: Longest prompt or output.
 MOST_TOKENS = 10_000_000
@@ -205,27 +205,27 @@ def instruct_outputs() -> Lognormal:
     return Lognormal.of_mean(58.45, _OUTPUT_SIGMA, _MOST_PUBLISHED)
 
 
-_FORMS: dict[str, Form[Lengths]] = {
-    "": Form("N", (1,), lambda n: Constant(whole(n))),
-    "constant": Form("constant:N", (1,), lambda n: Constant(whole(n))),
-    "uniform": Form("uniform:LOW,HIGH", (2,), lambda low, high: Uniform(whole(low), whole(high))),
-    "poisson": Form("poisson:MEAN", (1,), Poisson),
-    "geometric": Form("geometric:MEAN", (1,), Geometric),
-    "lognormal": Form(
+_FORMS: dict[str, SpecForm[Lengths]] = {
+    "": SpecForm("N", (1,), lambda n: Constant(whole(n))),
+    "constant": SpecForm("constant:N", (1,), lambda n: Constant(whole(n))),
+    "uniform": SpecForm("uniform:LOW,HIGH", (2,), lambda low, high: Uniform(whole(low), whole(high))),
+    "poisson": SpecForm("poisson:MEAN", (1,), Poisson),
+    "geometric": SpecForm("geometric:MEAN", (1,), Geometric),
+    "lognormal": SpecForm(
         "lognormal:MEDIAN,SIGMA[,MOST]",
         (2, 3),
         lambda median, sigma, most=float(MOST_TOKENS): Lognormal(median, sigma, whole(most)),
     ),
 }
-_INPUTS: dict[str, Form[Lengths]] = {
+_INPUTS: dict[str, SpecForm[Lengths]] = {
     **_FORMS,
-    "chat": Form("chat", (0,), chat_inputs),
-    "instruct": Form("instruct", (0,), instruct_inputs),
+    "chat": SpecForm("chat", (0,), chat_inputs),
+    "instruct": SpecForm("instruct", (0,), instruct_inputs),
 }
-_OUTPUTS: dict[str, Form[Lengths]] = {
+_OUTPUTS: dict[str, SpecForm[Lengths]] = {
     **_FORMS,
-    "chat": Form("chat", (0,), chat_outputs),
-    "instruct": Form("instruct", (0,), instruct_outputs),
+    "chat": SpecForm("chat", (0,), chat_outputs),
+    "instruct": SpecForm("instruct", (0,), instruct_outputs),
 }
 
 

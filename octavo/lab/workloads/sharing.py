@@ -11,7 +11,7 @@ from typing import Any
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.draws import Weighted, zipf
 from octavo.lab.workloads.lengths import Constant, Lengths
-from octavo.lab.workloads.specs import Form, parse, require, whole
+from octavo.lab.workloads.specs import SpecForm, parse, require, whole
 
 #: Most system prompts, and most users.
 _MOST = 1_000_000
@@ -95,7 +95,7 @@ def parse_system_prompts(text: str) -> SystemPrompts:
     Raises:
         ConfigError: it is none of these.
     """
-    return parse(text, {"": Form("COUNT,LENGTH[,EXPONENT]", (2, 3), _system_prompts)}, "--system-prompts")
+    return parse(text, {"": SpecForm("COUNT,LENGTH[,EXPONENT]", (2, 3), _system_prompts)}, "--system-prompts")
 
 
 def parse_users(text: str) -> tuple[User, ...]:
@@ -148,10 +148,10 @@ def _ranked(count: float, exponent: float = 0.0) -> tuple[User, ...]:
     return tuple(User(f"user-{i}", share) for i, share in enumerate(zipf(whole(count), exponent)))
 
 
-_USERS: dict[str, Form[tuple[User, ...]]] = {
-    "": Form("COUNT", (1,), _ranked),
-    "zipf": Form("zipf:COUNT,EXPONENT", (2,), _ranked),
-    "named": Form("NAME=SHARE[:WEIGHT],...", (), _ranked),
+_USERS: dict[str, SpecForm[tuple[User, ...]]] = {
+    "": SpecForm("COUNT", (1,), _ranked),
+    "zipf": SpecForm("zipf:COUNT,EXPONENT", (2,), _ranked),
+    "named": SpecForm("NAME=SHARE[:WEIGHT],...", (), _ranked),
 }
 
 

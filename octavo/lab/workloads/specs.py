@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Form(Generic[T]):
+class SpecForm(Generic[T]):
     """One kind of text and what it makes."""
 
     #: As shown in messages, such as ``uniform:LOW,HIGH``.
@@ -23,7 +23,7 @@ class Form(Generic[T]):
     make: Callable[..., T]
 
 
-def parse(text: str, forms: Mapping[str, Form[T]], what: str) -> T:
+def parse(text: str, forms: Mapping[str, SpecForm[T]], what: str) -> T:
     """What the text describes: a kind of ``forms`` and its numbers; a text without a colon is a kind or a number.
 
     The kind ``""`` is that of a number alone. ``what`` is the subject of the message, such as ``a length``.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 
 #: English words that, with the space before them, are one token for most tokenizers.
 _COMMON = (

@@ -14,11 +14,11 @@ import msgspec
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.arrivals import Arrivals
 from octavo.lab.workloads.draws import Weighted
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant, Lengths
 from octavo.lab.workloads.sharing import Conversations, RequestClass, SystemPrompts, User
 from octavo.lab.workloads.specs import require
 from octavo.lab.workloads.traces import Trace
+from octavo.lab.workloads.work_items import WorkItem
 
 _LENGTH = Constant(128)
 

@@ -11,7 +11,8 @@ from octavo.cli.main import main
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
 from octavo.engine.llm_engine import LLMEngine
-from octavo.lab.bench.allocators import CASES, Case, make_options, measure, use_allocator
+from octavo.lab.bench.allocators import CASES, AllocatorCase, make_options, measure, use_allocator
+from octavo.lab.bench.restartable import RestartableCore, start
 from octavo.lab.simulate.allocators.comparison import ALLOCATORS
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks
 from octavo.lab.workloads.lengths import Uniform
@@ -22,22 +23,25 @@ SHORT = Uniform(4, 20), Uniform(6, 24)
 SMALL = {
     case.name: case
     for case in (
-        Case("one", 8, *SHORT, context=64),
-        Case("samples", 4, *SHORT, context=64, width=3),
-        Case("beams", 4, *SHORT, context=64, width=3, beams=True),
+        AllocatorCase("one", 8, *SHORT, context=64),
+        AllocatorCase("samples", 4, *SHORT, context=64, width=3),
+        AllocatorCase("beams", 4, *SHORT, context=64, width=3, beams=True),
     )
 }
 
 
+Started = tuple[RestartableCore, LLMEngine]
+
+
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> LLMEngine:
+def started(tiny_model: Path) -> Started:
     options = make_options(make_config(model=str(tiny_model)), list(SMALL.values()))
-    return LLMEngine.from_config(options)
+    return start(options)
 
 
-def answers(engine: LLMEngine, case: Case, allocator: str) -> tuple[dict[str, list[list[int]]], int]:
+def answers(started: Started, case: AllocatorCase, allocator: str) -> tuple[dict[str, list[list[int]]], int]:
     """Token ids by request, and the most sequences that ran at once."""
-    use_allocator(engine, case, allocator)
+    engine = use_allocator(*started, case, allocator)
     ids = (0, engine.core.model_config.vocab_size - 1)
     for number, item in enumerate(case.items(0)):
         engine.add_request(str(number), token_ids(item, ids), case.params(item, number), streaming=False)
@@ -56,9 +60,9 @@ def answers(engine: LLMEngine, case: Case, allocator: str) -> tuple[dict[str, li
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_allocator_gives_the_same_tokens(engine: LLMEngine, name: str) -> None:
+def test_every_allocator_gives_the_same_tokens(started: Started, name: str) -> None:
     case = SMALL[name]
-    found = {allocator: answers(engine, case, allocator) for allocator in ALLOCATORS}
+    found = {allocator: answers(started, case, allocator) for allocator in ALLOCATORS}
     tokens, most = found["paged"]
     assert len(tokens) == case.requests and all(len(each) == case.width for each in tokens.values())
     if case.width > 1:

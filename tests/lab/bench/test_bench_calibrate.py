@@ -18,8 +18,8 @@ from octavo.lab.bench import validate
 from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps
 from octavo.lab.bench.calibrate_server import overhead
 from octavo.lab.bench.least_squares import non_negative
-from octavo.lab.bench.serve_client import Outcome
-from octavo.lab.simulate.profile import Overhead, load_profile
+from octavo.lab.bench.serve_client import RequestOutcome
+from octavo.lab.simulate.step_profile import Overhead, load_profile
 from octavo.lab.simulate.work import StepWork
 from tests.lab.simulate.test_profile import PROFILE, profile
 
@@ -84,11 +84,11 @@ def test_the_same_step_of_several_rounds_has_its_median_time() -> None:
 def test_what_a_server_adds_is_what_the_steps_do_not_explain() -> None:
     known, added = profile(offline=Overhead(request=1e-4)), Overhead(request=1e-4, step=2e-3, answer=3e-3, arrival=3e-3)
 
-    def answers(count: int) -> list[Outcome]:
+    def answers(count: int) -> list[RequestOutcome]:
         gap = known.seconds(StepWork(count, count, count * 32, 0, 0, count)) + added.step
         first = known.seconds(StepWork(16, 0, 0, 1, 136, 1)) + added.step + added.request + added.arrival + added.answer
         chunks = array("d", [5.0 + first + i * gap for i in range(33)])
-        return [Outcome(due=5.0, sent=5.0, ended=chunks[-1], chunks=chunks, output_tokens=33)]
+        return [RequestOutcome(due=5.0, sent=5.0, ended=chunks[-1], chunks=chunks, output_tokens=33)]
 
     found = overhead(known, answers(1), answers(8))
     assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(added))

@@ -10,24 +10,24 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from octavo.cli.main import main
-from octavo.lab.bench import grammar
+from octavo.lab.bench import grammar_cost
 
 
-@pytest.mark.parametrize("size", grammar.SIZES)
+@pytest.mark.parametrize("size", grammar_cost.SIZES)
 def test_documents_are_of_their_schema(size: int) -> None:
-    schema = grammar.make_schema(size)
+    schema = grammar_cost.make_schema(size)
     Draft202012Validator.check_schema(schema)
     for seed in range(3):
-        Draft202012Validator(schema).validate(grammar.make_document(schema, random.Random(seed)))
+        Draft202012Validator(schema).validate(grammar_cost.make_document(schema, random.Random(seed)))
     assert json.dumps(schema).count('"type": "boolean"') == (size + 2) // 7
 
 
 def test_every_part_is_measured(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grammar, "SIZES", (1, 9))
-    monkeypatch.setattr(grammar, "ROWS", 3)
-    monkeypatch.setattr(grammar, "_DELAYS", 2)
+    monkeypatch.setattr(grammar_cost, "SIZES", (1, 9))
+    monkeypatch.setattr(grammar_cost, "ROWS", 3)
+    monkeypatch.setattr(grammar_cost, "_DELAYS", 2)
     words = ["bench", "grammar", str(tiny_model), "--batches", "2", "--rounds", "1", "--output-len", "40"]
     assert main([*words, "--num-threads", "1", "--json", "-"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

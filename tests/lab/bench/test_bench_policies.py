@@ -17,16 +17,17 @@ import pytest
 from octavo.cli.main import main
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineStateError
-from octavo.engine.core import POLICY_OPTIONS
-from octavo.engine.llm import LLM
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.policies import classical, pictures, tables
-from octavo.lab.bench.policies.figures import Figures, Outcome, averages, figures
-from octavo.lab.bench.policies.lab import Lab, Row, acceptable, options_for
+from octavo.lab.bench.policies.lab import Lab, ScenarioRow, acceptable, options_for
 from octavo.lab.bench.policies.places import InProcess, Simulated
+from octavo.lab.bench.policies.policy_figures import PlaceOutcome, PolicyFigures, averages, figures
 from octavo.lab.bench.policies.scenarios import Scenario
+from octavo.lab.bench.restartable import restarted, start
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant
+from octavo.lab.workloads.work_items import WorkItem
 from tests.lab.simulate.test_profile import profile
 
 
@@ -84,7 +85,7 @@ def test_figures_are_those_of_the_requests() -> None:
     done.add(2, items[2], 2.0, 3.0, 3.25, 5)
     done.add(3, items[3], 3.0, 4.0, 6.0, 5)
     done.fail(items[4], "error")
-    found = figures(items, Outcome(done, 7, 0.5))
+    found = figures(items, PlaceOutcome(done, 7, 0.5))
     assert (found.requests, found.failed, found.seconds, found.preemptions) == (5, 1, 5.0, 7)
     assert found.requests_per_s == 4 / 5
     assert found.mean_latency == statistics.fmean([0.25, 2, 1.25, 3])
@@ -96,7 +97,7 @@ def test_figures_are_those_of_the_requests() -> None:
 
 
 def test_averages_are_taken_figure_by_figure() -> None:
-    base = Figures(**dict.fromkeys(Figures.__struct_fields__[:10], 1.0), user_latency={"a": 1.0})
+    base = PolicyFigures(**dict.fromkeys(PolicyFigures.__struct_fields__[:10], 1.0), user_latency={"a": 1.0})
     other = msgspec.structs.replace(base, seconds=4.0, user_latency={"a": 2.0, "b": 5.0}, goodput_share=0.5)
     mean, deviation = averages([base, other])
     assert mean.seconds == 2.5 and deviation.seconds == statistics.stdev([1, 4])
@@ -131,7 +132,7 @@ def simulated_lab(seed: int = 0) -> Lab:
 def test_equal_simulated_labs_give_equal_figures() -> None:
     policies = ["fcfs", "static", "sjf", "srpt", "fair"]
 
-    def run(seed: int) -> list[Row]:
+    def run(seed: int) -> list[ScenarioRow]:
         return simulated_lab(seed).run([TINY], policies, 2, lambda row: None)
 
     rows = run(1)
@@ -201,26 +202,25 @@ def test_runs_whose_memory_differs_follow_one_another(tiny_model: Path) -> None:
 
 
 def test_an_engine_restarts_with_its_weights(tiny_model: Path) -> None:
-    engine = LLM(str(tiny_model), num_gpu_blocks_override=40, num_threads=1).llm_engine
-    model, executor = engine.core.scheduler, engine.core.executor
-    from octavo.core.sampling_params import SamplingParams
+    core, engine = start(make_config(model=str(tiny_model), num_gpu_blocks_override=40, num_threads=1))
+    scheduler, executor = core.scheduler, core.executor
 
-    def answer() -> list[int]:
-        engine.add_request("a", [5, 6, 7] * 9, SamplingParams(temperature=0, max_tokens=6), streaming=False)
+    def answer(engine: LLMEngine) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        engine.add_request("a", [5, 6, 7] * 9, params, streaming=False)
         with pytest.raises(EngineStateError):
-            engine.restart({})
+            core.restart({})
         while not (outputs := engine.step()):
             pass
         return list(outputs[0].outputs[0].token_ids)
 
-    first = answer()
-    engine.restart({"scheduling_policy": "srpt", "aging_limit": 1.0})
-    assert engine.core.scheduler is not model and engine.core.executor is executor
+    first = answer(engine)
+    engine = restarted(core, engine, {"scheduling_policy": "srpt", "aging_limit": 1.0})
+    assert core.scheduler is not scheduler and core.executor is executor
     assert engine.stats().steps == 0 and engine.stats().blocks_cached == 0
-    assert answer() == first and engine.stats().prefix_hit_tokens == 0
-    assert "max_num_seqs" not in POLICY_OPTIONS
+    assert answer(engine) == first and engine.stats().prefix_hit_tokens == 0
     with pytest.raises(ConfigError, match="max_num_seqs"):
-        engine.restart({"max_num_seqs": 3})
+        core.restart({"max_num_seqs": 3})
 
 
 def test_all_places_and_their_tables(

@@ -14,9 +14,9 @@ from octavo.core.kv_spec import KVSpec
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM
-from octavo.lab.bench import scheduler as bench_scheduler
-from octavo.lab.bench.memory import measure_sharing, measure_use, trace
-from octavo.lab.bench.scheduler import sampled
+from octavo.lab.bench import scheduler_cost
+from octavo.lab.bench.memory_use import measure_sharing, measure_use, trace
+from octavo.lab.bench.scheduler_cost import sampled
 from octavo.lab.bench.windows import measure_windows
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.policies import POLICIES
@@ -68,7 +68,7 @@ def test_engine_flags_reach_the_scheduler_that_is_measured(monkeypatch: pytest.M
         seen.append(Scheduler(*arguments, **options))
         return seen[-1]
 
-    monkeypatch.setattr(bench_scheduler, "Scheduler", watched)
+    monkeypatch.setattr(scheduler_cost, "Scheduler", watched)
     scheduler_rows(
         tmp_path / "f", "--scheduling-policy", "ldf", "--block-size", "4", "--preemption-victim", "most_blocks"
     )

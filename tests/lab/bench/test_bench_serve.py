@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli.main import main
-from octavo.lab.bench.serve_client import Outcome
-from octavo.lab.bench.serve_http import ProtocolError, Response
-from octavo.lab.bench.serve_report import Goodput, Run, Spread, make_report
+from octavo.lab.bench.serve_client import RequestOutcome
+from octavo.lab.bench.serve_http import ProtocolError, ResponseParser
+from octavo.lab.bench.serve_report import Goodput, RunSettings, Spread, make_report
 from tests.busy_machine import PATIENCE
 from tests.lab.plots.test_report import Page
 
@@ -363,8 +363,8 @@ def test_a_report_has_the_figures_of_the_json(server: FakeServer, tmp_path: Path
     assert "octavo bench serve" in shown.text
 
 
-def outcome(sent: float, first: float, gap: float, count: int, **others: Any) -> Outcome:
-    found = Outcome(due=sent, sent=sent, prompt_tokens=10, output_tokens=count, has_usage=True, **others)
+def outcome(sent: float, first: float, gap: float, count: int, **others: Any) -> RequestOutcome:
+    found = RequestOutcome(due=sent, sent=sent, prompt_tokens=10, output_tokens=count, has_usage=True, **others)
     found.chunks.extend(sent + first + gap * i for i in range(count))
     found.ended = found.chunks[-1] if count else sent
     return found
@@ -373,7 +373,7 @@ def outcome(sent: float, first: float, gap: float, count: int, **others: Any) ->
 def test_figures_of_known_outcomes() -> None:
     outcomes = [outcome(i, first=0.1 * (i + 1), gap=0.01 * (i + 1), count=5) for i in range(10)]
     outcomes.append(outcome(3.0, 0, 0, 0, error="http 429"))
-    report = make_report(Run("u", "m", "chat", "x", 0), outcomes, 1.0, Goodput.parse("ttft:450,tpot:35"))
+    report = make_report(RunSettings("u", "m", "chat", "x", 0), outcomes, 1.0, Goodput.parse("ttft:450,tpot:35"))
     first = np.arange(1, 11) * 100.0
     assert report.ttft_ms is not None and report.e2e_ms is not None and report.itl_ms is not None
     assert report.ttft_ms.p90 == pytest.approx(np.percentile(first, 90))
@@ -397,7 +397,7 @@ def test_one_value_is_every_percentile() -> None:
 
 def test_a_request_has_limits_of_its_own() -> None:
     outcomes = [outcome(0, 0.1, 0.01, 3, limits={"ttft": limit}) for limit in (0.05, 0.2)]
-    report = make_report(Run("u", "m", "chat", "x", 0), outcomes, 1.0, None)
+    report = make_report(RunSettings("u", "m", "chat", "x", 0), outcomes, 1.0, None)
     assert report.goodput_share == 0.5 and report.goodput_limits_ms == {}
 
 
@@ -484,7 +484,7 @@ def test_a_response_is_parsed_however_it_is_split(parts: list[bytes], data: st.D
     else:
         sent = head + b"Connection: close\r\n\r\n" + body
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
-    response = Response()
+    response = ResponseParser()
     read = b""
     for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
         if not response.complete:
@@ -506,7 +506,7 @@ def test_a_response_is_parsed_however_it_is_split(parts: list[bytes], data: st.D
 )
 def test_a_response_that_is_not_http_is_refused(sent: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Response().feed(sent)
+        ResponseParser().feed(sent)
 
 
 @pytest.mark.parametrize(
@@ -514,6 +514,6 @@ def test_a_response_that_is_not_http_is_refused(sent: bytes) -> None:
     [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nxx", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"],
 )
 def test_a_truncated_response_is_incomplete(sent: bytes) -> None:
-    response = Response()
+    response = ResponseParser()
     response.feed(sent)
     assert not response.end()

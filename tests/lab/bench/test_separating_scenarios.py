@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from octavo.core.config import make_config
-from octavo.lab.bench.policies.figures import Figures
 from octavo.lab.bench.policies.lab import Lab
 from octavo.lab.bench.policies.places import Simulated
+from octavo.lab.bench.policies.policy_figures import PolicyFigures
 from octavo.lab.bench.policies.separating import SEPARATING, Mixture
-from octavo.lab.simulate.profile import load_profile
+from octavo.lab.simulate.step_profile import load_profile
 from octavo.lab.workloads.lengths import Constant, Uniform
 
 
 @cache
-def lab(scenario: str, *policies: str, aging_limit: float = 60.0) -> dict[str, Figures]:
+def lab(scenario: str, *policies: str, aging_limit: float = 60.0) -> dict[str, PolicyFigures]:
     """Means over one run of the demo profile, by policy."""
     places = [Simulated(load_profile("smollm2-135m-2-cores"))]
     lab = Lab(places, lambda _, changes: make_config(model="none", aging_limit=aging_limit, **changes), seed=0)

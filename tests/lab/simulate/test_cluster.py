@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster import Cluster
-from octavo.lab.simulate.cluster.figures import ClusterFigures
-from octavo.lab.simulate.cluster.run import simulate_cluster
+from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
+from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
 from octavo.lab.simulate.cluster.spec import (
     Autoscale,
     ClusterSpec,
@@ -29,9 +29,9 @@ from octavo.lab.simulate.cluster.spec import (
 )
 from octavo.lab.simulate.run import simulate
 from octavo.lab.workloads.arrivals import parse_arrivals
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.sharing import Conversations
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 from tests.lab.simulate.test_profile import profile
 from tests.lab.simulate.test_simulated_engine import UNIT, item
@@ -119,7 +119,7 @@ def test_every_request_ends_once_whatever_fails(
     lengths = [one.output_len for one in load]
     for replica in cluster.replicas.values():
         assert all(n == lengths[k] for k, n in zip(replica.done.number, replica.done.outputs, strict=True))
-    assert cluster.num_open == 0 and not cluster.homeless
+    assert cluster.num_open == 0 and not cluster.jobs_without_replica
 
 
 def test_a_lost_request_is_begun_anew_and_counts_from_its_arrival() -> None:

@@ -10,17 +10,17 @@ import pytest
 
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
+from octavo.lab.simulate.cluster.capacity_plan import plan_replicas, plan_traffic
 from octavo.lab.simulate.cluster.cluster import Cluster
-from octavo.lab.simulate.cluster.figures import ClusterFigures
-from octavo.lab.simulate.cluster.plan import plan_replicas, plan_traffic
+from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
+from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
 from octavo.lab.simulate.cluster.replica import Replica
-from octavo.lab.simulate.cluster.routers import Router, RouterSettings
-from octavo.lab.simulate.cluster.run import simulate_cluster
+from octavo.lab.simulate.cluster.routers import RouterSettings, SimulatedRouter
 from octavo.lab.simulate.cluster.spec import ClusterSpec, Limits
 from octavo.lab.workloads.arrivals import parse_arrivals
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.sharing import Conversations
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 from tests.lab.simulate.test_profile import profile
 from tests.lab.simulate.test_simulated_engine import item
@@ -36,7 +36,7 @@ TALK = Workload(
 )
 
 
-class Anywhere(Router):
+class Anywhere(SimulatedRouter):
     """At random."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -47,7 +47,7 @@ class Anywhere(Router):
         return replicas[int(self._random.random() * len(replicas))]
 
 
-class Nowhere(Router):
+class Nowhere(SimulatedRouter):
     """A replica that takes no requests."""
 
     def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
@@ -138,7 +138,7 @@ def test_wherever_it_starts_the_plan_is_the_same_number() -> None:
 
 
 def test_requests_double_until_no_more_replicas_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.lab.simulate.cluster.plan._FIRST", 20)
+    monkeypatch.setattr("octavo.lab.simulate.cluster.capacity_plan._FIRST", 20)
     load = Workload(
         requests=20, arrivals=parse_arrivals("poisson", 40, None), inputs=Constant(100), outputs=Constant(40)
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.lab.simulate.figures import Completions, Gaps, Latency, Series, rates
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 
 
 def test_percentiles_of_gaps_are_within_half_a_percent() -> None:

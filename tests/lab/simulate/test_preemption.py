@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.lab.simulate.preemption import (
+from octavo.lab.simulate.step_profile import format_profile, load_profile
+from octavo.lab.simulate.swap_or_recompute import (
     SHARED_LOADS,
     Load,
     Runs,
@@ -17,7 +18,6 @@ from octavo.lab.simulate.preemption import (
     one_preemption,
     with_link,
 )
-from octavo.lab.simulate.profile import format_profile, load_profile
 from octavo.lab.simulate.work import StepWork
 from octavo.lab.workloads.lengths import Uniform
 from tests.lab.simulate.test_profile import profile

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from octavo.core.errors import ConfigError
-from octavo.lab.simulate.computed import Device, computed_profile
-from octavo.lab.simulate.profile import StepProfile, format_profile, load_profile, parse_profile, shipped_profiles
+from octavo.lab.simulate.computed import Accelerator, computed_profile
+from octavo.lab.simulate.step_profile import StepProfile, format_profile, load_profile, parse_profile, shipped_profiles
 from octavo.lab.simulate.work import StepWork
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import read_model_config
@@ -108,7 +108,7 @@ def test_the_profiles_of_the_package_are_valid_and_say_where_they_come_from() ->
 
 def test_a_computed_profile_follows_from_bytes_and_operations() -> None:
     config = read_model_config(resolve_model("llama-3.1-8b-shape", weights=False))
-    device = Device("d", 1e12, 1e15, 80e9, 5e10, bandwidth_share=0.5, operations_share=0.5, step_overhead=0.001)
+    device = Accelerator("d", 1e12, 1e15, 80e9, 5e10, bandwidth_share=0.5, operations_share=0.5, step_overhead=0.001)
     found = computed_profile("m", config, device)
     # Llama 3.1 8B: 32 layers of 4096 x (4096 + 2 * 1024 + 4096 + 3 * 14336), head 128256 x 4096, bfloat16.
     elements, head = 32 * 4096 * (4096 * 2 + 2048 + 3 * 14336), 128256 * 4096

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from octavo.core.config import make_config
-from octavo.lab.simulate import service
+from octavo.lab.simulate import service_by_user
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.run import Recorder, simulate
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 from tests.lab.simulate.test_profile import profile
 from tests.lab.simulate.test_simulated_engine import UNIT
 
@@ -59,5 +59,5 @@ def test_users_and_samples_are_bounded_and_nothing_is_left() -> None:
     run(engine, items, recorder.ended, recorder.sample)
     found = recorder.figures(engine).service
     assert found is not None
-    assert list(found.users) == [f"user {i}" for i in range(service.MOST_USERS)] and len(found.seconds) < 512
+    assert list(found.users) == [f"user {i}" for i in range(service_by_user.MOST_USERS)] and len(found.seconds) < 512
     assert not engine.started and not engine.open_by_user

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.lab.commands import simulate_report
-from octavo.lab.simulate.profile import load_profile
+from octavo.lab.simulate.step_profile import load_profile
 from tests.lab.plots.test_report import Page
 
 WORDS = ["simulate", "--profile", "llama-3.1-8b-h100", "--num-requests", "80", "--request-rate", "30"]

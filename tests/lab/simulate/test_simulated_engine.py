@@ -15,9 +15,9 @@ from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.figures import RunFigures
 from octavo.lab.simulate.run import Recorder, simulate
 from octavo.lab.workloads.arrivals import parse_arrivals
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.sharing import Conversations, parse_class, parse_users
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 from tests.lab.simulate.test_profile import profile
 

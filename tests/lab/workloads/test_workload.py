@@ -20,7 +20,6 @@ from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.arrivals import Day, Gamma
 from octavo.lab.workloads.flags import add_seed_flag, add_workload_flags, make_workload
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Constant, Geometric, Poisson, Uniform, chat_inputs, chat_outputs
 from octavo.lab.workloads.sharing import (
     Conversations,
@@ -33,6 +32,7 @@ from octavo.lab.workloads.sharing import (
 )
 from octavo.lab.workloads.tokens import WORDS, output_ids, text, token_ids
 from octavo.lab.workloads.traces import read_trace
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload, merge
 
 FULL = Workload(

@@ -11,9 +11,9 @@ from functools import partial
 
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.workloads.arrivals import Ticks
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Poisson
 from octavo.lab.workloads.sharing import RequestClass
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 
 #: Random priorities, equally likely.

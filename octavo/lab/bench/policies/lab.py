@@ -12,10 +12,10 @@ import numpy as np
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench.capacity import capacity_of, full_load
-from octavo.lab.bench.policies.figures import Figures, averages, figures
 from octavo.lab.bench.policies.places import Place
+from octavo.lab.bench.policies.policy_figures import PolicyFigures, averages, figures
 from octavo.lab.bench.policies.scenarios import Scenario
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.scheduler.policies import policy_class
 
 #: Options that other policies refuse, and the one they are for.
@@ -31,7 +31,7 @@ Configure = Callable[[str, Mapping[str, Any]], EngineConfig]
 
 
 @dataclass
-class Row:
+class ScenarioRow:
     """One scenario under one policy in one place, all repeats."""
 
     place: str
@@ -39,22 +39,22 @@ class Row:
     policy: str
     #: Requests a second at full load, of scenarios that look at it.
     capacity: float | None
-    runs: list[Figures] = field(default_factory=list)
+    runs: list[PolicyFigures] = field(default_factory=list)
     #: Seconds of all requests that ended, of all runs, by kind as ``octavo.lab.plots.drawings.LATENCIES`` names them.
     latencies: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def add(self, other: Row) -> None:
+    def add(self, other: ScenarioRow) -> None:
         """Takes the runs of another row of the same."""
         self.runs += other.runs
         self.latencies = {kind: np.concatenate([of, other.latencies[kind]]) for kind, of in self.latencies.items()}
 
     @property
-    def mean(self) -> Figures:
+    def mean(self) -> PolicyFigures:
         """Averages over repeats."""
         return averages(self.runs)[0]
 
     @property
-    def deviation(self) -> Figures:
+    def deviation(self) -> PolicyFigures:
         """Standard deviations over repeats."""
         return averages(self.runs)[1]
 
@@ -69,8 +69,12 @@ class Lab:
         self._capacities: dict[tuple[object, ...], float] = {}
 
     def run(
-        self, scenarios: Sequence[Scenario], policies: Sequence[str], repeats: int, ended: Callable[[Row], object]
-    ) -> list[Row]:
+        self,
+        scenarios: Sequence[Scenario],
+        policies: Sequence[str],
+        repeats: int,
+        ended: Callable[[ScenarioRow], object],
+    ) -> list[ScenarioRow]:
         """All rows; ``ended`` is called with the row that has got another run.
 
         Repeats are the outermost loop and policies the innermost, so that a machine that becomes slower or faster
@@ -82,7 +86,7 @@ class Lab:
         for policy in policies:
             policy_class(policy)
         self._check(scenarios)
-        rows: dict[tuple[str, str, str], Row] = {}
+        rows: dict[tuple[str, str, str], ScenarioRow] = {}
         for repeat in range(repeats):
             for place in self._places.values():
                 for scenario in scenarios:
@@ -103,7 +107,7 @@ class Lab:
                     f"{', '.join(hidden)}; those that do not: {others}"
                 )
 
-    def _repeat(self, place: Place, scenario: Scenario, policies: Sequence[str], seed: int) -> Iterator[Row]:
+    def _repeat(self, place: Place, scenario: Scenario, policies: Sequence[str], seed: int) -> Iterator[ScenarioRow]:
         """Each policy once."""
         capacity = self._capacity(place, scenario)
         items = list(scenario.make(float("inf") if capacity is None else capacity, seed))
@@ -118,7 +122,7 @@ class Lab:
                 failed = ", ".join(f"{count} {reason}" for reason, count in outcome.done.failed.items())
                 raise ConfigError(f"{scenario.name} under {policy}, {place.name}: no request succeeded ({failed})")
             latencies = {"ttft": outcome.done.ttft, "e2e": outcome.done.e2e}
-            yield Row(place.name, scenario.name, policy, capacity, [figures(items, outcome)], latencies)
+            yield ScenarioRow(place.name, scenario.name, policy, capacity, [figures(items, outcome)], latencies)
 
     def _capacity(self, place: Place, scenario: Scenario) -> float | None:
         """Of the scenario in this place under fcfs, found once for its lengths and options; None: it needs none."""

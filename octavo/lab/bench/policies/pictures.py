@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.lab.bench.policies.lab import Row
+from octavo.lab.bench.policies.lab import ScenarioRow
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.bench.policies.tables import averaged, compared
 from octavo.lab.plots import drawings
 from octavo.lab.plots.report import Report
 
 
-def draw(rows: Sequence[Row], scenarios: Sequence[Scenario]) -> dict[str, tuple[Any, str]]:
+def draw(rows: Sequence[ScenarioRow], scenarios: Sequence[Scenario]) -> dict[str, tuple[Any, str]]:
     """Figures of matplotlib with their captions, by name: ``KIND-PLACE`` or ``KIND-PLACE-SCENARIO``.
 
     Raises:
@@ -46,7 +46,7 @@ def _families(scenarios: Sequence[Scenario]) -> dict[str, list[Scenario]]:
     return {name: sorted(of, key=lambda s: s.load or 0.0) for name, of in families.items() if len(of) > 1}
 
 
-def _goodput(here: Mapping[tuple[str, str], Row], members: Sequence[Scenario]) -> Any:
+def _goodput(here: Mapping[tuple[str, str], ScenarioRow], members: Sequence[Scenario]) -> Any:
     """None without targets."""
     policies = dict.fromkeys(policy for _, policy in here)
     curves: dict[str, list[float]] = {}
@@ -59,7 +59,7 @@ def _goodput(here: Mapping[tuple[str, str], Row], members: Sequence[Scenario]) -
 
 
 def make_report(
-    rows: Sequence[Row],
+    rows: Sequence[ScenarioRow],
     scenarios: Sequence[Scenario],
     about: Mapping[str, str],
     drawn: Mapping[str, tuple[Any, str]],

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.core import POLICY_OPTIONS
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.capacity import REQUESTS
-from octavo.lab.bench.policies.figures import Outcome
+from octavo.lab.bench.policies.policy_figures import PlaceOutcome
+from octavo.lab.bench.restartable import POLICY_OPTIONS, RestartableCore, restarted, start
 from octavo.lab.bench.timed_run import run_timed, to_its_length
 from octavo.lab.simulate.engine import MaxTokens, SimulatedEngine, exact_max_tokens, run
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import Recorder
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Ends requests whose stated limit is longer than they are.
 _STOP = 0
@@ -37,7 +37,7 @@ class Place(ABC):
     capacity_requests: ClassVar[int] = 120
 
     @abstractmethod
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """Runs items, which come in order of arrival; ``limit``: see ``Scenario.max_tokens``.
 
         Raises:
@@ -59,14 +59,14 @@ class Simulated(Place):
         self._profile, self._mode = profile, mode
         self.about = f"{profile.model} on {profile.device}, {profile.origin}, {mode}"
 
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         recorder = Recorder()
         engine = SimulatedEngine(self._profile, options, mode=self._mode, max_tokens=_stated(limit))
         run(engine, items, recorder.ended, lambda _: None)
         stats = engine.scheduler.counts()
         preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
-        return Outcome(recorder.done, preemptions, _tau(engine.scheduler.queues.policy))
+        return PlaceOutcome(recorder.done, preemptions, _tau(engine.scheduler.queues.policy))
 
 
 def _stated(limit: int | None) -> MaxTokens:
@@ -85,34 +85,35 @@ class InProcess(Place):
 
     def __init__(self, about: str) -> None:
         self.about = about
+        self._core: RestartableCore | None = None
         self._engine: LLMEngine | None = None
         self._options: EngineConfig | None = None
 
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         engine = self._started(options)
         params = to_its_length if limit is None else _ending_before(limit, engine.core.model_config.vocab_size)
         done = run_timed(engine, items, params)
         stats = engine.stats()
         preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
-        return Outcome(done, preemptions, _tau(engine.core.scheduler.queues.policy))
+        return PlaceOutcome(done, preemptions, _tau(engine.core.scheduler.queues.policy))
 
     def close(self) -> None:
         """See ``Place``."""
-        if self._engine is not None:
-            self._engine.core.shutdown()
-        self._engine = self._options = None
+        if self._core is not None:
+            self._core.shutdown()
+        self._core = self._engine = self._options = None
 
     def _started(self, options: EngineConfig) -> LLMEngine:
         """The engine anew under these options: with the weights that are loaded if its workers may stay."""
         before = self._options
         changes = {} if before is None else {k: v for k, v in options if v != getattr(before, k)}
-        if self._engine is None or not changes.keys() <= POLICY_OPTIONS:
+        if self._core is None or self._engine is None or not changes.keys() <= POLICY_OPTIONS:
             self.close()
-            self._engine = LLMEngine.from_config(options)
+            self._core, self._engine = start(options)
             run_timed(self._engine, [WARM_UP])
             changes = {}  # it began with them
-        self._engine.restart(changes)
+        self._engine = restarted(self._core, self._engine, changes)
         self._options = options
         return self._engine
 

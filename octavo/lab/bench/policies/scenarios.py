@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import Lengths
+from octavo.lab.workloads.work_items import WorkItem
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.workloads.arrivals import Gamma, Steps
 from octavo.lab.workloads.draws import Weighted
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.lengths import (
     Constant,
     Lengths,
@@ -26,6 +25,7 @@ from octavo.lab.workloads.lengths import (
     instruct_outputs,
 )
 from octavo.lab.workloads.sharing import RequestClass, SystemPrompts, User
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload, merge
 
 #: What requests state as ``max_tokens`` where policies shall not know lengths: the limit of the fitted lengths.
@@ -107,7 +107,7 @@ def _heavy_tailed(load: float) -> Scenario:
 
 
 @dataclass(frozen=True)
-class _Service:
+class _Application:
     """An application behind the same server: its own user, system prompt and lengths."""
 
     share: float
@@ -119,11 +119,11 @@ class _Service:
 #: "ServeGen", on the decomposition by client). Medians of outputs: 13 tokens of code completion (Patel et al. 2024,
 #: "Splitwise", section III); the fits of Alpaca and of ShareGPT (``lengths.py``). The shares, the reports and the
 #: widths are assumed; prompts of completion are shortened to what a small model on a CPU is given.
-SERVICES: Mapping[str, _Service] = {
-    "completion": _Service(0.5, Lognormal(150, 0.7, 1000), Lognormal(13, 0.8, 500)),
-    "instructions": _Service(0.3, Lognormal(150, 0.7, 1000), instruct_outputs()),
-    "chat": _Service(0.15, chat_inputs(), chat_outputs()),
-    "reports": _Service(0.05, chat_inputs(), Lognormal(1000, 0.5, 2048)),
+SERVICES: Mapping[str, _Application] = {
+    "completion": _Application(0.5, Lognormal(150, 0.7, 1000), Lognormal(13, 0.8, 500)),
+    "instructions": _Application(0.3, Lognormal(150, 0.7, 1000), instruct_outputs()),
+    "chat": _Application(0.15, chat_inputs(), chat_outputs()),
+    "reports": _Application(0.05, chat_inputs(), Lognormal(1000, 0.5, 2048)),
 }
 #: Rates of arrivals, as shares of the capacity, in turns: 90 % on average.
 _TURNS, _SECONDS = (1.5, 0.3), 60.0

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.lab.bench import serve
+from octavo.lab.bench import serve_load
 from octavo.lab.bench.own_server import REQUEST_TIMEOUT, SERVED_NAME, running_server, token_id_range
-from octavo.lab.bench.policies.figures import Outcome
 from octavo.lab.bench.policies.places import WARM_UP, Place
-from octavo.lab.bench.serve_client import Client
-from octavo.lab.bench.serve_client import Outcome as Answer
+from octavo.lab.bench.policies.policy_figures import PlaceOutcome
+from octavo.lab.bench.serve_client import Client, RequestOutcome
 from octavo.lab.bench.serve_workload import requests, with_targets
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 
 
 class OwnServer(Place):
@@ -34,7 +33,7 @@ class OwnServer(Place):
     def __init__(self, about: str) -> None:
         self.about = about
 
-    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> Outcome:
+    def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         if limit is not None:
             raise ConfigError("requests to a server state the length at which they end")
@@ -43,12 +42,14 @@ class OwnServer(Place):
         warmup = requests([WARM_UP], prompt)
         with running_server(options) as url:
             client = Client(url, "completions", {"model": SERVED_NAME}, None, REQUEST_TIMEOUT)
-            answers, _ = asyncio.run(serve.measure(client, to_send, clients=None, warmup=warmup, ended=lambda: None))
+            answers, _ = asyncio.run(
+                serve_load.measure(client, to_send, clients=None, warmup=warmup, ended=lambda: None)
+            )
             preemptions = _preemptions(url)
-        return Outcome(_completions(items, answers), preemptions)
+        return PlaceOutcome(_completions(items, answers), preemptions)
 
 
-def _completions(items: Sequence[WorkItem], answers: Sequence[Answer]) -> Completions:
+def _completions(items: Sequence[WorkItem], answers: Sequence[RequestOutcome]) -> Completions:
     """On a clock on which requests are due at their ``at``."""
     done = Completions()
     for number, (item, answer) in enumerate(zip(items, answers, strict=True)):

@@ -10,14 +10,14 @@ from typing import IO, Any
 
 import msgspec
 
-from octavo.lab.bench.policies.figures import Figures
-from octavo.lab.bench.policies.lab import Row
+from octavo.lab.bench.policies.lab import ScenarioRow
+from octavo.lab.bench.policies.policy_figures import PolicyFigures
 
 #: Most users that have a column of their own in Markdown.
 _USERS = 4
 
 
-def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
+def markdown(rows: Sequence[ScenarioRow], about: dict[str, str]) -> str:
     """Both tables of each place; ``about``: by place, what ran there."""
     parts = []
     for place, text in about.items():
@@ -28,14 +28,18 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def averaged(rows: Sequence[Row]) -> str:
+def averaged(rows: Sequence[ScenarioRow]) -> str:
     """How figures of these rows were averaged."""
     repeats = max((len(row.runs) for row in rows), default=0)
     return f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
 
 
 def _tables(
-    title: str, first: str, rows: Sequence[Row], group: Callable[[Row], str], label: Callable[[Row], str]
+    title: str,
+    first: str,
+    rows: Sequence[ScenarioRow],
+    group: Callable[[ScenarioRow], str],
+    label: Callable[[ScenarioRow], str],
 ) -> Iterable[str]:
     yield f"### {title}"
     for name in dict.fromkeys(map(group, rows)):
@@ -46,7 +50,7 @@ def _tables(
         )
 
 
-def compared(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def compared(rows: Sequence[ScenarioRow]) -> tuple[list[str], list[list[str]]]:
     """Titles of the columns in which any of these rows has a figure, and the cells of each row."""
     columns = _columns([row.mean for row in rows])
     return list(columns), [list(_cells(row, columns)) for row in rows]
@@ -80,7 +84,7 @@ _SOMETIMES = {
 _SHARES = {"goodput_share"}
 
 
-def _columns(means: Sequence[Figures]) -> dict[str, str]:
+def _columns(means: Sequence[PolicyFigures]) -> dict[str, str]:
     """Those that hold something; users as ``user:NAME``."""
     columns = dict(_ALWAYS)
     columns |= {title: name for title, name in _SOMETIMES.items() if any(_holds(mean, name) for mean in means)}
@@ -90,11 +94,11 @@ def _columns(means: Sequence[Figures]) -> dict[str, str]:
     return columns
 
 
-def _holds(mean: Figures, name: str) -> bool:
+def _holds(mean: PolicyFigures, name: str) -> bool:
     return bool(mean.failed) if name == "failed" else getattr(mean, name) is not None
 
 
-def _cells(row: Row, columns: dict[str, str]) -> Iterable[str]:
+def _cells(row: ScenarioRow, columns: dict[str, str]) -> Iterable[str]:
     for name in columns.values():
         kind, _, user = name.partition(":")
         values = [run.user_latency.get(user) if kind == "user" else getattr(run, name) for run in row.runs]
@@ -116,7 +120,7 @@ def spread(values: Sequence[float], cell: Callable[[float], str] = number) -> st
     return f"{mean} ± {cell(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
-def as_json(rows: Sequence[Row], about: dict[str, str], settings: dict[str, Any]) -> bytes:
+def as_json(rows: Sequence[ScenarioRow], about: dict[str, str], settings: dict[str, Any]) -> bytes:
     """All figures: of each run, means and standard deviations."""
     return msgspec.json.encode(
         {
@@ -138,9 +142,9 @@ def as_json(rows: Sequence[Row], about: dict[str, str], settings: dict[str, Any]
     )
 
 
-def write_csv(rows: Sequence[Row], stream: IO[str]) -> None:
+def write_csv(rows: Sequence[ScenarioRow], stream: IO[str]) -> None:
     """A line for each place, scenario and policy: each figure's mean, then each figure's standard deviation."""
-    names = [name for name in Figures.__struct_fields__ if name != "user_latency"]
+    names = [name for name in PolicyFigures.__struct_fields__ if name != "user_latency"]
     users = sorted(set().union(*(row.mean.user_latency for row in rows)))
     titles = [*names, *(f"latency of {user}" for user in users)]
     writer = csv.writer(stream, lineterminator="\n")

@@ -19,8 +19,8 @@ from octavo.lab.simulate.allocators.census import Census, Slots
 from octavo.lab.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks, reserving
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.figures import RunFigures
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import Recorder
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.arrivals import Gamma
 from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.traces import Trace
@@ -50,12 +50,12 @@ class AllocatorFigures(msgspec.Struct, frozen=True):
     #: The highest rate measured under the latency limit, up to which all are; and every rate measured, ascending.
     rate: float
     curve: list[Point]
-    #: At the rate of ``Comparison.at``: mean sequences in a step, and shares of the KV cache.
+    #: At the rate of ``AllocatorComparison.at``: mean sequences in a step, and shares of the KV cache.
     batch: float
     shares: Slots
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class AllocatorComparison(msgspec.Struct, frozen=True):
     """The allocators side by side."""
 
     requests: int
@@ -177,7 +177,7 @@ def find_curve(setting: Setting, allocator: str, limit: float) -> tuple[float, l
     return low, sorted(points, key=lambda point: point.rate)
 
 
-def compare(setting: Setting, limit: float, rate: float | None = None) -> Comparison:
+def compare(setting: Setting, limit: float, rate: float | None = None) -> AllocatorComparison:
     """All allocators; batches and memory are counted at ``rate``, or the one that the paged cache has at the limit.
 
     Raises:
@@ -194,4 +194,4 @@ def compare(setting: Setting, limit: float, rate: float | None = None) -> Compar
         found.append(AllocatorFigures(allocator, highest, curve, census.batch, census.shares))
     count = len(setting.lengths)
     means = sum(setting.lengths.inputs) / count, sum(setting.lengths.outputs) / count
-    return Comparison(count, *means, limit, rate, found)
+    return AllocatorComparison(count, *means, limit, rate, found)

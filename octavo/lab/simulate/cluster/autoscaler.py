@@ -45,5 +45,5 @@ class Autoscaler:
         cluster, tokens = self._cluster, self._scale.metric == "tokens"
         replicas = (replica for replica in cluster.replicas.values() if replica.state != "draining")
         load = sum(replica.outstanding if tokens else replica.open for replica in replicas)
-        load += sum(job.work if tokens else 1 for job in cluster.homeless)
+        load += sum(job.work if tokens else 1 for job in cluster.jobs_without_replica)
         return min(max(math.ceil(load / self._scale.target), self._scale.least), self._scale.most)

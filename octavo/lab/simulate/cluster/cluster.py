@@ -15,13 +15,13 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.autoscaler import Autoscaler
-from octavo.lab.simulate.cluster.replica import Job, Replica, Role
-from octavo.lab.simulate.cluster.routers import Router, RouterSettings, router_class
+from octavo.lab.simulate.cluster.replica import ClusterJob, Replica, Role
+from octavo.lab.simulate.cluster.routers import RouterSettings, SimulatedRouter, router_class
 from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
 from octavo.lab.simulate.figures import Completions, Series
-from octavo.lab.simulate.profile import StepProfile
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Output tokens that a request without a limit is expected to take, as in the data-parallel front end.
 _EXPECTED_TOKENS = 256
@@ -55,11 +55,11 @@ class Cluster:
         self.replicas: dict[int, Replica] = {}
         #: By role: those that take requests, in the order of their numbers, and the router that chooses among them.
         self.serving: dict[Role, list[Replica]] = {}
-        self._routers: dict[Role, Router] = {}
+        self._routers: dict[Role, SimulatedRouter] = {}
         self._entry: Role = "prefill" if spec.prefill else "both"
         #: Requests that no replica could take; prompts that no decode replica could.
-        self.homeless: deque[Job] = deque()
-        self._prefilled: deque[tuple[Job, Replica, int]] = deque()
+        self.jobs_without_replica: deque[ClusterJob] = deque()
+        self._prefilled: deque[tuple[ClusterJob, Replica, int]] = deque()
         #: By role: replicas that will return.
         self._coming: Counter[Role] = Counter()
         #: Of requests that did not end as they should.
@@ -103,7 +103,7 @@ class Cluster:
                 at, _, event = heapq.heappop(events)
                 event(at)
             self.num_open += 1
-            self._route(Job(number, item, self._work(item)), now)
+            self._route(ClusterJob(number, item, self._work(item)), now)
         self._arrivals_left = False
         while self.num_open:
             at, _, event = heapq.heappop(events)
@@ -122,12 +122,12 @@ class Cluster:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _route(self, job: Job, now: float) -> None:
+    def _route(self, job: ClusterJob, now: float) -> None:
         """Gives a request that is to be begun to a replica; it waits if all are away."""
         pool = self.serving[self._entry]
         if not pool:
             if self._will_come(self._entry):
-                self.homeless.append(job)
+                self.jobs_without_replica.append(job)
             else:
                 self._end(job, "no replica")
             return
@@ -141,7 +141,7 @@ class Cluster:
         replica.engine.add(job.number, item)
         self._take_turn(replica)
 
-    def _choose(self, role: Role, job: Job) -> Replica:
+    def _choose(self, role: Role, job: ClusterJob) -> Replica:
         replica = self._routers[role].route(job.item, self.serving[role])
         if replica.state != "serving" or replica.role != role:
             raise ConfigError(f"router {self.spec.router!r} chose replica {replica.number}, which takes no requests")
@@ -191,7 +191,7 @@ class Cluster:
             replica.good += self.spec.limits.met(item, first - item.at, each)
             self._end(job, None)
 
-    def _end(self, job: Job, failure: str | None) -> None:
+    def _end(self, job: ClusterJob, failure: str | None) -> None:
         self.num_open -= 1
         job.replica = None
         if failure is not None:
@@ -206,7 +206,7 @@ class Cluster:
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _send(self, job: Job, sender: Replica, sent: int, now: float) -> None:
+    def _send(self, job: ClusterJob, sender: Replica, sent: int, now: float) -> None:
         """Sends the KV cache of a prompt to a decode replica, behind those that the sender is sending."""
         if sender.epoch != sent:
             self._retry(job, now)
@@ -226,7 +226,7 @@ class Cluster:
         self.transfer_seconds += arrival - now
         self.at(arrival, partial(self._arrive, job, sender, sent, receiver, receiver.epoch))
 
-    def _arrive(self, job: Job, sender: Replica, sent: int, receiver: Replica, epoch: int, now: float) -> None:
+    def _arrive(self, job: ClusterJob, sender: Replica, sent: int, receiver: Replica, epoch: int, now: float) -> None:
         """The KV cache is there; while the receiver has no host blocks for it, it waits on the sender."""
         if receiver.epoch != epoch:
             return  # it failed, and its requests were retried
@@ -265,14 +265,14 @@ class Cluster:
             self.at(now + seconds, partial(self._return, replica))
         for job in lost:
             self._retry(job, now)
-        self._settle_homeless(now)
+        self._route_jobs_without_replica(now)
 
     def _return(self, replica: Replica, now: float) -> None:
         self._coming[replica.role] -= 1
         replica.start(now, "serving")
         self._join(replica)
 
-    def _retry(self, job: Job, now: float) -> None:
+    def _retry(self, job: ClusterJob, now: float) -> None:
         """Begins a request anew, unless that was tried too often."""
         if job.tries >= self.spec.tries:
             self._end(job, "replica lost")
@@ -328,7 +328,7 @@ class Cluster:
     def _make_engine(self, profile: StepProfile, on_gap: Callable[[float, int], None]) -> SimulatedEngine:
         return SimulatedEngine(profile, self._options, mode=self.spec.mode, max_tokens=self._limit, on_gap=on_gap)
 
-    def _make_router(self, name: str, role: Role) -> Router:
+    def _make_router(self, name: str, role: Role) -> SimulatedRouter:
         pool = [replica for replica in self.replicas.values() if replica.role == role]
         settings = RouterSettings(
             self.spec.seed, pool[0].block_size, max(replica.kv_blocks for replica in pool), self._work
@@ -341,13 +341,13 @@ class Cluster:
         pool.sort(key=lambda r: r.number)
         self._routers[replica.role].joined(replica)
         self._next_outage(replica)
-        self._settle_homeless(replica.engine.now)
+        self._route_jobs_without_replica(replica.engine.now)
 
-    def _settle_homeless(self, now: float) -> None:
+    def _route_jobs_without_replica(self, now: float) -> None:
         """Gives what waits for a replica to one that has come; if none will come, it fails."""
         if self.serving[self._entry] or not self._will_come(self._entry):
-            for _ in range(len(self.homeless)):
-                self._route(self.homeless.popleft(), now)
+            for _ in range(len(self.jobs_without_replica)):
+                self._route(self.jobs_without_replica.popleft(), now)
         for _ in range(len(self._prefilled)):
             self._send(*self._prefilled.popleft(), now)
 

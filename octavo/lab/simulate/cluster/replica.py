@@ -10,15 +10,15 @@ from typing import Literal
 from octavo.lab.simulate.cluster.spec import Role
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
 from octavo.lab.simulate.figures import Completions, Gaps
-from octavo.lab.simulate.profile import StepProfile
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.workloads.work_items import WorkItem
 
 #: "starting": takes no requests yet. "draining": takes none any more. "down": failed. "stopped": not in use.
 State = Literal["starting", "serving", "draining", "down", "stopped"]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ClusterJob:
     """A request in a cluster, over all its tries and stages."""
 
     number: int
@@ -81,7 +81,7 @@ class Replica:
     state: State = "stopped"
     #: Tokens of its open requests, prompt and expected output.
     outstanding: int = 0
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, ClusterJob] = field(default_factory=dict)
     #: Whether its next turn is among the events of the cluster; of another engine than ``epoch`` they are void.
     has_turn: bool = False
     epoch: int = 0
@@ -132,7 +132,7 @@ class Replica:
         self.since = self.link_free = now
         self.state = state
 
-    def stop(self, now: float, state: State) -> list[Job]:
+    def stop(self, now: float, state: State) -> list[ClusterJob]:
         """Ends to be in use; returns the requests that are lost with it, in the order in which it got them."""
         self.state = state
         assert self.since is not None
@@ -155,7 +155,7 @@ class Replica:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def take(self, job: Job) -> None:
+    def take(self, job: ClusterJob) -> None:
         """A request is given to it."""
         job.replica = self
         self.jobs[job.number] = job
@@ -163,7 +163,7 @@ class Replica:
         self.given += 1
         self.given_tokens += job.work
 
-    def release(self, job: Job) -> None:
+    def release(self, job: ClusterJob) -> None:
         """A request has ended here."""
         del self.jobs[job.number]
         self.outstanding -= job.work

@@ -21,8 +21,8 @@ from typing import ClassVar
 from octavo.core.plugins import load_class
 from octavo.engine import router as engine_router
 from octavo.lab.simulate.cluster.replica import Replica
-from octavo.lab.simulate.prompts import prompt_of
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.prompt_ids import prompt_of
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Points of each replica on the ring of ``SessionSticky``: shares of the replicas differ by about a tenth.
 _POINTS = 128
@@ -40,7 +40,7 @@ class RouterSettings:
     work: Callable[[WorkItem], int]
 
 
-class Router(ABC):
+class SimulatedRouter(ABC):
     """Chooses among the replicas that take requests; owns what it has to know for that."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -60,33 +60,43 @@ class Router(ABC):
         """A replica takes no more requests; if it failed, those that it had are routed again."""
 
 
-class EngineRouter(Router):
+class _GrowingRouter(engine_router.Router):
+    """Replicas join while it runs; there is none at first."""
+
+    def add(self, replica: int) -> None:
+        """A replica takes requests, new or again: nothing is outstanding on it, and its cache is empty."""
+        missing = replica + 1 - len(self._replicas)
+        self._replicas += [engine_router.RoutedReplica(is_alive=False) for _ in range(missing)]
+        self._replicas[replica] = engine_router.RoutedReplica()
+
+
+class EngineRouter(SimulatedRouter):
     """The choice of the data-parallel front end, by its own code (``octavo/engine/router.py``)."""
 
     routing: ClassVar[engine_router.Routing]
 
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
-        self._router = engine_router.Router(0, settings.block_size, self.routing, settings.kv_blocks)
+        self._router = _GrowingRouter(0, settings.block_size, self.routing, settings.kv_blocks)
         self._replicas: dict[int, Replica] = {}
         self._count = itertools.count()
 
     def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         prompt = prompt_of(next(self._count), item) if self.routing == "prefix" else []
         return self._replicas[self._router.choose(prompt, self.settings.work(item))]
 
     def ended(self, item: WorkItem, replica: Replica) -> None:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         self._router.release(replica.number, self.settings.work(item))
 
     def joined(self, replica: Replica) -> None:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         self._replicas[replica.number] = replica
         self._router.add(replica.number)
 
     def left(self, replica: Replica) -> None:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         self._router.remove(replica.number)
 
 
@@ -111,7 +121,7 @@ class PrefixAware(EngineRouter):
     routing = "prefix"
 
 
-class PowerOfTwo(Router):
+class PowerOfTwo(SimulatedRouter):
     """Of two replicas drawn at random, the one with fewer outstanding tokens (Mitzenmacher 2001)."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -119,7 +129,7 @@ class PowerOfTwo(Router):
         self._random = random.Random(f"{settings.seed} router")
 
     def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         count = len(replicas)
         if count == 1:
             return replicas[0]
@@ -129,7 +139,7 @@ class PowerOfTwo(Router):
         return other if other.outstanding < one.outstanding else one
 
 
-class SessionSticky(Router):
+class SessionSticky(SimulatedRouter):
     """All requests of a session, or of a user without sessions, on one replica (Karger et al. 1997, section 4).
 
     Each replica has points on a ring, and a session goes to the first point after its own. While a replica is away, its
@@ -142,16 +152,16 @@ class SessionSticky(Router):
         self._replicas: dict[int, Replica] = {}
 
     def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         return self._replicas[home(self._ring, item)]
 
     def joined(self, replica: Replica) -> None:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         self._replicas[replica.number] = replica
         self._ring = ring(self._replicas)
 
     def left(self, replica: Replica) -> None:
-        """See ``Router``."""
+        """See ``SimulatedRouter``."""
         del self._replicas[replica.number]
         self._ring = ring(self._replicas)
 
@@ -171,7 +181,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-ROUTERS: dict[str, type[Router]] = {
+ROUTERS: dict[str, type[SimulatedRouter]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
     "power_of_two": PowerOfTwo,
@@ -180,10 +190,10 @@ ROUTERS: dict[str, type[Router]] = {
 }
 
 
-def router_class(name: str) -> type[Router]:
+def router_class(name: str) -> type[SimulatedRouter]:
     """The class of this name, or of ``module:Class``.
 
     Raises:
         ConfigError: there is no such router.
     """
-    return load_class(name, ROUTERS, Router, "router", "octavo.lab.simulate.cluster.routers.Router")
+    return load_class(name, ROUTERS, SimulatedRouter, "router", "octavo.lab.simulate.cluster.routers.Router")

@@ -9,9 +9,9 @@ from typing import Literal, TypeVar
 
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.engine import MaxTokens
-from octavo.lab.simulate.profile import StepProfile, load_profile
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.simulate.step_profile import StepProfile, load_profile
 from octavo.lab.workloads.specs import require
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Most replicas of a cluster.
 MOST_REPLICAS = 10_000

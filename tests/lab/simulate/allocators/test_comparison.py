@@ -14,15 +14,15 @@ from octavo.lab.commands import simulate_allocators
 from octavo.lab.simulate.allocators.census import Census
 from octavo.lab.simulate.allocators.comparison import (
     ALLOCATORS,
-    Comparison,
+    AllocatorComparison,
     Setting,
     compare,
     find_curve,
     make_setting,
     measure,
 )
-from octavo.lab.simulate.profile import format_profile, load_profile
 from octavo.lab.simulate.run import simulate
+from octavo.lab.simulate.step_profile import format_profile, load_profile
 from octavo.lab.workloads.lengths import Constant, Uniform
 from tests.lab.simulate.test_profile import profile
 
@@ -38,7 +38,7 @@ def small(seed: int = 0) -> Setting:
 
 
 @pytest.fixture(scope="module")
-def found() -> Comparison:
+def found() -> AllocatorComparison:
     return compare(small(), LIMIT)
 
 
@@ -50,13 +50,13 @@ def test_the_paged_run_is_that_of_the_simulator() -> None:
     assert measured.figures.requests == 100
 
 
-def test_equal_calls_give_equal_figures_and_other_seeds_others(found: Comparison) -> None:
+def test_equal_calls_give_equal_figures_and_other_seeds_others(found: AllocatorComparison) -> None:
     again = find_curve(small(), "oracle", LIMIT)
     assert again == (found.allocators[1].rate, found.allocators[1].curve)
     assert find_curve(small(1), "oracle", LIMIT) != again
 
 
-def test_less_waste_serves_more(found: Comparison) -> None:
+def test_less_waste_serves_more(found: AllocatorComparison) -> None:
     assert [a.allocator for a in found.allocators] == list(ALLOCATORS) == ["paged", "oracle", "pow2", "max"]
     for more, less in zip(found.allocators, found.allocators[1:], strict=False):
         assert more.rate >= less.rate and more.batch >= less.batch and more.shares.tokens >= less.shares.tokens
@@ -64,7 +64,7 @@ def test_less_waste_serves_more(found: Comparison) -> None:
     assert found.allocators[-1].batch == pytest.approx(7)  # 62 blocks, extents of 8
 
 
-def test_the_rate_is_the_last_of_the_curve_under_the_limit(found: Comparison) -> None:
+def test_the_rate_is_the_last_of_the_curve_under_the_limit(found: AllocatorComparison) -> None:
     for a in found.allocators:
         assert [point.rate for point in a.curve] == sorted(point.rate for point in a.curve)
         under = [point.rate for point in a.curve if point.normalized_latency <= LIMIT]
@@ -109,7 +109,7 @@ def test_the_command_prints_a_table_or_the_curves(capsys: pytest.CaptureFixture[
     assert all(len(a["curve"]) > 6 for a in report["lengths"]["instruct"]["allocators"])
 
 
-def test_the_curves_are_drawn(found: Comparison) -> None:
+def test_the_curves_are_drawn(found: AllocatorComparison) -> None:
     pytest.importorskip("matplotlib")
     [axes] = simulate_allocators.draw(found).axes
     assert [line.get_label() for line in axes.lines] == list(ALLOCATORS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from octavo.core.errors import ConfigError
-from octavo.lab.workloads.items import WorkItem
 from octavo.lab.workloads.tokens import token_ids
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Token id of sampled tokens, and of most tokens of a prompt that shares nothing.
 TOKEN = 7

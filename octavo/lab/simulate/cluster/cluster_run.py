@@ -10,11 +10,11 @@ from dataclasses import replace
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster import Cluster
-from octavo.lab.simulate.cluster.figures import CellResult, ClusterFigures, figures_of, result_of
+from octavo.lab.simulate.cluster.cluster_figures import CellResult, ClusterFigures, figures_of, result_of
 from octavo.lab.simulate.cluster.routers import SessionSticky, home, ring, router_class
 from octavo.lab.simulate.cluster.spec import ClusterSpec
 from octavo.lab.simulate.figures import Completions
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 
 #: Most processes.
 _MOST_PROCESSES = 256

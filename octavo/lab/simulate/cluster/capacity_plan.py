@@ -11,13 +11,13 @@ import msgspec
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.lab.simulate.cluster.figures import ClusterFigures
-from octavo.lab.simulate.cluster.run import simulate_cluster
+from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
+from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
 from octavo.lab.simulate.cluster.spec import MOST_REPLICAS, ClusterSpec, Limits, stated_limits
 from octavo.lab.simulate.engine import SimulatedEngine
-from octavo.lab.simulate.profile import StepProfile
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.arrivals import Day, Steps
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
 
 #: Requests that are tried alone where no number of replicas suffices.

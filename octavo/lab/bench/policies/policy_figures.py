@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from octavo.lab.simulate.figures import Completions, has_target, meets_targets
-from octavo.lab.workloads.items import WorkItem
+from octavo.lab.workloads.work_items import WorkItem
 from octavo.scheduler.length_predictor import kendall_tau
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PlaceOutcome(msgspec.Struct, frozen=True):
     """What a place gives back of a run; ``done`` numbers requests in order of arrival."""
 
     done: Completions
@@ -24,7 +24,7 @@ class Outcome(msgspec.Struct, frozen=True):
     tau: float | None = None
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One run, or averages of several; times in seconds, latencies from arrival to the last token."""
 
     requests: float
@@ -49,7 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     user_latency: dict[str, float] = {}
 
 
-def figures(items: Sequence[WorkItem], outcome: Outcome) -> Figures:
+def figures(items: Sequence[WorkItem], outcome: PlaceOutcome) -> PolicyFigures:
     """Of a run of these items, as they were before a policy refused their targets; at least one ended as it should."""
     done = outcome.done
     latency, ttft = done.e2e, done.ttft
@@ -62,7 +62,7 @@ def figures(items: Sequence[WorkItem], outcome: Outcome) -> Figures:
     targeted = sum(has_target(item) for item in items)
     good = _within_targets(ended, done) if targeted else 0
     lengths = list(done.outputs)
-    return Figures(
+    return PolicyFigures(
         requests=len(items),
         failed=sum(done.failed.values()),
         seconds=seconds,
@@ -91,11 +91,11 @@ def _within_targets(ended: Sequence[WorkItem], done: Completions) -> int:
     )
 
 
-def averages(runs: Sequence[Figures]) -> tuple[Figures, Figures]:
+def averages(runs: Sequence[PolicyFigures]) -> tuple[PolicyFigures, PolicyFigures]:
     """Means over repeats, and standard deviations (of a sample; 0 of a single run), figure by figure."""
     columns = [msgspec.to_builtins(run) for run in runs]
     pairs: dict[str, tuple[Any, Any]] = {}
-    for name in Figures.__struct_fields__:
+    for name in PolicyFigures.__struct_fields__:
         values = [column[name] for column in columns]
         if name == "user_latency":
             users = {user: [value[user] for value in values if user in value] for user in sorted(set().union(*values))}
@@ -104,7 +104,7 @@ def averages(runs: Sequence[Figures]) -> tuple[Figures, Figures]:
         else:
             pairs[name] = (None, None) if None in values else _mean_and_deviation(values)
     means, deviations = ({name: pair[i] for name, pair in pairs.items()} for i in range(2))
-    return Figures(**means), Figures(**deviations)
+    return PolicyFigures(**means), PolicyFigures(**deviations)
 
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

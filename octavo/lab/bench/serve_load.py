@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from octavo.lab.bench.serve_client import Client, Outcome
+from octavo.lab.bench.serve_client import Client, RequestOutcome
 from octavo.lab.bench.serve_workload import Request
 
 #: Called when a request has ended.
 Ended = Callable[[], object]
 
 
-async def open_loop(client: Client, requests: list[Request], ended: Ended) -> list[Outcome]:
+async def open_loop(client: Client, requests: list[Request], ended: Ended) -> list[RequestOutcome]:
     """Sends each request at its time, so that a slow server does not delay later arrivals."""
     start = time.perf_counter()
     tasks = []
@@ -27,10 +27,10 @@ async def open_loop(client: Client, requests: list[Request], ended: Ended) -> li
     return list(await asyncio.gather(*tasks))
 
 
-async def closed_loop(client: Client, requests: list[Request], clients: int, ended: Ended) -> list[Outcome]:
+async def closed_loop(client: Client, requests: list[Request], clients: int, ended: Ended) -> list[RequestOutcome]:
     """``clients`` clients, each sending its next request when the one before has ended."""
     left = iter(enumerate(requests))
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RequestOutcome] = {}
 
     async def work() -> None:
         for number, request in left:
@@ -50,7 +50,7 @@ async def measure(
     clients: int | None,
     warmup: list[Request],
     ended: Ended,
-) -> tuple[list[Outcome], float]:
+) -> tuple[list[RequestOutcome], float]:
     """Runs the warm-up, then the requests: closed-loop with ``clients``, or open-loop at their times if it is None.
 
     Returns:

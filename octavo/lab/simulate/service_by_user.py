@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
-from octavo.lab.simulate.figures import Series, Service
+from octavo.lab.simulate.figures import Series, ServiceByUser
 from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 #: Users whose service is recorded: the first that are seen.
@@ -41,7 +41,7 @@ class ServiceRecorder:
         """Adds a sample; takes time for each request that has a token, not for all that wait."""
         self.series.add(engine.now, *self._values(engine))
 
-    def service(self, engine: SimulatedEngine) -> Service | None:
+    def service(self, engine: SimulatedEngine) -> ServiceByUser | None:
         """What was recorded, up to now; None if no request had a user."""
         if not self.slots:
             return None
@@ -58,7 +58,7 @@ class ServiceRecorder:
             difference = list(map(max, difference, found))
         cache = engine.blocks.num_blocks * engine.options.block_size
         bound = 2 * max(PROMPT_WEIGHT * self._longest, OUTPUT_WEIGHT * cache) / min(self._weights[: len(slots)])
-        return Service(columns["seconds"], dict(zip(self.slots, served, strict=True)), difference, bound)
+        return ServiceByUser(columns["seconds"], dict(zip(self.slots, served, strict=True)), difference, bound)
 
     def _values(self, engine: SimulatedEngine) -> list[float]:
         """By slot, what was served so far; and 1 for those who have requests waiting or swapped, 0 for the others."""
@@ -68,7 +68,7 @@ class ServiceRecorder:
             if slot is not None:
                 served[slot] += _service(request)
         for group in engine.scheduler.queues.running:
-            running[group.request.user] += 1
+            running[group.request.options.user] += 1
         for user in itertools.islice(engine.open_by_user, MOST_USERS):
             self._slot(user)
         for user, slot in self.slots.items():

@@ -14,8 +14,8 @@ import msgspec
 
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
-from octavo.lab.simulate.profile import StepProfile
 from octavo.lab.simulate.run import simulate
+from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.simulate.work import StepWork
 from octavo.lab.workloads.lengths import Lengths, Uniform, chat_inputs, chat_outputs
 from octavo.lab.workloads.workload import Workload
@@ -53,7 +53,7 @@ LINK_LOADS = (
 )
 
 
-class Figures(msgspec.Struct, frozen=True):
+class PreemptionFigures(msgspec.Struct, frozen=True):
     """Of one run; ``latency`` in seconds, mean over requests from the start to the last token."""
 
     requests_per_s: float
@@ -74,7 +74,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     device_blocks: int
     host_blocks: int
-    runs: list[Figures]
+    runs: list[PreemptionFigures]
 
 
 class OnePreemption(msgspec.Struct, frozen=True):
@@ -159,7 +159,7 @@ def _runs(profile: StepProfile, options: EngineConfig, load: Load, seeds: Sequen
     )
 
 
-def _run(profile: StepProfile, options: EngineConfig, load: Load, seed: int) -> Figures:
+def _run(profile: StepProfile, options: EngineConfig, load: Load, seed: int) -> PreemptionFigures:
     items = Workload(requests=load.requests, inputs=load.inputs, outputs=load.outputs, seed=seed)
     longest = profile.max_model_len
     fitting = [item for item in items if item.input_len + item.output_len <= longest]
@@ -167,7 +167,7 @@ def _run(profile: StepProfile, options: EngineConfig, load: Load, seed: int) -> 
         raise ConfigError(f"no request of the load {load.name!r} fits the profile's context of {longest} tokens")
     f = simulate(profile, options, fitting)
     assert f.e2e is not None
-    return Figures(
+    return PreemptionFigures(
         f.requests_per_s,
         f.e2e.mean,
         f.mean_running,

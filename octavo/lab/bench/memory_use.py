@@ -11,7 +11,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.lab.bench.scheduler import sampled
+from octavo.lab.bench.scheduler_cost import sampled
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
