@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.kv_spec import KVGroup, KVSpec
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
@@ -205,14 +205,6 @@ class Kernels(ABC):
         Raises:
             ConfigError: the backend does not support the format.
         """
-
-    def pack_screened(self, weight: Tensor) -> PackedWeight:
-        """Packs the matrix [N, K] of a language-model head as a ``ScreenedHead``, or plainly if it is not finite.
-
-        Raises:
-            ConfigError: the backend has no such heads.
-        """
-        raise ConfigError(f"screen_lm_head is for the CPU kernels, not for {self.name!r}")
 
     def has_products(self, rows: QuantizedRows) -> bool:
         """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""

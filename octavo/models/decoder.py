@@ -113,10 +113,6 @@ class Decoder(Network):
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
 
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See ``Network``; a family that changes the logits that the head gives has to override it too."""
-        return self.head.logits_or_tokens(hidden)
-
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""
         return hidden.index_select(0, batch.query_start_loc[1:] - 1).float()

@@ -94,10 +94,6 @@ class Network(Layer, ABC):
         """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
 
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``logits`` and ``most_likely`` of ``ForwardOutput`` for hidden states [n, E]; for recorded steps."""
-        return self.logits(hidden), None
-
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.
 

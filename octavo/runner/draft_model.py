@@ -70,7 +70,6 @@ class DraftModelSource(DraftSource):
             max_loras=0,
             max_lora_rank=0,
             virtual_tokens=0,
-            screen_head=False,
         )
 
 

@@ -228,8 +228,8 @@ class ModelRunner:
         hidden = self.model.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        logits, tokens = self.model.logits_or_tokens(kernels.take_sampled(hidden, batch))
-        return ForwardOutput(hidden, logits, tokens, None if reader is None else reader.features)
+        logits = self.model.logits(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, None if reader is None else reader.features)
 
     @torch.inference_mode()
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
@@ -399,8 +399,6 @@ class ModelRunner:
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
             self._prompt_adapters.write_prefixes(self._kernels, self._layers.split(self._cache.device)[0])
-        if self.options.screen_lm_head:
-            batch.only_most_likely = self._step_sampler.wants_most_likely(inputs)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)

@@ -36,7 +36,6 @@ from octavo.kernels.cpu.linear import (
 from octavo.kernels.cpu.lora import CpuLowRank, CpuLowRankEmbedding
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.cpu.sampling import CompiledSampling
-from octavo.kernels.cpu.screened_head import pack_screened
 from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
@@ -220,10 +219,6 @@ class CpuKernels(Kernels):
         if quantization in (None, "gguf"):
             return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
         return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
-
-    def pack_screened(self, weight: Tensor) -> PackedWeight:
-        """See ``Kernels``."""
-        return pack_screened(self, weight)
 
     def has_products(self, rows: QuantizedRows) -> bool:
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""

@@ -92,8 +92,7 @@ class Recording:
 
         def run(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
             tape.run(step_of(batch))
-            rows = output.first(len(batch.token_ids), len(batch.sampled_rows))
-            return rows if rows.most_likely is None or batch.only_most_likely else rows._replace(most_likely=None)
+            return output.first(len(batch.token_ids), len(batch.sampled_rows))
 
         return run
 
@@ -117,7 +116,6 @@ def step_of(batch: ForwardBatch) -> Any:
         len(batch.sampled_rows),
         batch.sampled_rows.data_ptr(),
         adapters=batch.adapters.data_ptr() if batch.has_adapters else 0,
-        only_most_likely=batch.only_most_likely,
     )
 
 
