@@ -62,7 +62,8 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         self._heads: list[ParallelLMHead] = []
         self.lora_parts = {"": (hidden_size, vocab_size)}
         if context.max_loras:
-            self.low_rank = self.kernels.make_low_rank_embedding(context.low_rank_shape(self.rows, hidden_size))
+            slots = context.low_rank_shape(self.rows, hidden_size)
+            self.low_rank = self.kernels.adapters.make_low_rank_embedding(slots)
         self._vocab_size = vocab_size
         #: [virtual tokens, E]; zero until they are written.
         self.virtual: Tensor | None = None
@@ -162,7 +163,8 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
             self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
         self.lora_parts = {"": (vocab_size, hidden_size)}
         if context.max_loras:
-            self.low_rank = self.kernels.make_low_rank(context.low_rank_shape(hidden_size, self.rows), sampled=True)
+            slots = context.low_rank_shape(hidden_size, self.rows)
+            self.low_rank = self.kernels.adapters.make_low_rank(slots, sampled=True)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext

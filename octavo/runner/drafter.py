@@ -32,8 +32,8 @@ from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network

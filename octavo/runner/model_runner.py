@@ -23,8 +23,9 @@ from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.startup import WorkerFacts
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.kernels.timing import KernelClock
 from octavo.layers.context import LayerContext
 from octavo.models.network import Network
@@ -219,7 +220,7 @@ class ModelRunner:
     def _run_network(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """This stage's part of the network; hidden states come from the stage before and go to the one after."""
         ranks, kernels = self._ranks, self._kernels
-        kernels.begin_adapters(batch)
+        kernels.adapters.begin(batch)
         if ranks.incoming is None:
             residual = self.model.embed(batch.token_ids)
         else:

@@ -10,8 +10,9 @@ import torch
 from octavo.core.plan import NewSequence
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.runner.drafter import WorkerDrafter
 from octavo.runner.kv_layers import KVLayers
 from octavo.runner.memory import largest_step
