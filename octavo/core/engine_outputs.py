@@ -15,13 +15,14 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     group_id: int
     #: Which of the group's completions it is.
     index: int
-    token_id: int | None = None
+    #: In order; the last one may be the one that ended it.
+    token_ids: list[int] = []
+    #: Logprobs of ``token_ids`` and whatever else the workers say of the sequence.
     extra: SequenceResult | None = None
-    #: Set at its end: "stop", "length" or "error".
+    #: Set at its end: "stop", "length" or "error" (``SequenceResult.error``).
     finish_reason: str | None = None
     #: The stop token id that the request named, if one ended it.
     stop_reason: int | None = None
-    error: str | None = None
 
 
 class Hypothesis(msgspec.Struct, frozen=True):

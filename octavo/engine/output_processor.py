@@ -16,8 +16,8 @@ from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
 
-#: A token or a text ended the output.
-_STOPPED = SequenceStatus.FINISHED_STOPPED.value
+#: A token or a text ended the output; it failed.
+_STOPPED, _FAILED = SequenceStatus.FINISHED_STOPPED.value, SequenceStatus.FINISHED_ERROR.value
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class OutputProcessor:
             and params.num_sequences == params.n
             and params.output_kind is not RequestOutputKind.FINAL_ONLY
         )
-        request = RequestState(source, params, RequestMetrics(source.arrival_time), streaming)
+        request = RequestState(source, params, RequestMetrics(source.group.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(params.num_sequences):
@@ -185,7 +185,7 @@ class OutputProcessor:
             if completion.finished:
                 continue
             self._add(request, completion, update, now)
-            if update.token_id is not None or completion.finished:
+            if update.token_ids or completion.finished:
                 updated[update.group_id] = request
             if completion.finished and update.finish_reason is None:
                 stopped.append((update.group_id, update.index))
@@ -250,22 +250,27 @@ class OutputProcessor:
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
     def _add(self, request: RequestState, completion: _Completion, update: SequenceOutput, now: float) -> None:
-        output, reason, token_id = completion.output, update.finish_reason, update.token_id
-        if update.extra is not None:
-            self._add_logprobs(request, completion, update.extra)
-        if token_id is not None:
+        output, reason, token_ids = completion.output, update.finish_reason, update.token_ids
+        # The token that ended it has no place in the text, unless the user wants to see what stopped it.
+        silent = reason == _STOPPED and not request.params.include_stop_str_in_output
+        if reason is not None:
+            output.stop_reason = update.stop_reason
+        detokenizer = completion.detokenizer
+        if token_ids and detokenizer is not None:
+            num_tokens = detokenizer.num_tokens
+            stop = detokenizer.append(token_ids[:-1] if silent else token_ids)
+            if stop is not None:  # what follows it does not count, nor how the sequence ended there
+                token_ids = token_ids[: detokenizer.num_tokens - num_tokens]
+                output.stop_reason, reason, silent = stop, _STOPPED, False
+        if token_ids:
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
             request.last_token_time = now
-            output.token_ids.append(token_id)
-        if reason is not None:
-            output.error, output.stop_reason = update.error, update.stop_reason
-        # The token that ended it has no place in the text, unless the user wants to see what stopped it.
-        silent = reason == _STOPPED and not request.params.include_stop_str_in_output
-        if token_id is not None and completion.detokenizer is not None and not silent:
-            stop = completion.detokenizer.append((token_id,))
-            if stop is not None:
-                output.stop_reason, reason = stop, _STOPPED
+            output.token_ids += token_ids
+        if update.extra is not None:
+            self._add_logprobs(request, completion, update.extra, len(token_ids))
+            if reason == _FAILED:
+                output.error = update.extra.error
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
 
@@ -281,9 +286,12 @@ class OutputProcessor:
             completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
             completion.detokenizer.finish()
 
-    def _add_logprobs(self, request: RequestState, completion: _Completion, extra: SequenceResult) -> None:
+    def _add_logprobs(
+        self, request: RequestState, completion: _Completion, extra: SequenceResult, num_tokens: int
+    ) -> None:
+        """Adds those of the first ``num_tokens`` new tokens, and of the prompt."""
         output = completion.output
-        for position in extra.logprobs:
+        for position in extra.logprobs[:num_tokens]:
             if output.cumulative_logprob is not None:
                 output.cumulative_logprob += position.logprob
             if output.logprobs is not None:

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import bisect
-import enum
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_groups import GroupBlocks
 from octavo.core.plan import TableChange
 from octavo.memory.block_tables import NO_BLOCK
+from octavo.memory.kv_group import AllocStatus as AllocStatus
 from octavo.memory.kv_group import Demand, KVGroup, Write
 from octavo.memory.moves import Moves
 from octavo.memory.pinned_prefixes import PinnedPrefixes
-from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch, check_room, find_match
-from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
-
-
-class AllocStatus(enum.Enum):
-    """Whether a sequence can be allocated now, later, or never because all blocks together are too few."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
+from octavo.memory.sequence_prefixes import SequencePrefixes
 
 _NOTHING = Demand()
 
-#: ``_Registration.count`` of a sequence whose blocks must never be registered.
-_NEVER_REGISTER = sys.maxsize
-
-
-class _Registration(msgspec.Struct, gc=False):
-    """The digests of a sequence's full blocks, and how many of these blocks were offered to the prefix cache."""
-
-    chain: PrefixChain
-    count: int
-
 
 class BlockManager:
-    """Owns the blocks of all KV groups, and how many blocks of each sequence are registered in the prefix cache.
+    """Owns the blocks of all KV groups; ``prefixes`` is what of them the prefix cache knows, ``pinned`` what it keeps.
 
     Every operation is done in all groups or in none, so a sequence has a table in each group or in none, all of them
     on the device or all on the host. Block ids are unique across the groups, on the device and on the host: the ids of
@@ -108,12 +86,8 @@ class BlockManager:
         self._firsts = [group.device.first for group in self.groups]
         self._windowed = [group for group in self.groups if group.window is not None]
         self._cuts_prompts = cuts_prompts
-        self._prefix_caching = prefix_caching
-        self._registrations: dict[int, _Registration] = {}
-        self.pinned = PinnedPrefixes(self.groups)
-        #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
-        self.cached_queries = 0
-        self.cached_hits = 0
+        self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)
+        self.pinned = PinnedPrefixes(self.groups, self.prefixes)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
@@ -180,6 +154,10 @@ class BlockManager:
         """A copy of the sequence's block table in a group; empty if it has no table on the device."""
         return self.groups[group].table(seq_id)
 
+    def num_entries(self, seq_id: int) -> int:
+        """Blocks in each of the sequence's tables on the device, with those that were freed outside a window."""
+        return len(self._first.tables.get(seq_id, ()))
+
     def held(self, seq_id: int) -> Iterator[tuple[int, int]]:
         """The device blocks of a sequence in all groups, each with its index in the table."""
         for group in self.groups:
@@ -236,7 +214,9 @@ class BlockManager:
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
-    def grow(self, writes: list[Write]) -> list[TableChange] | None:
+    def grow(
+        self, writes: list[Write], behind_windows: Callable[[], Iterable[tuple[int, int]]] | None = None
+    ) -> list[TableChange] | None:
         """Allocates blocks for the tokens of a step; each write is (sequence id, tokens computed, tokens to hold).
 
         Copy-on-write: the block that the first new token is written into is copied if another table has it too, or if
@@ -246,16 +226,23 @@ class BlockManager:
         first new token is written into. Blocks that are outside a window are freed, so ``tokens computed`` of a
         sequence must not decrease between calls.
 
+        ``behind_windows``: other sequences that may hold more than their windows, each with its tokens computed; where
+        blocks are short, those that no later token of theirs reads are freed, too.
+
         Returns:
             The changes of all tables in all groups (not to be modified); None, and no table has grown, if a group has
             too few blocks available.
         """
         if not self._windowed and len(self.groups) == 1:
             return self._first.grow(writes)
-        if self._prefix_caching:
-            self._free_outside_windows([(*write[:2], self._num_registered(write[0])) for write in writes])
-        if not self._prefix_caching or not self._can_grow(writes):  # free blocks that are not cached yet, too
-            self._free_outside_windows([(*write[:2], sys.maxsize) for write in writes])
+        caching = self.prefixes.enabled
+        if caching:
+            registered = self.prefixes.num_registered
+            self.free_outside_windows((*write[:2], registered(write[0])) for write in writes)
+        if not caching or not self._can_grow(writes):  # free blocks that are not cached yet, too
+            self.free_outside_windows((*write[:2], sys.maxsize) for write in writes)
+        if self._windowed and behind_windows is not None and not self._can_grow(writes):
+            self.free_outside_windows((*sequence, sys.maxsize) for sequence in behind_windows())
         if not self._can_grow(writes):
             return None
         return [change for group in self.groups for change in group.grow(writes) or ()]
@@ -263,33 +250,32 @@ class BlockManager:
     def _can_grow(self, writes: list[Write]) -> bool:
         return all(group.can_grow(writes) for group in self.groups)
 
+    def spare_slots(self, num_tokens: int, *, several: bool = False) -> int:
+        """Slots behind so many tokens of a sequence that may be written without ``grow``: those of its last block.
+
+        None after ``several`` tokens at once where windows are: what they leave behind is to be freed first.
+        """
+        return 0 if several and self._windowed else -num_tokens % self.block_size
+
     @property
     def has_windows(self) -> bool:
         """Whether a group has a window."""
         return bool(self._windowed)
 
-    def free_outside_windows(self, sequences: Iterable[tuple[int, int]]) -> None:
-        """Frees what no later token of these sequences reads, cached or not; each is (sequence id, tokens computed).
+    def free_outside_windows(self, sequences: Iterable[tuple[int, int, int]]) -> None:
+        """Frees what no later token reads; entries are (sequence id, tokens computed, first blocks that may be freed).
 
         ``grow`` does so for those that it is called with; others may hold a chunk that they have computed.
         """
-        self._free_outside_windows([(seq_id, num_computed, sys.maxsize) for seq_id, num_computed in sequences])
-
-    def _free_outside_windows(self, sequences: list[tuple[int, int, int]]) -> None:
-        """Each entry is (sequence id, tokens computed, number of first blocks that may be freed)."""
         for seq_id, num_computed, max_blocks in sequences:
             for group in self._windowed:
                 group.free_outside_window(seq_id, num_computed, max_blocks)
-
-    def _num_registered(self, seq_id: int) -> int:
-        registration = self._registrations.get(seq_id)
-        return registration.count if registration is not None else 0
 
     # --- sharing ----------------------------------------------------------------------------------------------------
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Shares all blocks of a sequence with a new one that has the same computed tokens."""
-        self.fork_prefix(parent_id, child_id, len(self._first.tables.get(parent_id, ())))
+        self.fork_prefix(parent_id, child_id, self.num_entries(parent_id))
 
     def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> bool:
         """Shares the first ``num_blocks`` blocks of a sequence with a new one that has the same tokens in them.
@@ -302,8 +288,7 @@ class BlockManager:
         """
         if self.is_swapped(parent_id):
             raise ValueError(f"sequence {parent_id} is swapped out and cannot share blocks; swap it in first")
-        held = len(self._first.tables.get(parent_id, ()))
-        if num_blocks > held:
+        if num_blocks > (held := self.num_entries(parent_id)):
             raise ValueError(f"sequence {parent_id} holds {held} blocks and cannot share {num_blocks}")
         if num_blocks == 0:
             return True
@@ -311,12 +296,7 @@ class BlockManager:
             return False
         for group in self.groups:
             group.share(parent_id, child_id, num_blocks)
-        registration = self._registrations.get(parent_id)
-        if registration is not None and registration.count == _NEVER_REGISTER:
-            self._registrations[child_id] = registration
-        elif registration is not None:  # the child may continue with other tokens
-            count = min(registration.count, num_blocks)
-            self._registrations[child_id] = _Registration(registration.chain.first(count), count)
+        self.prefixes.fork(parent_id, child_id, num_blocks)
         return True
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
@@ -328,7 +308,7 @@ class BlockManager:
         """Frees all blocks of a sequence, on the device or the host; nothing happens if it has none."""
         for group in self.groups:
             group.free(seq_id)
-        self._registrations.pop(seq_id, None)
+        self.prefixes.free(seq_id)
 
     # --- swapping ---------------------------------------------------------------------------------------------------
 
@@ -360,10 +340,7 @@ class BlockManager:
         swapped = self._first.on_host.present(seq_ids)
         for group in self.groups:
             group.swap_in(swapped)
-        for seq_id in swapped:  # the next ``register`` offers the new blocks to the prefix cache
-            registration = self._registrations.get(seq_id)
-            if registration is not None and registration.count != _NEVER_REGISTER:
-                registration.count = 0
+        self.prefixes.move(swapped)
         return True
 
     def receive(self, seq_id: int, num_tokens: int) -> bool:
@@ -390,100 +367,12 @@ class BlockManager:
         """Device blocks that ``swap_in`` allocates, by group."""
         return tuple(len(group.on_host.distinct_blocks(seq_ids)) for group in self.groups)
 
-    # --- prefix cache -----------------------------------------------------------------------------------------------
-
-    def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
-        """The digests of the full blocks of these tokens, for ``match``; empty without prefix caching."""
-        chain = PrefixChain(context, self.block_size, features)
-        if self._prefix_caching:
-            chain.extend(token_ids, len(token_ids) // self.block_size)
-        return chain
-
-    def match(self, token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
-        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed."""
-        return find_match([group.cache for group in self.groups], token_ids, chain)
-
-    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
-        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``).
-
-        The copy of a partly matching block is not included: ``grow`` makes it.
-        """
-        return max(group.cache.cost(hits, released) for group, hits in zip(self.groups, match.hits, strict=True))
-
-    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
-        """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
-
-        Called for an empty match too: it counts the query and keeps the digests for ``register``.
-
-        Raises:
-            OutOfBlocksError: the cost exceeds the available blocks; nothing is changed.
-            ValueError: the sequence holds blocks.
-        """
-        if not self._prefix_caching:
-            return
-        for group, hits in zip(self.groups, match.hits, strict=True):
-            check_room(group.device, group.cache.cost(hits))
-        if match.num_tokens:
-            for group, hits in zip(self.groups, match.hits, strict=True):
-                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
-        self.cached_queries += match.num_queried
-        self.cached_hits += match.num_tokens
-        self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
-
-    def register(
-        self,
-        seq_id: int,
-        token_ids: list[int],
-        num_computed: int,
-        context: str | bytes,
-        features: Sequence[FeatureSpan] = (),
-    ) -> None:
-        """Adds the full blocks of the first ``num_computed`` tokens to the prefix cache, if prefix caching is on.
-
-        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
-        that is new since the last call. Content that is cached already stays in its block. Nothing happens if the
-        sequence has no table on the device. ``context`` and ``features`` are those passed to ``chain``.
-        """
-        num_full = num_computed // self.block_size
-        if not self._prefix_caching or not num_full:
-            return
-        registration = self._registrations.get(seq_id)
-        if registration is not None and num_full <= registration.count:
-            return
-        if seq_id not in self._first.tables:
-            return
-        if registration is None:
-            chain = PrefixChain(context, self.block_size, features)
-            registration = self._registrations[seq_id] = _Registration(chain, 0)
-        registration.chain.extend(token_ids, num_full)
-        for group in self.groups:
-            group.register(registration.chain, seq_id, registration.count, num_full, token_ids)
-        registration.count = num_full
-
-    def pin(self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, max_tokens: int) -> AllocStatus:
-        """Pins the blocks of a sequence that has computed these tokens and no others, until ``pinned.remove(name)``.
-
-        Returns:
-            LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence of
-            ``max_tokens`` tokens would not fit beside the pinned blocks; nothing is pinned then.
-        """
-        chain, beside = self.chain(token_ids, context), self.demand(self.blocks_for(max_tokens), 1)
-        chain.extend(token_ids, self.blocks_for(len(token_ids)))  # with the last block, however far it is filled
-        never = self._num_registered(seq_id) == _NEVER_REGISTER
-        if never or not all(group.can_pin(chain, seq_id, len(token_ids)) for group in self.groups):
-            return AllocStatus.LATER
-        return AllocStatus.OK if self.pinned.add(name, chain, seq_id, token_ids, beside) else AllocStatus.NEVER
-
     def reset_prefix_cache(self) -> None:
         """Drops all cached content that is not pinned; cached blocks become free.
 
         Sequences that hold blocks now register none of them.
         """
-        for group in self.groups:
-            group.cache.clear()
-        if self._prefix_caching:
-            for seq_id in (*self._first.tables, *self._first.on_host.by_id):
-                self._registrations[seq_id] = _Registration(PrefixChain("", self.block_size), _NEVER_REGISTER)
+        self.prefixes.clear((*self._first.tables, *self._first.on_host.by_id))
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,17 @@ from octavo.memory.block_pool import BlockPool
 NO_BLOCK = -1
 
 
+def num_freed(table: list[int]) -> int:
+    """How many ``NO_BLOCK`` entries the table begins with."""
+    if not table or table[0] != NO_BLOCK:
+        return 0
+    return bisect_left(table, True, key=lambda block: block != NO_BLOCK)
+
+
 def held_blocks(table: list[int]) -> list[int]:
     """The table without its leading ``NO_BLOCK`` entries; the table itself if there are none."""
-    return table[table.count(NO_BLOCK) :] if table and table[0] == NO_BLOCK else table
+    freed = num_freed(table)
+    return table[freed:] if freed else table
 
 
 class BlockTables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
 from octavo.core.untracked import untracked
 from octavo.memory.block_pool import BlockPool
-from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks
+from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks, num_freed
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_cache import PrefixCache, first_block_read
 from octavo.memory.prefix_chain import PrefixChain
@@ -20,6 +21,14 @@ _NO_BLOCKS: list[int] = []
 
 #: Sequence id, tokens computed, tokens to hold.
 Write = tuple[int, int, int]
+
+
+class AllocStatus(enum.Enum):
+    """Whether a sequence can be allocated now, later, or never because all blocks together are too few."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +239,13 @@ class KVGroup:
     def table(self, seq_id: int) -> list[int]:
         """A copy of a table on the device, for workers: ``NO_BLOCK`` is replaced by a valid id, which is not read."""
         table = self.tables.get(seq_id, _NO_BLOCKS)
-        held = held_blocks(table)
-        return [self.device.first] * (len(table) - len(held)) + held
+        freed = num_freed(table)
+        return [self.device.first] * freed + table[freed:]
 
     def num_held(self, seq_id: int) -> int:
         """Blocks of a sequence on the device."""
-        return len(held_blocks(self.tables.get(seq_id, _NO_BLOCKS)))
+        table = self.tables.get(seq_id, _NO_BLOCKS)
+        return len(table) - num_freed(table)
 
     def holds_window_at(self, seq_id: int, num_blocks: int) -> bool:
         """Whether a sequence still has the blocks that the token after its first ``num_blocks`` blocks reads."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.memory.kv_group import Demand, KVGroup
-from octavo.memory.prefix_chain import PrefixChain
+from octavo.memory.kv_group import AllocStatus, Demand, KVGroup
+from octavo.memory.sequence_prefixes import SequencePrefixes
 
 
 class PinnedPrefixes:
@@ -17,8 +17,8 @@ class PinnedPrefixes:
     window at the end of the full ones, and the last: only a prompt with the whole prefix finds them.
     """
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[KVGroup], prefixes: SequencePrefixes) -> None:
+        self._groups, self._prefixes = groups, prefixes
         self._blocks: dict[str, list[list[int]]] = {}
 
     @property
@@ -28,22 +28,28 @@ class PinnedPrefixes:
         beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
         return f"{first.num_unpinned} blocks{beside}"
 
-    def add(self, name: str, chain: PrefixChain, seq_id: int, token_ids: list[int], beside: Demand) -> bool:
-        """Pins the blocks of the tokens, which the sequence ``seq_id`` has computed; the chain has them all.
+    def add(self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: Demand) -> AllocStatus:
+        """Pins the blocks of a sequence that has computed these tokens and no others, until ``remove``.
 
         Returns:
-            False, and nothing is pinned, if a sequence with the demand ``beside`` would not fit beside the pins.
+            LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence with
+            the demand ``beside`` would not fit beside the pinned blocks; nothing is pinned then.
 
         Raises:
             ValueError: the name is taken.
         """
+        chain = self._prefixes.chain(token_ids, context)
+        chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, however far it is filled
+        may_register = self._prefixes.may_register(seq_id)
+        if not (may_register and all(group.can_pin(chain, seq_id, len(token_ids)) for group in self._groups)):
+            return AllocStatus.LATER
         if name in self._blocks:
             raise ValueError(f"a prefix {name!r} is pinned already")
         self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
         if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
-            return True
+            return AllocStatus.OK
         self.remove(name)
-        return False
+        return AllocStatus.NEVER
 
     def remove(self, name: str) -> None:
         """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""

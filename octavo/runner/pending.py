@@ -118,14 +118,16 @@ class QueuedStep:
         accepted = drafted.accept(output.token_ids.tolist())
         for seq_id, tokens, count in zip(result.seq_ids, accepted, drafted.counts.tolist(), strict=True):
             taken = range(start, start + len(tokens))
+            failed = next((i for i in taken if i in output.errors), None)
+            if failed is not None:
+                taken = range(start, failed + 1)
+                self._extra(seq_id).error = output.errors[failed]
+                del tokens[len(taken) :]
             result.token_ids += tokens
             result.num_tokens.append(len(tokens))
             self._batch.accept(seq_id, tokens)
-            logprobs = [output.logprobs[i] for i in taken if i in output.logprobs]
-            error = next((output.errors[i] for i in taken if i in output.errors), None)
-            if logprobs or error is not None:
-                extra = self._extra(seq_id)
-                extra.logprobs, extra.error = logprobs, error
+            if logprobs := [output.logprobs[i] for i in taken if i in output.logprobs]:
+                self._extra(seq_id).logprobs = logprobs
             start += count
 
     def _extra(self, seq_id: int) -> SequenceResult:

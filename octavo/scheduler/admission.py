@@ -62,7 +62,7 @@ class Admission:
         """Pinned blocks that it shares."""
         if not self._blocks.num_pinned or not self._may_use_prefix_cache(group):
             return 0
-        return self._blocks.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
+        return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
 
     # --- the unified order ------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Admission:
             first.num_computed = 0
             return False
         if match is not None:
-            blocks.adopt(first.seq_id, match)
+            blocks.prefixes.adopt(first.seq_id, match)
         if group.first_scheduled_time is None:
             group.first_scheduled_time = step.now
             group.num_cached_tokens = first.num_computed
@@ -213,7 +213,7 @@ class Admission:
         """What the prefix cache has of a waiting group; None if it may not use it."""
         if not self._may_use_prefix_cache(group):
             return None
-        return self._blocks.match(self._tokens_to_match(group), self._prefix_chain(group))
+        return self._blocks.prefixes.match(self._tokens_to_match(group), self._prefix_chain(group))
 
     def needed(
         self, group: SequenceGroup, match: PrefixMatch | None, released: Mapping[int, int] = NO_REFERENCES
@@ -223,7 +223,7 @@ class Admission:
         if match is None:
             return needed
         # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
-        saved = min(0, self._blocks.cost(match, released) - match.num_full)
+        saved = min(0, self._blocks.prefixes.cost(match, released) - match.num_full)
         return replace(needed, blocks=needed.blocks + saved)
 
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
@@ -245,7 +245,7 @@ class Admission:
         """The digests of its blocks; kept, as a group may be looked up many times before it fits."""
         token_ids = group.seqs[0].token_ids
         if group.chain is None:
-            group.chain = self._blocks.chain(token_ids, group.context, group.features)
+            group.chain = self._blocks.prefixes.chain(token_ids, group.context, group.features)
         else:
             group.chain.extend(token_ids, len(token_ids) // self._blocks.block_size)
         return group.chain

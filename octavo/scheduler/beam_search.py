@@ -64,12 +64,15 @@ class BeamSearch:
         self._cumulative_logprobs = [0.0]
         self._hypotheses: list[Hypothesis] = []
 
-    def step(self, candidates: Sequence[Candidates], generated: Sequence[Sequence[int]]) -> BeamStep:
+    def step(
+        self, candidates: Sequence[Candidates], tokens: Sequence[Sequence[int]], num_prompt_tokens: int = 0
+    ) -> BeamStep:
         """Takes every running beam one token further.
 
         Args:
             candidates: For each running beam, its most likely next tokens, as many as ``Beam.num_candidates``.
-            generated: For each running beam, the tokens generated so far; copied where a hypothesis completes.
+            tokens: For each running beam, its tokens so far; copied where a hypothesis completes.
+            num_prompt_tokens: Of them, those of the prompt.
 
         There are fewer than ``beam_width`` survivors only if the candidates that do not end were fewer. A step without
         any candidate (a model that yields NaN) ends the search with the hypotheses that it has.
@@ -78,7 +81,7 @@ class BeamSearch:
         ranked = self._rank(candidates)
         for continuation in ranked[: self._width]:
             if self._ends(continuation.token_id):
-                self._complete(continuation, generated[continuation.beam])
+                self._complete(continuation, tokens[continuation.beam], num_prompt_tokens)
         running = [c for c in ranked if not self._ends(c.token_id)][: self._width]
         if not running or not self._worth_continuing(-running[0].negated_logprob):
             running = []
@@ -104,7 +107,7 @@ class BeamSearch:
     def _ends(self, token_id: int) -> bool:
         return self._num_generated >= self._max_new_tokens or token_id in self._stop_token_ids
 
-    def _complete(self, continuation: _Continuation, generated: Sequence[int]) -> None:
+    def _complete(self, continuation: _Continuation, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Adds a hypothesis if it is one of the best."""
         cumulative = -continuation.negated_logprob
         score = self._score(cumulative, self._num_generated)
@@ -113,7 +116,8 @@ class BeamSearch:
                 return
             self._hypotheses.pop()
         reason: Literal["stop", "length"] = "stop" if continuation.token_id in self._stop_token_ids else "length"
-        self._hypotheses.append(Hypothesis([*generated, continuation.token_id], cumulative, score, reason))
+        generated = [*tokens[num_prompt_tokens:], continuation.token_id]
+        self._hypotheses.append(Hypothesis(generated, cumulative, score, reason))
         self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
 
     @property

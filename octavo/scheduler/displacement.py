@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.kv_group import Demand
@@ -48,7 +50,7 @@ class Displacement:
 
     def _victims(self, group: SequenceGroup, now: float) -> list[SequenceGroup]:
         """The groups to preempt; none if the group fits now, or would not fit without all that it displaces."""
-        queues, preemption = self._queues, self._preemption
+        queues = self._queues
         order, displaces = queues.order(group), queues.policy.displaces
         if not queues.running or self._admission.fits(group):
             return []
@@ -58,39 +60,36 @@ class Displacement:
         room = _Room(self._options, queues, self._admission, group)
         if not room.may_suffice(lower):
             return []
-        staying, victims = list(queues.running), list[SequenceGroup]()
-        while not room.suffices(victims):
-            if not lower:
-                return []
-            victim = preemption.choose_victim(lower, now)
-            if queues.has_aged(victim, now) and victim is not staying[-1]:
-                return []  # later ones would go on before it
-            lower.remove(victim)
+        staying, candidates = list(queues.running), self._preemption.victims(lower, now)
+        victims: list[SequenceGroup] = []
+        while not room.suffices():
+            victim = next(candidates, None)
+            if victim is None or (queues.has_aged(victim, now) and victim is not staying[-1]):
+                return []  # all are too few, or later ones would go on before it
             staying.remove(victim)
             victims.append(victim)
             room.remove(victim)
         if victims and not queues.has_aged(victims[-1], now):
-            self._spare(victims, room)
+            # Those without which the others are enough are spared; without the last one they are not.
+            for victim in victims[-2::-1]:
+                room.restore(victim)
+                if room.suffices():
+                    victims.remove(victim)
+                else:
+                    room.remove(victim)
         return victims
-
-    def _spare(self, victims: list[SequenceGroup], room: _Room) -> None:
-        """Drops those without which the others are enough; without the last one they are not."""
-        for victim in victims[-2::-1]:
-            others = [v for v in victims if v is not victim]
-            room.restore(victim)
-            if room.suffices(others):
-                victims[:] = others
-            else:
-                room.remove(victim)
 
 
 class _Room:
     """What a waiting group finds when running groups are gone, and those that stay have what they need in this step."""
 
     def __init__(self, options: SchedulerOptions, queues: Queues, admission: Admission, group: SequenceGroup) -> None:
-        self._queues, self._admission, self._group = queues, admission, group
+        self._blocks, self._admission, self._group = queues.blocks, admission, group
         self._match = admission.match(group)
         self._release = Release(queues.blocks.groups)
+        self._num_seqs = queues.num_running_seqs
+        #: By group id, of those that stay: what their prompts still need.
+        self._prompts = {g.group_id: blocks_still_needed(queues.blocks, g) for g in queues.prefilling}
         #: By group id, blocks for the next tokens of those that decode before the waiting group is admitted.
         self._growth: dict[int, tuple[int, ...]] = {}
         if options.batching == "mixed":
@@ -102,36 +101,37 @@ class _Room:
     def remove(self, victim: SequenceGroup) -> None:
         """A running group is gone."""
         self._release.add(victim.seq_ids)
-        self._add_growth(victim, -1)
+        self._prompts.pop(victim.group_id, None)
+        self._count(victim, -1)
 
     def restore(self, victim: SequenceGroup) -> None:
         """Takes ``remove`` back."""
         self._release.discard(victim.seq_ids)
-        self._add_growth(victim, 1)
+        if victim.prefilling:
+            self._prompts[victim.group_id] = blocks_still_needed(self._blocks, victim)
+        self._count(victim, 1)
 
-    def _add_growth(self, victim: SequenceGroup, sign: int) -> None:
+    def _count(self, victim: SequenceGroup, sign: int) -> None:
+        self._num_seqs += sign * victim.num_seqs
         for number, count in enumerate(self._growth.get(victim.group_id, ())):
             self._sum[number] += sign * count
 
     def may_suffice(self, victims: list[SequenceGroup]) -> bool:
         """Whether the waiting group fits without these if they share no block: quick to say where most are too few."""
-        kv_groups, seq_ids = self._queues.blocks.groups, [seq_id for v in victims for seq_id in v.seq_ids]
-        return self._fits(victims, [sum(map(kv_group.num_held, seq_ids)) for kv_group in kv_groups])
+        seq_ids, group_ids = [seq_id for v in victims for seq_id in v.seq_ids], {v.group_id for v in victims}
+        prompts = [needed for group_id, needed in self._prompts.items() if group_id not in group_ids]
+        held = [sum(map(kv_group.num_held, seq_ids)) for kv_group in self._blocks.groups]
+        return self._fits(prompts, held, self._num_seqs - sum(v.num_seqs for v in victims))
 
-    def suffices(self, victims: list[SequenceGroup]) -> bool:
-        """Whether the waiting group fits; ``victims`` are gone."""
-        return self._fits(victims, self._release.counts)
+    def suffices(self) -> bool:
+        """Whether the waiting group fits now that some are gone."""
+        return self._fits(self._prompts.values(), self._release.counts, self._num_seqs)
 
-    def _fits(self, victims: list[SequenceGroup], released: list[int]) -> bool:
-        blocks, prefilling = self._queues.blocks, [g for g in self._queues.prefilling if g not in victims]
-        reserved = sum((blocks_still_needed(blocks, g) for g in prefilling), Demand(exact=tuple(self._sum)))
+    def _fits(self, prompts: Iterable[Demand], released: list[int], num_seqs: int) -> bool:
+        needed = self._admission.needed(self._group, self._match, self._release.references)
         available = Demand(exact=tuple(-count for count in released))
-        return self._admission.fits_beside(
-            self._group,
-            self._admission.needed(self._group, self._match, self._release.references),
-            reserved + available,
-            self._queues.num_running_seqs - sum(v.num_seqs for v in victims),
-        )
+        reserved = sum(prompts, Demand(exact=tuple(self._sum))) + available
+        return self._admission.fits_beside(self._group, needed, reserved, num_seqs)
 
 
 def _growth(queues: Queues, group: SequenceGroup) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.core.preparations import preparations_of
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
@@ -103,7 +104,6 @@ class SequenceGroup:
         "drafts",
         "features",
         "first_scheduled_time",
-        "grammar",
         "group_id",
         "is_long",
         "max_length",
@@ -118,6 +118,7 @@ class SequenceGroup:
         "plans_on_results",
         "policy_data",
         "prefilling",
+        "preparations",
         "priority",
         "request",
         "resumable_after",
@@ -139,7 +140,7 @@ class SequenceGroup:
         self.group_id = request.group_id
         #: Orders groups by arrival: seconds, and a number where these are equal.
         self.arrival = (request.arrival_time, number)
-        self.priority = request.priority
+        self.priority = request.options.priority
         task = request.task
         self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
         #: Whether tokens follow the prompt.
@@ -161,7 +162,8 @@ class SequenceGroup:
         #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
         self.drafts = isinstance(task, Generate) and not task.params.runs_custom_code
         #: What its tokens are held to.
-        self.grammar = task.grammar if isinstance(task, Generate) and task.samples else None
+        #: What must be ready on the workers before it can run.
+        self.preparations = preparations_of(request)
         #: Unfinished sequences, in order of their index (beams: best first).
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
         #: Sequences still to be forked off when the prompt is computed.

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies import VICTIMS
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step
+
+#: By ``preemption_victim``: what is least of the group to preempt; None: the last in order is preempted. Among equals
+#: it is the last, too. Computed tokens are those to recompute, and stand for blocks.
+_VICTIM_KEYS: dict[str, Callable[[SequenceGroup], int] | None] = {
+    "last": None,
+    "least_computed": lambda group: group.num_computed,
+    "most_blocks": lambda group: -group.num_computed,
+}
 
 
 class MoveCost:
@@ -47,16 +55,18 @@ class Preemption:
         self._queues, self._stats = queues, stats
         self._blocks = queues.blocks
         self._mode = options.preemption_mode
-        self._choose = VICTIMS[options.preemption_victim]
+        self._key = _VICTIM_KEYS[options.preemption_victim]
         self.cost = MoveCost()
 
-    def choose_victim(self, candidates: SequenceOf[SequenceGroup], now: float) -> SequenceGroup:
-        """The group to preempt, of ``candidates`` in order, all after the one that needs the blocks.
+    def victims(self, candidates: SequenceOf[SequenceGroup], now: float) -> Iterator[SequenceGroup]:
+        """The groups to preempt, one after the other: ``candidates`` are in order, and after the one that needs blocks.
 
         Groups beyond the ageing limit are preempted only when no other is left, the last in order first.
         """
-        eligible = [g for g in candidates if not self._queues.has_aged(g, now)]
-        return self._choose(eligible) if eligible else candidates[-1]
+        has_aged = self._queues.has_aged
+        young = (g for g in reversed(candidates) if not has_aged(g, now))
+        yield from young if self._key is None else sorted(young, key=self._key)
+        yield from (g for g in reversed(candidates) if has_aged(g, now))
 
     def preempt(self, group: SequenceGroup, step: Step) -> None:
         """Preempts a running group that is not scheduled in this step."""

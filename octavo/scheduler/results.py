@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
@@ -30,15 +30,13 @@ class Results:
             self._register(seq, num_computed)
         outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
         beams: dict[int, SequenceGroup] = {}
-        ended = self._append_tokens(result, outputs.sequences, beams)
+        ended = self._append_sampled(result, outputs.sequences, beams)
         if step.drafted:
             self._resolve_drafts(step)
         if self._drafting is not None:
             outputs.drafts = self._drafting.observe(step, result)
         if result.forced_tokens:
             ended += self._append_forced(result, outputs.sequences)
-        if result.extras:
-            ended += self._add_prompt_extras(result, outputs.sequences)
         for seq in ended:
             self._queues.end_sequence(seq, seq.status)
         for group in beams.values():
@@ -51,17 +49,18 @@ class Results:
     def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
         """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""
         status, error = SequenceStatus.FINISHED_LENGTH, None
-        if group.request.pin_as is not None:
+        if group.request.options.pin_as is not None:
             if group.status is not SequenceStatus.RUNNING:
                 return  # preempted while this step was in flight: computed again
-            status, error = self._pin(group, group.request.pin_as)
+            status, error = self._pin(group, group.request.options.pin_as)
         self._queues.end_group(group, status)
         updates.append(GroupOutput(group.group_id, group.status.value, error))
 
     def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
         """Pins the prompt's blocks; how its group ends, and why if they cannot be."""
         blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
-        status = blocks.pin(name, group.seqs[0].seq_id, tokens, group.context, self._max_model_len)
+        beside = blocks.demand(blocks.blocks_for(self._max_model_len))
+        status = blocks.pinned.add(name, group.seqs[0].seq_id, tokens, group.context, beside)
         if status is AllocStatus.NEVER:
             return SequenceStatus.FINISHED_IGNORED, (
                 f"its {blocks.blocks_for(len(tokens))} blocks would leave too few for a request of max_model_len="
@@ -72,33 +71,47 @@ class Results:
             return SequenceStatus.FINISHED_ERROR, "blocks of it were lost while it was computed; add it again"
         return SequenceStatus.FINISHED_LENGTH, None
 
-    def _append_tokens(
+    def _append_sampled(
         self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
         """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
-        sequences = self._queues.sequences
+        sequences, extras = self._queues.sequences, result.extras
         ended: list[Sequence] = []
-        for seq_id, token, extra in self._append_runs(result, updates) if result.num_tokens else _tokens_of(result):
+        several = result.num_tokens or extras
+        for seq_id, new in _tokens_of(result) if several else self._append_one_each(result, updates):
             seq = sequences.get(seq_id)
-            # Aborted while the step ran, or finished by an earlier token of it.
-            if seq is None or (ended and seq.status.finished):
+            if seq is None:  # aborted while the step ran
                 continue
-            group = seq.group
+            group, extra = seq.group, extras.get(seq_id)
             if group.beam is not None:
-                beams[group.group_id] = group
+                if new:
+                    beams[group.group_id] = group
                 continue
-            if extra is not None and extra.error is not None:
-                updates.append(_failed(seq, extra))
-                ended.append(seq)
-                continue
-            tokens = seq.token_ids
-            tokens.append(token)
-            update = SequenceOutput(group.group_id, seq.index, token, extra)
+            update = SequenceOutput(group.group_id, seq.index, new, extra)
             updates.append(update)
-            if token in seq.stop_token_ids or len(tokens) >= seq.max_length:
-                _finish(seq, token, update)
+            if extra is not None and extra.error is not None:
+                new = update.token_ids = new[:-1]
+                seq.status = SequenceStatus.FINISHED_ERROR
+                update.finish_reason = seq.status.value
+            _append(seq, new, update)
+            if update.finish_reason is not None:
                 ended.append(seq)
         return ended
+
+    def _append_one_each(self, result: StepResult, updates: list[SequenceOutput]) -> list[tuple[int, list[int]]]:
+        """Appends the token of each sequence that goes on after it: nearly all, nearly always. Returns the others."""
+        find, add, others = self._queues.sequences.get, updates.append, []
+        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
+            seq = find(seq_id)
+            if seq is None:
+                continue
+            group, tokens = seq.group, seq.token_ids
+            if group.beam is None and token not in seq.stop_token_ids and len(tokens) + 1 < seq.max_length:
+                tokens.append(token)
+                add(SequenceOutput(group.group_id, seq.index, [token]))
+            else:
+                others.append((seq_id, [token]))
+        return others
 
     def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Appends tokens that grammars force, which are not computed yet; returns the sequences that finish."""
@@ -107,48 +120,15 @@ class Results:
             seq = self._queues.sequences.get(seq_id)
             if seq is None or seq.status.finished:
                 continue
-            for token in forced:
-                seq.token_ids.append(token)
-                update = SequenceOutput(seq.group.group_id, seq.index, token)
-                updates.append(update)
-                if token in seq.stop_token_ids or len(seq.token_ids) >= seq.max_length:
-                    _finish(seq, token, update)
-                    ended.append(seq)
-                    break
+            update = SequenceOutput(seq.group.group_id, seq.index, forced)
+            updates.append(update)
+            _append(seq, forced, update)
+            if update.finish_reason is not None:
+                ended.append(seq)
             else:
                 seq.free_slots = 0  # so that its next step computes them together
                 self._queues.unsent_tokens.append((seq, len(forced)))
         return ended
-
-    def _append_runs(
-        self, result: StepResult, updates: list[SequenceOutput]
-    ) -> list[tuple[int, int, SequenceResult | None]]:
-        """Appends, in one go, the tokens of each sequence that goes on after them and has nothing else in the result.
-
-        Returns the other tokens, as ``_tokens_of`` does.
-        """
-        sequences, extras, token_ids = self._queues.sequences, result.extras, result.token_ids
-        others: list[tuple[int, int, SequenceResult | None]] = []
-        end = 0
-        for seq_id, count in zip(result.seq_ids, result.num_tokens, strict=True):
-            new = token_ids[end : end + count]
-            end += count
-            seq, extra = sequences.get(seq_id), extras.get(seq_id)
-            if seq is None:
-                continue
-            goes_on = len(seq.token_ids) + count < seq.max_length and seq.stop_token_ids.isdisjoint(new)
-            if goes_on and extra is None:
-                seq.token_ids += new
-                group_id, index = seq.group.group_id, seq.index
-                updates += [SequenceOutput(group_id, index, token) for token in new]
-                continue
-            for i, token in enumerate(new):
-                # One token has all that came, such as logprobs of its prompt; of several each has its own logprob.
-                own = extra
-                if extra is not None and count > 1 and i < len(extra.logprobs):
-                    own = SequenceResult([extra.logprobs[i]])
-                others.append((seq_id, token, own))
-        return others
 
     def _resolve_drafts(self, step: Step) -> None:
         """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
@@ -157,7 +137,7 @@ class Results:
         too, as if it had decoded one token a step.
         """
         sequences, blocks = self._queues.sequences, self._queues.blocks
-        size, windows = blocks.block_size, blocks.has_windows
+        size = blocks.block_size
         for seq, drafts in step.drafted:
             group, seq_id = seq.group, seq.seq_id
             if group.status is not SequenceStatus.RUNNING or seq_id not in sequences:
@@ -165,26 +145,11 @@ class Results:
             end, computed = seq.num_computed, len(seq.token_ids) - 1
             seq.num_computed = computed
             if computed // size > (end - 1 - len(drafts)) // size:
-                blocks.register(seq_id, seq.token_ids, computed, group.context, group.features)
+                blocks.prefixes.register(seq_id, seq.token_ids, computed, group.context, group.features)
             if (end - 1) // size > (computed - 1) // size:
                 blocks.shrink(seq_id, computed)
-            if not windows and not group.plans_on_results:
-                seq.free_slots = min(-computed % size, seq.max_length - 1 - computed)
-
-    def _add_prompt_extras(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
-        """Adds extras without a token: logprobs of a prompt chunk, or an error. Returns the sequences that failed."""
-        ended = []
-        sampled = set(result.seq_ids)
-        for seq_id, extra in result.extras.items():
-            seq = self._queues.sequences.get(seq_id)
-            if seq is None or seq_id in sampled or seq.group.beam is not None:
-                continue
-            if extra.error is not None:
-                updates.append(_failed(seq, extra))
-                ended.append(seq)
-            else:
-                updates.append(SequenceOutput(seq.group.group_id, seq.index, None, extra))
-        return ended
+            if not group.plans_on_results:
+                seq.free_slots = min(blocks.spare_slots(computed, several=True), seq.max_length - 1 - computed)
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
         """Adds the full blocks of a finished step, whose token ids are all known, to the prefix cache.
@@ -193,7 +158,8 @@ class Results:
         """
         if seq.status is SequenceStatus.RUNNING:
             group = seq.group
-            self._queues.blocks.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
+            prefixes = self._queues.blocks.prefixes
+            prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupOutput]
@@ -208,8 +174,8 @@ class Results:
             return
         candidates = [Candidates(p.top_ids, p.top_logprobs) for e in found for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
-        prompt = len(group.request.prompt_token_ids)
-        outcome = group.beam.step(candidates, [s.token_ids[prompt:] for s in group.seqs])
+        num_prompt_tokens = len(group.request.prompt_token_ids)
+        outcome = group.beam.step(candidates, [s.token_ids for s in group.seqs], num_prompt_tokens)
         if outcome.done:
             self._queues.end_group(group, SequenceStatus.FINISHED_STOPPED)
             updates.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))
@@ -235,27 +201,37 @@ class Results:
         queues.replace_beams(group, after)
 
 
-def _tokens_of(result: StepResult) -> Iterable[tuple[int, int, SequenceResult | None]]:
-    """The sampled token of each sequence, and what else came with it."""
+def _tokens_of(result: StepResult) -> Iterator[tuple[int, list[int]]]:
+    """The sampled tokens of each sequence; none for one with something else, such as logprobs of its prompt."""
+    if result.num_tokens:
+        tokens = iter(result.token_ids)
+        new = [list(itertools.islice(tokens, count)) for count in result.num_tokens]
+    else:
+        new = [[token] for token in result.token_ids]
+    sampled = zip(result.seq_ids, new, strict=True)
     if not result.extras:
-        return zip(result.seq_ids, result.token_ids, itertools.repeat(None))
-    return zip(result.seq_ids, result.token_ids, map(result.extras.get, result.seq_ids), strict=True)
+        return sampled
+    seq_ids = set(result.seq_ids)
+    return itertools.chain(sampled, ((seq_id, []) for seq_id in result.extras if seq_id not in seq_ids))
 
 
-def _finish(seq: Sequence, token: int, update: SequenceOutput) -> None:
-    """The sequence ends with this token: a stop token, or the last that its limit allows."""
+def _append(seq: Sequence, new: list[int], update: SequenceOutput) -> None:
+    """Appends tokens, up to one that ends the sequence: a stop token, or the last that its limit allows."""
+    tokens, stops = seq.token_ids, seq.stop_token_ids
+    if len(tokens) + len(new) < seq.max_length and stops.isdisjoint(new):
+        tokens += new
+        return
+    new = new[: seq.max_length - len(tokens)]
+    end = next((i for i, token in enumerate(new) if token in stops), None)
     seq.status = SequenceStatus.FINISHED_LENGTH
-    if token in seq.stop_token_ids:
+    if end is not None:
+        new = new[: end + 1]
         seq.status = SequenceStatus.FINISHED_STOPPED
         task = seq.group.request.task
         assert isinstance(task, Generate)
-        update.stop_reason = task.stop_reason(token)
-    update.finish_reason = seq.status.value
-
-
-def _failed(seq: Sequence, extra: SequenceResult) -> SequenceOutput:
-    seq.status = SequenceStatus.FINISHED_ERROR
-    return SequenceOutput(seq.group.group_id, seq.index, None, extra, seq.status.value, None, extra.error)
+        update.stop_reason = task.stop_reason(new[-1])
+    tokens += new
+    update.token_ids, update.finish_reason = new, seq.status.value
 
 
 def _admission(group: SequenceGroup) -> AdmissionStats:

@@ -67,7 +67,7 @@ class Running:
                     step.extended += work
                 else:
                     decodes += [s for s, _ in work]
-            elif self._blocks_will_be_freed():
+            elif self._blocks_will_be_freed(step):
                 step.blocked_on_memory = True
             elif len(running) == 1:
                 outgrown.append(group)
@@ -116,18 +116,22 @@ class Running:
 
     def _allocate_or_preempt(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
         """Allocates slots, preempting groups from ``position`` on; False if the group itself must go or wait."""
-        queues = self._queues
+        queues, victims = self._queues, None
         while not allocate_slots(queues, work, step):
-            if position == len(queues.running) or self._blocks_will_be_freed():
+            if position == len(queues.running) or self._blocks_will_be_freed(step):
                 return False
-            self._preemption.preempt(self._preemption.choose_victim(queues.running[position:], step.now), step)
+            if victims is None:
+                victims = self._preemption.victims(queues.running[position:], step.now)
+            self._preemption.preempt(next(victims), step)
         return True
 
-    def _blocks_will_be_freed(self) -> bool:
+    def _blocks_will_be_freed(self, step: Step) -> bool:
         """Whether a step in flight ends, or may end, a group whose blocks are then free: waiting beats preempting.
 
-        A group that awaits a result keeps its blocks until that is known.
+        A group that awaits a result keeps its blocks until that is known. Where there is such a group none is
+        preempted, so that one look at all of them is enough for a step.
         """
         running = self._queues.running
-        alone = len(running) == 1 and running[0].seqs[0].awaits_token
-        return alone or any(g.seqs[0].is_ending or g.awaits_result for g in running)
+        if step.awaits_blocks is None:
+            step.awaits_blocks = any(g.seqs[0].is_ending or g.awaits_result for g in running)
+        return step.awaits_blocks or (len(running) == 1 and running[0].seqs[0].awaits_token)

@@ -54,6 +54,8 @@ class Step:
     admitted: list[SequenceGroup] = field(default_factory=list)
     #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
     blocked_on_memory: bool = False
+    #: Whether a step in flight may end a running group, whose blocks are then free; None until it is asked.
+    awaits_blocks: bool | None = None
     #: Whether a group was ended because it does not fit all blocks.
     ended: bool = False
     #: Of ``budget``, tokens of the group that others were preempted for; taken from it until that group is admitted.
@@ -108,7 +110,7 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> Demand:
     forks = group.num_pending_forks  # each writes into a block of its own next
     total = forks
     for seq in group.seqs:
-        held = seq.shared_prefix[1] if seq.shared_prefix is not None else len(blocks.table(seq.seq_id))
+        held = seq.shared_prefix[1] if seq.shared_prefix is not None else blocks.num_entries(seq.seq_id)
         total += max(0, blocks.blocks_for(len(seq.token_ids)) - held)
     return blocks.demand(total, len(group.seqs), group.seq_ids, forks)
 
@@ -119,20 +121,15 @@ def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
     short = [(seq, n) for seq, n in work if seq.free_slots < n]
     if short:
         writes = [(s.seq_id, s.num_computed, s.num_computed + n) for s, n in short]
-        changes = blocks.grow(writes)
-        if changes is None and blocks.has_windows:
-            blocks.free_outside_windows(_behind_windows(queues))
-            changes = blocks.grow(writes)
+        changes = blocks.grow(writes, lambda: _behind_windows(queues))
         if changes is None:
             return False
         step.table_changes += changes
         for seq, n in short:
-            slots = blocks.blocks_for(seq.num_computed + n) * blocks.block_size
-            free_slots = min(slots, seq.max_length - 1) - seq.num_computed
-            # Without free slots it comes here again before its next token, which may depend on a result, or before
-            # which what the chunk leaves behind the window is freed.
-            again = seq.group.plans_on_results or (n > 1 and blocks.has_windows)
-            seq.free_slots = n if again else free_slots
+            seq.free_slots = n
+            if not seq.group.plans_on_results:  # else it comes here again before its next token
+                end = seq.num_computed + n
+                seq.free_slots += min(blocks.spare_slots(end, several=n > 1), seq.max_length - 1 - end)
     for seq, n in work:
         seq.free_slots -= n
     return True
@@ -265,9 +262,8 @@ def _new_sequence(seq: Sequence) -> NewSequence:
     if isinstance(task, Generate) and seq.index:
         task = msgspec.structs.replace(task, seed=_seed(seq))
     if isinstance(task, Generate) and task.grammar is not None:
-        grammar = seq.group.grammar  # None where nothing is sampled
-        if grammar is not None:  # the workers have compiled it, and its source may be long
-            grammar = msgspec.structs.replace(grammar, source="")
+        # The workers have compiled it, and its source may be long.
+        grammar = msgspec.structs.replace(task.grammar, source="") if task.samples else None
         task = msgspec.structs.replace(task, grammar=grammar)
     adapter = seq.group.request.adapter
     key = adapter.key if adapter is not None else None

@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3]
 def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
     processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
     group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
-    source = ProcessedRequest("a", None, PROMPT, params, group, 0.0)
+    source = ProcessedRequest("a", None, PROMPT, params, group)
     return processor, processor.open(source, streaming=streaming)
 
 
@@ -33,7 +33,8 @@ def position(token: int) -> PositionLogprobs:
 
 def add(processor: OutputProcessor, token: int | None, extra: SequenceResult | None = None, index: int = 0) -> bool:
     """One step of one sequence; whether there is something to take."""
-    ready, _ = processor.process(EngineCoreOutputs(sequences=[SequenceOutput(0, index, token, extra)]))
+    token_ids = [] if token is None else [token]
+    ready, _ = processor.process(EngineCoreOutputs(sequences=[SequenceOutput(0, index, token_ids, extra)]))
     return bool(ready)
 
 
@@ -56,6 +57,35 @@ def test_what_is_not_taken_adds_up() -> None:
     assert joined.outputs[0].token_ids == list(range(1000, 1012, 2))
     assert len(joined.outputs[0].logprobs or []) == 6
     assert joined.outputs[0].cumulative_logprob == -6.0
+
+
+def test_what_follows_a_stop_text_in_its_step_is_no_part_of_the_answer() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    token_ids = tokenizer.encode(" one two three four five")
+    assert len(token_ids) == 5
+    for ended in (None, "length", "stop"):
+        for stop, kept in ((" three", 3), ("ee fo", 4), (" one", 1)):
+            processor, _ = opened(SamplingParams(stop=[stop], logprobs=0, max_tokens=9))
+            extra = SequenceResult(logprobs=[position(token) for token in token_ids])
+            update = SequenceOutput(0, 0, token_ids, extra, ended)
+            ready, stopped = processor.process(EngineCoreOutputs(sequences=[update]))
+            (output,) = ready[0].take().outputs
+            assert output.token_ids == token_ids[:kept] and len(output.logprobs or []) == kept
+            assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+            assert output.cumulative_logprob == -kept
+            assert output.text == " one two three four five".partition(stop)[0]
+            assert stopped == ([(0, 0)] if ended is None else []), "the core is told unless it has ended it"
+
+
+def test_tokens_of_a_step_are_shown_as_if_they_had_come_one_by_one() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    token_ids = tokenizer.encode("Several tokens, 多個 in a step \N{PARTY POPPER}.")
+    joined, single = [opened(SamplingParams(max_tokens=99))[0] for _ in range(2)]
+    (request,), _ = joined.process(EngineCoreOutputs(sequences=[SequenceOutput(0, 0, token_ids, None, "length")]))
+    for i, token in enumerate(token_ids):
+        end = "length" if i == len(token_ids) - 1 else None
+        (other,), _ = single.process(EngineCoreOutputs(sequences=[SequenceOutput(0, 0, [token], None, end)]))
+    assert request.take().outputs == other.take().outputs
 
 
 def test_logprobs_of_a_prompt_come_once_and_whole() -> None:

@@ -28,7 +28,7 @@ def compute(manager: BlockManager, seq_id: int, token_ids: list[int], start: int
         stop = min(begin + 4, len(token_ids))
         assert manager.grow([(seq_id, begin, stop)]) is not None
         manager.take_moves()
-        manager.register(seq_id, token_ids, stop, "")
+        manager.prefixes.register(seq_id, token_ids, stop, "")
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -174,11 +174,11 @@ def test_a_prefix_is_found_if_the_window_before_its_end_is() -> None:
     prompt = list(range(17))
     compute(manager, 0, prompt)
     manager.free(0)
-    found = manager.match([*prompt, 99], manager.chain([*prompt, 99], ""))
+    found = manager.prefixes.match([*prompt, 99], manager.prefixes.chain([*prompt, 99], ""))
     assert (found.num_tokens, found.num_full) == (16, 4)
     assert [hit is None for hit in found.hits[1]] == [True, True, False, False]
-    assert manager.cost(found) == 4
-    manager.adopt(1, found)
+    assert manager.prefixes.cost(found) == 4
+    manager.prefixes.adopt(1, found)
     assert used(manager) == [4, 2]
     assert manager.grow([(1, 16, 18)]) is not None
     assert used(manager) == [5, 3]
@@ -191,11 +191,11 @@ def test_a_prefix_ends_where_a_group_has_lost_what_is_read_next() -> None:
     manager.free(0)
     assert manager.groups[1].device.num_cached == 4 - 1
     assert manager.grow([(1, 0, 8)]) is not None  # takes a free block, and the one that left the window first
-    assert manager.match(prompt, manager.chain(prompt, "")).num_tokens == 16
+    assert manager.prefixes.match(prompt, manager.prefixes.chain(prompt, "")).num_tokens == 16
     assert manager.grow([(1, 8, 9)]) is not None
-    found = manager.match(prompt, manager.chain(prompt, ""))
+    found = manager.prefixes.match(prompt, manager.prefixes.chain(prompt, ""))
     assert found.num_tokens < 16
-    assert manager.groups[0].cache.find(manager.chain(prompt, "").digests[4]) is not None
+    assert manager.groups[0].cache.find(manager.prefixes.chain(prompt, "").digests[4]) is not None
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ own entries, in every group as far as its window reaches.
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ class MemoryMachine(RuleBasedStateMachine):
         return len(self.sequences) < MAX_SEQUENCES
 
     def look_up(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> PrefixMatch:
-        return self.manager.match(token_ids, self.manager.chain(token_ids, salt, features))
+        return self.manager.prefixes.match(token_ids, self.manager.prefixes.chain(token_ids, salt, features))
 
     def available(self) -> list[int]:
         return [group.device.num_available for group in self.manager.groups]
@@ -193,11 +194,11 @@ class MemoryMachine(RuleBasedStateMachine):
         assert found.num_tokens < len(token_ids)
         available = self.available()
         costs = [g.cache.cost(hits) for g, hits in zip(self.manager.groups, found.hits, strict=True)]
-        assert self.manager.cost(found) == max(costs)
+        assert self.manager.prefixes.cost(found) == max(costs)
         if any(cost > room for cost, room in zip(costs, available, strict=True)):
             return
         sequence = self.new(salt, token_ids, features, found.num_tokens)
-        self.manager.adopt(sequence.seq_id, found)
+        self.manager.prefixes.adopt(sequence.seq_id, found)
         assert self.available() == [room - cost for cost, room in zip(costs, available, strict=True)]
         sequence.tables = [c.blocks for c in self.manager.tables(sequence.seq_id)]
         assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(found.num_tokens)}
@@ -244,7 +245,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """What a scheduler does that finds no block: nothing that a later token reads is lost."""
         before = self.available()
         running = [s for s in self.sequences.values() if not s.swapped]
-        self.manager.free_outside_windows((s.seq_id, s.computed) for s in running)
+        self.manager.free_outside_windows((s.seq_id, s.computed, sys.maxsize) for s in running)
         for number, group in enumerate(self.manager.groups):
             assert group.device.num_available >= before[number]
             for sequence in running:
@@ -406,7 +407,9 @@ class MemoryMachine(RuleBasedStateMachine):
             self.register_one(sequence)
 
     def register_one(self, sequence: Sequence) -> None:
-        self.manager.register(sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features)
+        self.manager.prefixes.register(
+            sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features
+        )
 
     @rule(pick=PICK, name=st.sampled_from("ab"))
     def pin(self, pick: int, name: str) -> None:
@@ -423,7 +426,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 continue
             tokens = sequence.token_ids[:count]
             before = [group.device.num_pinned for group in self.manager.groups]
-            status = self.manager.pin(name, sequence.seq_id, tokens, sequence.salt, 2 * self.block_size)
+            beside = self.manager.demand(2)
+            status = self.manager.pinned.add(name, sequence.seq_id, tokens, sequence.salt, beside)
             if status is AllocStatus.OK:
                 self.pinned[name] = Sequence(-1, sequence.salt, tokens, [], count)
             else:

@@ -14,17 +14,17 @@ PREFIX = list(range(8))
 
 def compute(blocks: BlockManager, seq_id: int, token_ids: list[int]) -> int:
     """Computes tokens as a request does, up to its result; returns how many were found in the prefix cache."""
-    match = blocks.match(token_ids, blocks.chain(token_ids, ""))
-    blocks.adopt(seq_id, match)
+    match = blocks.prefixes.match(token_ids, blocks.prefixes.chain(token_ids, ""))
+    blocks.prefixes.adopt(seq_id, match)
     assert blocks.grow([(seq_id, match.num_tokens, len(token_ids))]) is not None
     blocks.take_moves()
-    blocks.register(seq_id, token_ids, len(token_ids), "")
+    blocks.prefixes.register(seq_id, token_ids, len(token_ids), "")
     return match.num_tokens
 
 
 def pin(blocks: BlockManager, name: str, token_ids: list[int], max_tokens: int = 8) -> AllocStatus:
     compute(blocks, -1, token_ids)
-    status = blocks.pin(name, -1, token_ids, "", max_tokens)
+    status = blocks.pinned.add(name, -1, token_ids, "", blocks.demand(blocks.blocks_for(max_tokens)))
     blocks.free(-1)
     return status
 
@@ -91,9 +91,9 @@ def test_the_partly_filled_end_of_a_prefix_is_pinned_and_copied_before_it_is_wri
     end = blocks.pinned._blocks["system"][0][-1]
     for seq_id, rest in enumerate(([30], [31, 32, 33])):
         tokens = [*prefix, *rest]
-        match = blocks.match(tokens, blocks.chain(tokens, ""))
+        match = blocks.prefixes.match(tokens, blocks.prefixes.chain(tokens, ""))
         assert match.num_tokens == len(prefix)
-        blocks.adopt(seq_id, match)
+        blocks.prefixes.adopt(seq_id, match)
         assert blocks.grow([(seq_id, match.num_tokens, len(tokens))]) is not None
         assert blocks.take_moves().copy == [(end, blocks.table(seq_id)[2])]
     assert counts(blocks) == (3, 2, 0, 3), "two copies, and a block behind one of them"
@@ -136,17 +136,17 @@ def test_equal_ends_of_prefixes_are_pinned_once() -> None:
 def test_of_windowed_layers_the_partly_filled_end_is_pinned_however_the_prompt_was_cut(chunk: int, length: int) -> None:
     blocks = make([GroupBlocks(12), GroupBlocks(12, window=3)], max_num_batched_tokens=16)
     prefix = list(range(length))
-    blocks.adopt(0, blocks.match(prefix, blocks.chain(prefix, "")))
+    blocks.prefixes.adopt(0, blocks.prefixes.match(prefix, blocks.prefixes.chain(prefix, "")))
     for computed in range(0, length, chunk):
         end = min(computed + chunk, length)
         assert blocks.grow([(0, computed, end)]) is not None
-        blocks.register(0, prefix, end, "")
-    assert blocks.pin("system", 0, prefix, "", 16) is AllocStatus.OK
+        blocks.prefixes.register(0, prefix, end, "")
+    assert blocks.pinned.add("system", 0, prefix, "", blocks.demand(blocks.blocks_for(16))) is AllocStatus.OK
     blocks.free(0)
     assert [group.device.num_pinned for group in blocks.groups] == [5, 2]
     blocks.reset_prefix_cache()
     longer = [*prefix, 90]
-    assert blocks.match(longer, blocks.chain(longer, "")).num_tokens == length
+    assert blocks.prefixes.match(longer, blocks.prefixes.chain(longer, "")).num_tokens == length
 
 
 def test_a_prefix_must_leave_room_for_one_sequence() -> None:
@@ -162,7 +162,7 @@ def test_a_prefix_that_was_computed_across_a_reset_is_not_pinned() -> None:
     blocks = make()
     compute(blocks, 0, PREFIX)
     blocks.reset_prefix_cache()
-    assert blocks.pin("system", 0, PREFIX, "", 8) is AllocStatus.LATER
+    assert blocks.pinned.add("system", 0, PREFIX, "", blocks.demand(blocks.blocks_for(8))) is AllocStatus.LATER
     blocks.free(0)
     assert counts(blocks) == (0, 6, 0, 0)
 
@@ -172,23 +172,23 @@ def test_a_pinned_block_is_copied_before_it_is_written_even_where_blocks_are_sho
     pin(blocks, "system", PREFIX, max_tokens=4)
     assert compute(blocks, 0, [0, 1, 9]) == 2  # the third block is a copy of the first
     assert counts(blocks) == (1, 0, 0, 2)
-    match = blocks.match([0, 1, 8], blocks.chain([0, 1, 8], ""))
-    blocks.adopt(1, match)
+    match = blocks.prefixes.match([0, 1, 8], blocks.prefixes.chain([0, 1, 8], ""))
+    blocks.prefixes.adopt(1, match)
     assert blocks.grow([(1, match.num_tokens, 3)]) is None, "a pinned block is written"
 
 
 def test_of_windowed_layers_the_last_window_is_pinned() -> None:
     blocks = make([GroupBlocks(9), GroupBlocks(9, window=5)], max_num_batched_tokens=4)
     prefix = list(range(16))
-    match = blocks.match(prefix, blocks.chain(prefix, ""))
-    blocks.adopt(0, match)
+    match = blocks.prefixes.match(prefix, blocks.prefixes.chain(prefix, ""))
+    blocks.prefixes.adopt(0, match)
     for computed in range(0, 16, 4):
         assert blocks.grow([(0, computed, computed + 4)]) is not None
-        blocks.register(0, prefix, computed + 4, "")
-    assert blocks.pin("system", 0, prefix, "", 16) is AllocStatus.OK
+        blocks.prefixes.register(0, prefix, computed + 4, "")
+    assert blocks.pinned.add("system", 0, prefix, "", blocks.demand(blocks.blocks_for(16))) is AllocStatus.OK
     blocks.free(0)
     assert [group.device.num_pinned for group in blocks.groups] == [4, 1]
     blocks.reset_prefix_cache()
     longer, shorter = [*prefix, 90], [*prefix[:9], 90]
-    assert blocks.match(longer, blocks.chain(longer, "")).num_tokens == 16
-    assert blocks.match(shorter, blocks.chain(shorter, "")).num_tokens == 0, "its window is not there"
+    assert blocks.prefixes.match(longer, blocks.prefixes.chain(longer, "")).num_tokens == 16
+    assert blocks.prefixes.match(shorter, blocks.prefixes.chain(shorter, "")).num_tokens == 0, "its window is not there"

@@ -20,7 +20,7 @@ def compute(manager: BlockManager, seq_id: int, token_ids: list[int], salt: str 
     """Runs a sequence up to its last token, in one step, and leaves it there; returns its table."""
     assert manager.grow([(seq_id, 0, len(token_ids))]) is not None
     manager.take_moves()
-    manager.register(seq_id, token_ids, len(token_ids), salt)
+    manager.prefixes.register(seq_id, token_ids, len(token_ids), salt)
     return manager.table(seq_id)
 
 
@@ -32,12 +32,12 @@ def leave(manager: BlockManager, token_ids: list[int], salt: str = SALT) -> list
 
 
 def match(manager: BlockManager, token_ids: list[int], salt: str = SALT) -> PrefixMatch:
-    return manager.match(token_ids, manager.chain(token_ids, salt))
+    return manager.prefixes.match(token_ids, manager.prefixes.chain(token_ids, salt))
 
 
 def adopt(manager: BlockManager, seq_id: int, token_ids: list[int]) -> PrefixMatch:
     found = match(manager, token_ids)
-    manager.adopt(seq_id, found)
+    manager.prefixes.adopt(seq_id, found)
     return found
 
 
@@ -70,9 +70,9 @@ def test_only_what_is_computed_is_registered() -> None:
     manager = cached_manager()
     manager.grow([(0, 0, 12)])
     manager.take_moves()
-    manager.register(0, tokens(12), 7, SALT)
+    manager.prefixes.register(0, tokens(12), 7, SALT)
     assert match(manager, tokens(12)).num_tokens == 4
-    manager.register(0, tokens(12), 8, SALT)
+    manager.prefixes.register(0, tokens(12), 8, SALT)
     assert match(manager, tokens(12)).num_tokens == 8
 
 
@@ -95,8 +95,8 @@ def test_a_running_sequence_shares_what_it_has_computed() -> None:
     manager = cached_manager()
     table = compute(manager, 0, tokens(8))
     found = match(manager, tokens(9))
-    assert manager.cost(found) == 0
-    manager.adopt(1, found)
+    assert manager.prefixes.cost(found) == 0
+    manager.prefixes.adopt(1, found)
     assert manager.table(1) == table
 
 
@@ -168,7 +168,7 @@ def test_forks_go_on_from_their_parents_chain() -> None:
         known = [*tokens(6), *more] if seq_id == 1 else [*tokens(4), *more]
         assert manager.grow([(seq_id, 8 - len(more), 8)]) is not None
         manager.take_moves()
-        manager.register(seq_id, known, 8, SALT)
+        manager.prefixes.register(seq_id, known, 8, SALT)
         assert match(manager, [*known, 1]).num_tokens == 8
 
 
@@ -181,7 +181,7 @@ def test_a_fork_of_a_prompt_computed_in_part_may_go_on_with_other_tokens() -> No
     other = [*tokens(6), 50, 51]
     assert manager.grow([(1, 6, 8)]) is not None
     manager.take_moves()
-    manager.register(1, other, 8, SALT)
+    manager.prefixes.register(1, other, 8, SALT)
     assert match(manager, tokens(9)).num_tokens == 6
     assert match(manager, [*other, 1]).num_tokens == 8
 
@@ -192,11 +192,11 @@ def test_a_match_changes_nothing_and_adopting_counts_it() -> None:
     for _ in range(3):
         match(manager, tokens(10))
     assert figures(manager) == (0, 6, 2)
-    assert (manager.cached_queries, manager.cached_hits) == (0, 0)
+    assert (manager.prefixes.cached_queries, manager.prefixes.cached_hits) == (0, 0)
     adopt(manager, 1, tokens(10))
-    assert (manager.cached_queries, manager.cached_hits) == (10, 8)
+    assert (manager.prefixes.cached_queries, manager.prefixes.cached_hits) == (10, 8)
     adopt(manager, 2, tokens(5, 100))
-    assert (manager.cached_queries, manager.cached_hits) == (15, 8)
+    assert (manager.prefixes.cached_queries, manager.prefixes.cached_hits) == (15, 8)
     manager.free(1)
     manager.free(2)
     assert manager.num_tables == 0
@@ -220,7 +220,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert figures(manager) == (0, 4, 0)
     assert adopt(manager, 1, tokens(9)).num_tokens == 0
     assert manager.table(1) == []
-    assert manager.cached_queries == 0
+    assert manager.prefixes.cached_queries == 0
 
 
 # --- allocation and eviction -----------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def test_cached_blocks_count_as_available_until_they_are_referenced() -> None:
     leave(manager, tokens(12))
     assert manager.num_available == 4
     found = match(manager, tokens(12))
-    assert manager.cost(found) == 3
-    manager.adopt(1, found)
+    assert manager.prefixes.cost(found) == 3
+    manager.prefixes.adopt(1, found)
     assert manager.num_available == 1
 
 
@@ -242,9 +242,9 @@ def test_a_match_that_does_not_fit_is_refused_and_nothing_changes() -> None:
     manager.grow([(1, 0, 12)])  # all of the device: the content goes to the host
     manager.take_moves()
     found = match(manager, tokens(9))
-    assert manager.cost(found) == 2
+    assert manager.prefixes.cost(found) == 2
     with pytest.raises(OutOfBlocksError, match="2 blocks asked for, 0 available of 3"):
-        manager.adopt(2, found)
+        manager.prefixes.adopt(2, found)
     assert manager.table(2) == []
     assert manager.num_tables == 1
 
@@ -300,7 +300,7 @@ def test_a_sequence_that_fills_the_pool_overwrites_the_block_it_would_copy() -> 
     assert manager.table(1) == table
     assert manager.take_moves().copy == []
     assert match(manager, tokens(9)).num_tokens == 4
-    manager.register(1, tokens(8), 8, SALT)
+    manager.prefixes.register(1, tokens(8), 8, SALT)
     assert match(manager, tokens(9)).num_tokens == 8
 
 
@@ -346,8 +346,8 @@ def test_sequences_with_blocks_from_before_a_reset_register_none() -> None:
     manager.take_moves()
     assert manager.swap_in([0])
     manager.take_moves()
-    manager.register(0, tokens(4), 4, SALT)
-    manager.register(1, tokens(4), 4, SALT)
+    manager.prefixes.register(0, tokens(4), 4, SALT)
+    manager.prefixes.register(1, tokens(4), 4, SALT)
     assert match(manager, tokens(5)).num_tokens == 0
     manager.free(0)
     compute(manager, 0, tokens(4))
@@ -364,7 +364,7 @@ def test_blocks_are_registered_again_after_a_swap() -> None:
     assert manager.swap_in([0])
     manager.take_moves()
     assert match(manager, tokens(9)).num_tokens == 0
-    manager.register(0, tokens(8), 8, SALT)
+    manager.prefixes.register(0, tokens(8), 8, SALT)
     assert match(manager, tokens(9)).num_tokens == 8
 
 
@@ -384,7 +384,7 @@ def test_evicted_content_moves_to_the_host_and_is_swapped_in() -> None:
     back = dict(manager.take_moves().swap_in)
     on_host = dict(out)
     assert manager.table(1) == [back[on_host[block]] for block in table]
-    assert manager.cost(match(manager, tokens(9))) == 0  # known on the device again
+    assert manager.prefixes.cost(match(manager, tokens(9))) == 0  # known on the device again
 
 
 def test_content_that_is_on_the_host_already_is_not_moved_again() -> None:
@@ -463,12 +463,12 @@ def leave_with(manager: BlockManager, token_ids: list[int], features: list[Featu
     """Runs a sequence with features, and ends it."""
     assert manager.grow([(0, 0, len(token_ids))]) is not None
     manager.take_moves()
-    manager.register(0, token_ids, len(token_ids), context, features)
+    manager.prefixes.register(0, token_ids, len(token_ids), context, features)
     manager.free(0)
 
 
 def found_with(manager: BlockManager, token_ids: list[int], features: list[FeatureSpan], context: bytes = b"") -> int:
-    return manager.match(token_ids, manager.chain(token_ids, context, features)).num_tokens
+    return manager.prefixes.match(token_ids, manager.prefixes.chain(token_ids, context, features)).num_tokens
 
 
 def test_a_context_of_bytes_names_the_beginning() -> None:

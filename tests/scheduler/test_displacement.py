@@ -128,3 +128,25 @@ def test_under_every_policy_that_displaces_the_waiting_group_runs_at_once(policy
             engine.step()
     engine.serve([])
     assert displaced
+
+
+@pytest.mark.parametrize("groups", [50, 200])
+def test_running_groups_are_looked_at_a_few_times_however_many_are_preempted(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(blocks=2 * groups, max_num_seqs=groups, max_num_batched_tokens=16 * groups)
+    for group_id in range(groups):
+        engine.add(request(group_id, 7, max_tokens=40))
+    looks = 0
+
+    def awaits_result(group: SequenceGroup) -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    monkeypatch.setattr(SequenceGroup, "awaits_result", property(awaits_result))
+    while not engine.scheduler.stats().preemptions_by_recompute:
+        looks = 0
+        step(engine)
+    assert engine.scheduler.stats().preemptions_by_recompute > groups // 5
+    assert looks < 4 * groups

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.core.config import SchedulerOptions
+from octavo.core.engine_outputs import SequenceOutput
+from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
@@ -292,3 +294,49 @@ def test_workers_draft_fewer_tokens_than_asked_for_or_fail(depth: int, adaptive:
         drafts, failures = drafts + stats.drafts, failures + stats.failures
         assert not drafter._known
     assert drafts > 0 and (adaptive or failures > 0)
+
+
+def test_a_sequence_has_one_output_a_step_with_all_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(Guesses(1, 0.9), 1, adaptive=False)
+    engine.add(request(0, 5, 30))
+    engine.add(request(1, 9, 30, n=3))
+    outputs: list[SequenceOutput] = []
+    apply = engine._apply_sequence_output
+
+    def recording(update: SequenceOutput) -> None:
+        outputs.append(update)
+        apply(update)
+
+    monkeypatch.setattr(engine, "_apply_sequence_output", recording)
+    most = 0
+    while engine.scheduler.has_work:
+        outputs.clear()
+        engine.step()
+        assert len({(update.group_id, update.index) for update in outputs}) == len(outputs)
+        most = max([most, *(len(update.token_ids) for update in outputs)])
+    assert most > 2
+    check_nothing_held(engine)
+
+
+class Counting(Drafter):
+    """Proposes three tokens, whatever comes."""
+
+    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
+        return [1, 2, 3][:num_tokens]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_what_is_accepted_before_a_sequence_fails_is_part_of_its_answer(before: int) -> None:
+    engine = make(Counting(), 1)
+    engine.add(request(0, 5, 30))
+    engine.step()
+    scheduler, (seq_id,) = engine.scheduler, engine.scheduler.queues.sequences
+    plan = scheduler.schedule()
+    assert plan.drafts == {seq_id: [1, 2, 3]}
+    tokens = [1, 2, 3][:before]
+    extras = {seq_id: SequenceResult(error="no token")}
+    result = StepResult(plan.step, [seq_id], [*tokens, 0], [before + 1], extras=extras)
+    (update,) = scheduler.update(plan, result).sequences
+    assert update.token_ids == tokens and update.finish_reason == "error"
+    assert update.extra is not None and update.extra.error == "no token"
+    assert not scheduler.has_work and engine.blocks.num_used == 0

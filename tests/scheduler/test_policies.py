@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.scheduler.group_queue import LaneQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import Policy, load_policy
 from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
 from octavo.scheduler.policies.srpt import ShortestRemaining
+from tests.busy_machine import once_in_three
 from tests.scheduler.virtual_engine import DECODE, PREFILL, STEP, Job, VirtualEngine
 
 
@@ -51,10 +54,10 @@ class Growing(Policy):
         self.keys = dict.fromkeys("abc", 0)
 
     def key(self, group: SequenceGroup) -> int:
-        return self.keys[group.request.user]
+        return self.keys[group.request.options.user]
 
     def lane(self, group: SequenceGroup) -> str:
-        return group.request.user
+        return group.request.options.user
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "grow", "peek"]), st.integers(0, 9)), max_size=80))
@@ -64,10 +67,11 @@ def test_the_queue_of_lanes_always_has_the_first_group_first(actions: list[tuple
     groups = []
     for i in range(10):
         task = Generate(SamplingParams(), 0)
-        wanted = EngineCoreRequest(
-            group_id=i, prompt_token_ids=[1], task=task, arrival_time=i * 7 % 10, user="abc"[i % 3]
+        options = RequestOptions(user="abc"[i % 3])
+        request = EngineCoreRequest(
+            group_id=i, prompt_token_ids=[1], task=task, arrival_time=i * 7 % 10, options=options
         )
-        groups.append(SequenceGroup(wanted, i, i, 10))
+        groups.append(SequenceGroup(request, i, i, 10))
     for action, number in actions:
         group = groups[number]
         if action == "push" and number not in present:
@@ -77,7 +81,7 @@ def test_the_queue_of_lanes_always_has_the_first_group_first(actions: list[tuple
             queue.remove(group)
             del present[number]
         elif action == "grow":
-            policy.keys[group.request.user] += number
+            policy.keys[group.request.options.user] += number
         else:
             expected = min(present.values(), key=lambda g: (policy.key(g), g.arrival), default=None)
             assert queue.peek(0.0) is expected
@@ -184,7 +188,7 @@ def largest_difference(policy: str, seed: int, weights: dict[str, float], **opti
             engine.add(Job(0.0, tokens(rng.randint(1, 60)), rng.randint(1, 60), user=user))
     differences = []
     while {"a", "b"} <= {
-        g.request.user for g in engine.scheduler.queues.groups.values() if g.status.value != "running"
+        g.request.options.user for g in engine.scheduler.queues.groups.values() if g.status.value != "running"
     }:
         engine.step()
         differences.append(service(engine, "a") / weights.get("a", 1) - service(engine, "b") / weights.get("b", 1))
@@ -236,6 +240,53 @@ def test_fair_counts_what_was_served_once() -> None:
     counters = policy_of(engine).counters()
     for user in "ab":
         assert counters[user] == sum(len(j.prompt) * PROMPT_WEIGHT + 60 * OUTPUT_WEIGHT for j in jobs if j.user == user)
+
+
+def fair_group(number: int, user: str) -> SequenceGroup:
+    prompt = [1] * (1 + number % 7)
+    task, options = Generate(SamplingParams(max_tokens=9), 0), RequestOptions(user=user)
+    request = EngineCoreRequest(group_id=number, prompt_token_ids=prompt, task=task, options=options)
+    return SequenceGroup(request, number, number, 100)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.scheduler.policies.fair._MAX_IDLE", 5)
+    rng, policy = random.Random(seed), FairShare({"u3": 5.0})
+    groups: list[SequenceGroup] = []
+    for number in range(600):
+        user, waiting = f"u{rng.randrange(12)}", {g.request.options.user for g in groups if g.policy_data.waiting}
+        before = policy.counters()
+        group = fair_group(number, user)
+        policy.on_arrival(group)
+        groups.append(group)
+        if user not in waiting and waiting:
+            least = min(before[name] for name in waiting)
+            assert policy.counters()[user] == max(before.get(user, 0.0), least)
+        for other in rng.sample(groups, min(len(groups), rng.randrange(4))):
+            if not other.policy_data.waiting:
+                policy.on_preempt(other)
+            elif rng.random() < 0.6:
+                policy.on_admit(other)
+            else:
+                policy.on_end(other)
+                groups.remove(other)
+
+
+def test_the_cost_of_an_arrival_does_not_grow_with_the_users_that_wait() -> None:
+    def seconds(policy: FairShare, first: int) -> float:
+        arrivals = [fair_group(i, f"u{i}") for i in range(first, first + 500)]
+        began = time.thread_time()
+        for group in arrivals:
+            policy.on_arrival(group)
+        return time.thread_time() - began
+
+    def measure() -> dict[str, bool]:
+        policy = FairShare({})
+        times = [seconds(policy, first) for first in range(0, 8000, 500)]
+        return {f"{times}": min(times[-4:]) < 5 * min(times[:4])}
+
+    once_in_three(measure)
 
 
 def test_fair_forgets_idle_users(monkeypatch: pytest.MonkeyPatch) -> None:

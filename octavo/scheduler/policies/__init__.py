@@ -29,7 +29,6 @@ from octavo.scheduler.policies.fair import FairShare
 from octavo.scheduler.policies.guard import GuardedPolicy as GuardedPolicy
 from octavo.scheduler.policies.mlfq import MultiLevelFeedback
 from octavo.scheduler.policies.srpt import ShortestRemaining
-from octavo.scheduler.policies.victims import VICTIMS as VICTIMS
 
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": FirstComeFirstServed,

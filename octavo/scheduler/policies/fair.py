@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -34,6 +36,8 @@ class _User:
     counter: float = 0.0
     waiting: int = 0
     unfinished: int = 0
+    #: Whether there is an entry in the heap.
+    listed: bool = False
 
 
 class FairShare(Policy):
@@ -54,8 +58,10 @@ class FairShare(Policy):
         """``weights`` of users; 1 for those without."""
         self._weights = weights
         self._users: dict[str, _User] = {}
-        #: Those who have waiting groups.
-        self._waiting: dict[str, _User] = {}
+        #: (counter, number, user) of each who has waiting groups, and perhaps of others; the counter as it was once,
+        #: for it never falls.
+        self._heap: list[tuple[float, int, _User]] = []
+        self._numbers = itertools.count()
         self._num_idle = 0
         #: The counter of the user whose last waiting group was admitted or ended most recently.
         self._last_counter = 0.0
@@ -67,11 +73,11 @@ class FairShare(Policy):
 
     def key(self, group: SequenceGroup) -> float:
         """The counter of its user."""
-        return self._users[group.request.user].counter
+        return self._users[group.request.options.user].counter
 
     def lane(self, group: SequenceGroup) -> Hashable:
         """Its user."""
-        return group.request.user
+        return group.request.options.user
 
     def counters(self) -> dict[str, float]:
         """Weighted service of each user, as it is compared."""
@@ -79,19 +85,37 @@ class FairShare(Policy):
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Lifts the counter of a user who comes back."""
-        name = group.request.user
+        name = group.request.options.user
         user = self._users.get(name)
         if user is None:
             user = self._users[name] = _User(self._weights.get(name, 1.0))
         elif not user.unfinished:
             self._num_idle -= 1
         if not user.waiting:
-            least = min((u.counter for u in self._waiting.values()), default=self._last_counter)
-            user.counter = max(user.counter, least)
-            self._waiting[name] = user
-        user.waiting += 1
+            user.counter = max(user.counter, self._least_counter())
+        self._wait(user)
         user.unfinished += 1
         group.policy_data = _Service()
+
+    def _wait(self, user: _User) -> None:
+        user.waiting += 1
+        if not user.listed:
+            user.listed = True
+            heapq.heappush(self._heap, (user.counter, next(self._numbers), user))
+
+    def _least_counter(self) -> float:
+        """The least counter of those that wait; if nobody does, of the last who did."""
+        heap = self._heap
+        while heap:
+            counter, number, user = heap[0]
+            if not user.waiting:
+                heapq.heappop(heap)
+                user.listed = False
+            elif user.counter > counter:
+                heapq.heapreplace(heap, (user.counter, number, user))
+            else:
+                return counter
+        return self._last_counter
 
     def on_admit(self, group: SequenceGroup) -> None:
         """Charges its prompt, the first time."""
@@ -99,15 +123,13 @@ class FairShare(Policy):
         self._leave_queue(group)
         if not service.prompt:
             service.prompt = True
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.counter += PROMPT_WEIGHT * len(group.request.prompt_token_ids) / user.weight
 
     def on_preempt(self, group: SequenceGroup) -> None:
         """Its user waits again; the counter is not lifted."""
         group.policy_data.waiting = True
-        name = group.request.user
-        user = self._waiting[name] = self._users[name]
-        user.waiting += 1
+        self._wait(self._users[group.request.options.user])
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Charges the tokens that have been generated."""
@@ -123,7 +145,7 @@ class FairShare(Policy):
     def on_end(self, group: SequenceGroup) -> None:
         """Its user may become idle."""
         self._leave_queue(group)
-        user = self._users[group.request.user]
+        user = self._users[group.request.options.user]
         user.unfinished -= 1
         if not user.unfinished:
             self._num_idle += 1
@@ -136,6 +158,10 @@ class FairShare(Policy):
         for _, name in idle[: len(idle) // 2]:
             del self._users[name]
         self._num_idle -= len(idle) // 2
+        for _, _, user in self._heap:
+            user.listed = user.waiting > 0
+        self._heap = [entry for entry in self._heap if entry[2].listed]
+        heapq.heapify(self._heap)
 
     def _charge(self, seq: groups.Sequence) -> None:
         group = seq.group
@@ -145,15 +171,14 @@ class FairShare(Policy):
         known = outputs.get(seq.seq_id, 0 if group.beam is None else generated - 1)
         if generated > known:
             outputs[seq.seq_id] = generated
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.counter += OUTPUT_WEIGHT * (generated - known) / user.weight
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         service: _Service = group.policy_data
         if service.waiting:
             service.waiting = False
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.waiting -= 1
             if not user.waiting:
-                del self._waiting[group.request.user]
                 self._last_counter = user.counter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,9 @@ class ContiguousBlocks(BlockManager):
         """As ``can_allocate``."""
         return self.buddy.can_allocate(*_lengths(demand), *_lengths(reserved))
 
-    def grow(self, writes: list[Write]) -> list[TableChange] | None:
+    def grow(
+        self, writes: list[Write], behind_windows: Callable[[], Iterable[tuple[int, int]]] | None = None
+    ) -> list[TableChange] | None:
         """Gives each sequence its extent, if it has none, and copies what a forked one shares into it.
 
         Raises:
