@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import own_options
+from octavo.core.foreign_options import own_names, own_options
 from octavo.core.idle_options import refused_options
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
@@ -58,15 +58,15 @@ class EngineConfig(
 
     @model_validator(mode="after")
     def _graphs_can_be_used(self) -> Self:
-        sizes = self.cudagraph_capture_sizes
+        sizes = self.graph_sizes
         if sizes is None:
             return self
         if self.enforce_eager:
-            raise ValueError("enforce_eager turns CUDA graphs off: give no cudagraph_capture_sizes with it")
+            raise ValueError("enforce_eager turns CUDA graphs off: give no sizes as graph_capture with it")
         if max(sizes) > self.max_num_seqs:
             raise ValueError(
-                f"cudagraph_capture_sizes has {max(sizes)}, but no batch has more than max_num_seqs "
-                f"({self.max_num_seqs}) sequences"
+                f"graph_capture has {max(sizes)}, but no batch has more than max_num_seqs ({self.max_num_seqs}) "
+                "sequences"
             )
         return self
 
@@ -131,7 +131,7 @@ def make_config(**options: Any) -> EngineConfig:
         ConfigError: an option is unknown, out of range, or contradicts another.
     """
     known = list(EngineConfig.model_fields)
-    options = own_options(options)
+    options = own_options(own_names(options))
     for name in options:
         if name not in EngineConfig.model_fields:
             raise ConfigError(unknown_option(name, known))
