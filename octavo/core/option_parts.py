@@ -187,14 +187,6 @@ class CacheOptions(OptionPart):
         "the prefix cache.",
     )
 
-    @model_validator(mode="after")
-    def _shared_prefixes_are_cached(self) -> Self:
-        if self.shared_prefix and not self.enable_prefix_caching:
-            raise ValueError(
-                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
-            )
-        return self
-
     @property
     def has_swap_space(self) -> bool:
         """Whether the options allow host blocks; how many there are depends on the memory."""
@@ -203,7 +195,11 @@ class CacheOptions(OptionPart):
         return self.swap_space is None or self.swap_space > 0
 
     @model_validator(mode="after")
-    def _host_cache_has_a_source_and_a_place(self) -> Self:
+    def _caches_have_a_source_and_a_place(self) -> Self:
+        if self.shared_prefix and not self.enable_prefix_caching:
+            raise ValueError(
+                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
+            )
         if self.host_prefix_cache and not self.enable_prefix_caching:
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:
