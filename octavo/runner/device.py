@@ -67,7 +67,9 @@ class Device(ABC):
         return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
-        return max(0, memory.free_for_caches(self._config, self._options, self._share) - self.reserved)
+        """Bytes of the worker's share of the host that are free beside the largest step, once there are weights."""
+        step = memory.activation_bytes(self._config, self._options)
+        return max(0, self._share.free_memory() - step - self.reserved)
 
     def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:
         workers, own = self._share.local_size, self._own_blocks

@@ -102,11 +102,6 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> 
         )
 
 
-def free_for_caches(config: ModelConfig, options: EngineConfig, share: WorkerShare) -> int:
-    """Bytes of the worker's share that are free beside the largest step; to be asked once the weights are loaded."""
-    return max(0, share.free_memory() - activation_bytes(config, options))
-
-
 def num_host_blocks(
     layout: KVLayout,
     options: EngineConfig,
