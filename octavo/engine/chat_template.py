@@ -1,7 +1,4 @@
-"""Chat messages to the text a model was trained on, by the template that comes with the model.
-
-Templates are programs from strangers: they run in jinja2's sandbox, see plain data only, and their output is bounded.
-"""
+"""Chat messages to the text a model was trained on, by the template that comes with the model."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
-from octavo.engine.template_environment import MAX_RENDERED, compiled, template_variables
+from octavo.engine.template_program import ExpressionError, template_variables, written
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
 #: Written after a message that is to be continued, to find its end in what the template writes.
@@ -90,17 +85,7 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_too
     )
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    call_format: CallFormat | None = None,
-    **variables: Any,
-) -> str:
+def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """Runs a template over messages.
 
     With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
@@ -109,19 +94,17 @@ def render_chat(
         template: its text.
         messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
             which are joined with line breaks.
-        add_generation_prompt: ends with what opens the assistant's answer.
-        continue_final_message: ends with the last message's text instead of what closes it, so that it is continued.
-        tools: JSON schemas of callable tools.
-        call_format: how the model writes calls; see ``fit_tools``.
-        variables: further names that the template may use.
+        options: ``add_generation_prompt`` (default true): ends with what opens the assistant's answer.
+            ``continue_final_message`` (false): ends with the last message's text instead of what closes it, so that it
+            is continued. ``tools``: JSON schemas of callable tools. ``call_format``: how the model writes calls; see
+            ``fit_tools``. Others are further names that the template may use.
 
     Raises:
         InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
             conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
-    given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return _render(template, list(_checked(messages)), **given, tools=tools, call_format=call_format, **variables)
+    return _render(template, list(_checked(messages)), **options)
 
 
 def _checked(messages: object) -> list[_Message]:
@@ -226,30 +209,6 @@ class _Message(dict[str, Any]):
         return self._all()
 
 
-class _ExpressionError(InvalidRequestError):
-    """An expression of the template failed."""
-
-
-def _written(template: str, values: Mapping[str, Any]) -> str:
-    """What a template writes."""
-    program = compiled(template)
-    pieces: list[str] = []
-    length = 0
-    try:
-        for piece in program.generate(values):
-            length += len(piece)
-            if length > MAX_RENDERED:
-                raise InvalidRequestError(f"the chat template writes more than {MAX_RENDERED} characters")
-            pieces.append(piece)
-    except InvalidRequestError:
-        raise
-    except jinja2.exceptions.SecurityError as e:
-        raise TokenizerError(f"the chat template was stopped: {e}") from e
-    except Exception as e:  # an expression of the template may raise anything
-        raise _ExpressionError(f"the chat template refuses this conversation: {str(e) or type(e).__name__}") from e
-    return "".join(pieces)
-
-
 def _listed(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
@@ -324,9 +283,9 @@ def _first_written(template: str, values: Mapping[str, Any], messages: list[dict
             function["arguments"] = argument
         for message in without if has_content else []:
             message["content"] = ""
-        with contextlib.suppress(_ExpressionError):
-            return _written(template, values)
-    return _written(template, values)
+        with contextlib.suppress(ExpressionError):
+            return written(template, values)
+    return written(template, values)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from octavo.core.beam_search_params import BeamSearchParams
@@ -105,7 +106,9 @@ class RequestState:
 class OutputProcessor:
     """Owns the open requests' outputs. Invariant: a request is open until each of its completions has ended."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, on_end: Callable[[int], object] = lambda group_id: None) -> None:
+        """``on_end`` is called with the group of each request that has ended, in whichever way."""
+        self._on_end = on_end
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._groups: dict[int, RequestState] = {}
@@ -219,13 +222,13 @@ class OutputProcessor:
 
     def reopen(self, request: RequestState) -> RequestState:
         """Begins an open request anew, as if nothing of it had been computed."""
-        self.discard(request)
         return self.open(request.source, streaming=request.streaming)
 
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; output not yet taken stays in it."""
         del self._requests[request.request_id]
         del self._groups[request.group_id]
+        self._on_end(request.group_id)
 
     def _close(self, request: RequestState, now: float) -> None:
         request.metrics = replace(request.metrics, last_token_time=request.last_token_time, finished_time=now)

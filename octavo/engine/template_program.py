@@ -1,9 +1,10 @@
-"""Where chat templates run: jinja2's sandbox, with a bound on what one expression can make, and the names they use."""
+"""Chat templates as programs of strangers: they run in jinja2's sandbox, and their output is bounded."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,10 +15,34 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from octavo.core.errors import TokenizerError
+from octavo.core.errors import InvalidRequestError, TokenizerError
 
 #: Longest text that a template may write, in characters.
 MAX_RENDERED = 16 << 20
+
+
+class ExpressionError(InvalidRequestError):
+    """An expression of the template failed."""
+
+
+def written(template: str, values: Mapping[str, Any]) -> str:
+    """What a template writes."""
+    compiled = _compiled(template)
+    pieces: list[str] = []
+    length = 0
+    try:
+        for piece in compiled.generate(values):
+            length += len(piece)
+            if length > MAX_RENDERED:
+                raise InvalidRequestError(f"the chat template writes more than {MAX_RENDERED} characters")
+            pieces.append(piece)
+    except InvalidRequestError:
+        raise
+    except jinja2.exceptions.SecurityError as e:
+        raise TokenizerError(f"the chat template was stopped: {e}") from e
+    except Exception as e:  # an expression of the template may raise anything
+        raise ExpressionError(f"the chat template refuses this conversation: {str(e) or type(e).__name__}") from e
+    return "".join(pieces)
 
 
 @functools.lru_cache(maxsize=32)
@@ -27,7 +52,7 @@ def template_variables(template: str) -> frozenset[str]:
     Raises:
         TokenizerError: the template is not valid.
     """
-    compiled(template)
+    _compiled(template)
     return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
@@ -57,12 +82,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 @functools.lru_cache(maxsize=32)
-def compiled(template: str) -> jinja2.Template:
-    """A template, ready to run.
-
-    Raises:
-        TokenizerError: it is not valid.
-    """
+def _compiled(template: str) -> jinja2.Template:
     try:
         return _environment().from_string(template)
     except jinja2.exceptions.TemplateSyntaxError as e:
