@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.lab.step_costs import layer_weights, weight_bytes_read
+from octavo.lab.simulate.step_costs import layer_weights, weight_bytes_read
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.models.config import read_model_config

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
-from octavo.lab.step_costs import weight_bytes_read
+from octavo.lab.simulate.step_costs import weight_bytes_read
 from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.tokens import token_ids
 from octavo.lab.workloads.work_items import WorkItem

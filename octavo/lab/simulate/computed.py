@@ -44,7 +44,7 @@ def computed_profile(
     Raises:
         ConfigError: layers have attention windows, or the weights do not fit the memory.
     """
-    from octavo.lab import step_costs
+    from octavo.lab.simulate import step_costs
     from octavo.models import sizes
 
     network = sizes.outline(config, dtype, quantization)
