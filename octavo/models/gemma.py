@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
@@ -58,8 +59,6 @@ class GemmaForCausalLM(Decoder):
     def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.kernels, self.logit_cap = context.kernels, config.logit_cap
-        if context.screen_head and config.logit_cap is not None:
-            raise ConfigError("screen_lm_head needs a network without a soft cap of logits")
         if self.is_first:
             # As it was trained: the factor is rounded to the type of the embeddings.
             self.embed_tokens.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
@@ -83,10 +82,6 @@ class GemmaForCausalLM(Decoder):
         """With the cap of Gemma 2."""
         logits = super().logits(hidden)
         return logits if self.logit_cap is None else self.kernels.soft_cap(logits, self.logit_cap)
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As ``logits``; capped ones tie where others do not, so that a screened head would choose other tokens."""
-        return super().logits_or_tokens(hidden) if self.logit_cap is None else (self.logits(hidden), None)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -51,7 +51,7 @@ def num_active_parameters(network: Network) -> int:
 
 
 def _parameters(network: Network) -> list[Weight]:
-    return [weight for weight in network.weights() if not weight.is_tied and weight.kind != "copy"]
+    return [weight for weight in network.weights() if not weight.is_tied]
 
 
 def size_bytes(*weights: Weight) -> int:

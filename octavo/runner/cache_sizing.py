@@ -11,8 +11,8 @@ from octavo.core.kv_groups import KVLayout
 from octavo.core.plan import NewSequence
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize
-from octavo.kernels.interface import LayerCache
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.memory import largest_step
 from octavo.sampling.token_table import TokenTable

@@ -31,8 +31,8 @@ from torch import Tensor
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network

@@ -16,8 +16,9 @@ from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
 from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
@@ -188,7 +189,7 @@ class LoadedModel:
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """This stage's part of the network; hidden states come from the stage before and go to the one after."""
         ranks, kernels, network = self.ranks, self.kernels, self.network
-        kernels.begin_adapters(batch)
+        kernels.adapters.begin(batch)
         if ranks.incoming is None:
             residual = network.embed(batch.token_ids)
         else:
@@ -197,8 +198,8 @@ class LoadedModel:
         hidden = network.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
-        logits, tokens = network.logits_or_tokens(kernels.take_sampled(hidden, batch))
-        return ForwardOutput(hidden, logits, tokens, None if reader is None else reader.features)
+        logits = network.logits(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, None if reader is None else reader.features)
 
 
 def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: DraftSource | None) -> set[KVSpec]:

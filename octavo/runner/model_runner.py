@@ -187,8 +187,6 @@ class ModelRunner:
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
             self._prompt_adapters.write_prefixes(self._kernels, self.loaded.layers.split(self._cache.device)[0])
-        if self.loaded.options.screen_lm_head:
-            batch.only_most_likely = self._step_sampler.wants_most_likely(inputs)
         output = self._forward(batch)
         if output.logits is None:
             self._batch.advance(inputs, inputs.sampling)

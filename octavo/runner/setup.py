@@ -59,7 +59,6 @@ def make_context(
         layers=layout.layers(config.num_layers),
         # More are made with the KV cache, as many as it can use; the largest step has these.
         positions=options.token_budget,
-        screen_head=options.screen_lm_head,
         max_loras=options.max_loras if options.enable_lora else 0,
         max_lora_rank=options.max_lora_rank,
         virtual_tokens=options.num_virtual_tokens,

@@ -18,8 +18,8 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import group_layers
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, padding_batch
-from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
@@ -226,7 +226,7 @@ def test_the_estimate_of_a_cpus_largest_step_has_room_for_what_adapters_add(netw
     for values in ({}, {"enable_lora": True, "max_loras": 2}):
         loaded = small_model(network, kernels="cpu", max_num_seqs=64, **values)
         ModelRunner(loaded, [8], [0], 128)
-        buffers.append(cast(Any, loaded.kernels)._arena.nbytes)
+        buffers.append(cast(Any, loaded.kernels).runner.arena.nbytes)
         estimates.append(memory.activation_bytes(loaded.config, loaded.options))
     assert 0 < buffers[1] - buffers[0] <= estimates[1] - estimates[0]
     assert buffers[1] <= estimates[1]
