@@ -25,7 +25,7 @@ from octavo.kernels import resolve_device
 from octavo.lab.bench.offline import greedy, random_prompts
 from octavo.lab.simulate.step_profile import FitError, Overhead, StepProfile
 from octavo.lab.simulate.work import StepWork, count_work
-from octavo.models.sizes import kv_bytes_per_token, outline
+from octavo.models.sizes import build_without_weights, kv_bytes_per_token
 
 #: Tokens of a step at which the curve of the matrix products may bend.
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -227,7 +227,7 @@ def _drive(
 def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
     """The fields of the profile that are not fitted."""
     core = llm.llm_engine.core
-    network = outline(core.model_config, core.dtype, kv_cache_dtype=core.options.kv_cache_dtype)
+    network = build_without_weights(core.model_config, core.dtype, kv_cache_dtype=core.options.kv_cache_dtype)
     moved = core.executor.measure_swap() / core.options.block_size
     return {
         "model": core.options.model,
