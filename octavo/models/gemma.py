@@ -24,7 +24,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config_reader import ConfigReader, read_layer_types, read_rope, refuse_activations, shape_fields
+from octavo.models.config_reader import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
 
@@ -209,11 +209,11 @@ def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer: by ``layer_types``, or the last of each ``sliding_window_pattern`` layers has none."""
     if "sliding_window_pattern" not in reader.raw:
         return (None,) * layers
-    window, types = reader.positive("sliding_window"), read_layer_types(reader, layers)
-    if types is None:
-        pattern = reader.positive("sliding_window_pattern")
-        return tuple(window if (i + 1) % pattern else None for i in range(layers))
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    window = reader.positive("sliding_window")
+    if (windows := read_windows(reader, layers, window)) is not None:
+        return windows
+    pattern = reader.positive("sliding_window_pattern")
+    return tuple(window if (i + 1) % pattern else None for i in range(layers))
 
 
 def _cap(reader: ConfigReader, name: str) -> float | None:

@@ -52,7 +52,7 @@ def rotary_and_cache(
         q rotated: [T, H, D], contiguous.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries = Queries(q, out, positions, cos_sin, *q.stride()[:2], cos_sin.stride(0))
+    queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0))
     _launch(queries, k, v, cache, slots, q.shape[1] // k.shape[1], cos_sin.shape[1])
     return out
 
