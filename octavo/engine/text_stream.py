@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import tokenizers
 
 from octavo.loader.byte_level import byte_alphabet
 
-if TYPE_CHECKING:
-    from octavo.engine.tokenizer import Tokenizer
-
 #: Prompt tokens looked at to see whether the output continues a text or begins one.
 _CONTEXT = 8
+
+
+class TokenTexts(Protocol):
+    """What a stream asks of a ``Tokenizer``."""
+
+    backend: tokenizers.Tokenizer
+    special_ids: frozenset[int]
+    decoder_kind: str
+
+    def token_text(self, token_id: int) -> str:
+        """See ``Tokenizer``."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """See ``Tokenizer``."""
+        ...
 
 
 class TextStream:
@@ -24,7 +39,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenTexts,
         prompt_token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,

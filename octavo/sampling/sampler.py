@@ -14,8 +14,8 @@ from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors, RowError, RowFailure
-from octavo.sampling.outputs import PendingSamplerOutput
+from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors
+from octavo.sampling.outputs import PendingSamplerOutput, RowError, RowFailure
 from octavo.sampling.token_table import TokenTable
 
 
